@@ -18,7 +18,7 @@ import dagster as dg
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from .runtime.protocol.end import TextEnum
+from .runtime.protocol.messages import TextEnum
 from .runtime.protocol.spec import RAY_COORDINATES, is_passable
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")

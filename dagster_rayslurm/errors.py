@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 from pydantic import ValidationError
 
-from .runtime.protocol.end import TextEnum
+from .runtime.protocol.messages import TextEnum
 
 _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 

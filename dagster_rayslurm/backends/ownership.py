@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..edge import files
-from ..runtime.protocol.end import EndReason
+from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, LineReader, Record
 from ..slurm.submit import JOB_SCRIPT
 from ..ssh.base import Connection

@@ -13,7 +13,7 @@ from ..errors import FailureKind, RunFailure
 from ..follow import Evidence
 from ..follow.follower import VISIBILITY_TIMEOUT
 from ..interrupts import deferred_interrupts
-from ..runtime.protocol.end import EndReason
+from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, node_number, relevant_lines
 from ..slurm.commands import run_slurm

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..runtime.protocol.end import EndReason
+from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, STDIO, LineReader, Record
 from ..ssh.base import ConnectionFailed
 from .evidence import Evidence

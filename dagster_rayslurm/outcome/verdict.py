@@ -17,7 +17,7 @@ from ..errors import FailureKind, without_colours
 from ..follow import Evidence
 from ..plan import Plan
 from ..runtime.process import processes
-from ..runtime.protocol.end import EndReason
+from ..runtime.protocol.messages import EndReason
 from ..slurm.accounting import explain_job_end, relevant_lines
 from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 

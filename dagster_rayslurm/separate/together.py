@@ -18,7 +18,7 @@ from ..errors import FailureKind, may_retry
 from ..outcome import SUCCESS, Judged, Verdict, judge_job
 from ..outcome.chart import MIB
 from ..outcome.metadata import Metadata, cpus_of, failure_metadata
-from ..runtime.protocol.end import EndReason
+from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import Record
 
 # A Pipes message with method and parameters, or only its parameters.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pathspec import GitIgnoreSpec
 
-from ..runtime.protocol.end import TextEnum
+from ..runtime.protocol.messages import TextEnum
 
 IGNORE_FILES = (".gitignore", ".rayignore")
 """Files with patterns in the syntax of gitignore(5). Ray 2.60 reads both, in every directory of the tree."""

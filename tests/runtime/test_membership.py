@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.node.worker_nodes import Identity
-from dagster_rayslurm.runtime.protocol.end import ClusterError, EndReason
-from dagster_rayslurm.runtime.protocol.messages import NodeCommand, NodeEvent
+from dagster_rayslurm.runtime.protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.runtime.ray.membership import Action, Event, Member, Membership, NodeLost, Ready, Report, Say, Send
 

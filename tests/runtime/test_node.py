@@ -17,7 +17,7 @@ from dagster_rayslurm.runtime.node import network, resources
 from dagster_rayslurm.runtime.node.network import interface_address
 from dagster_rayslurm.runtime.node.resources import footprint_error, node_footprint
 from dagster_rayslurm.runtime.process import scratch
-from dagster_rayslurm.runtime.protocol.end import ClusterError
+from dagster_rayslurm.runtime.protocol.messages import ClusterError
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_version
 from dagster_rayslurm.runtime.ray.ray_node import start_arguments

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.payload.payload import Awaited, Do, Life, Phase
-from dagster_rayslurm.runtime.protocol.end import End, EndReason
+from dagster_rayslurm.runtime.protocol.messages import End, EndReason
 
 CANCEL, TIMEOUT, TERMINATED = (End(reason, str(reason)) for reason in (EndReason.CANCEL, EndReason.TIMEOUT, EndReason.TERMINATED))
 RECORD = End(EndReason.RECORD, "disk full")

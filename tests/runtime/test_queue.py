@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.node.resources import NodeResources
-from dagster_rayslurm.runtime.protocol.end import End, EndReason
+from dagster_rayslurm.runtime.protocol.messages import End, EndReason
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec
 from dagster_rayslurm.runtime.supervisor.queue import Claim, Next, Queue, claims_of, misfit
 

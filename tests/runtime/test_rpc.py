@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm.runtime.node.network import control_ports
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol import rpc
-from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Handshake, Role, RpcServer
+from dagster_rayslurm.runtime.protocol.rpc import Channel, Handshake, Listener, Role, RpcClient, RpcServer
 
 KEY, OTHER_KEY = "aa" * 32, "bb" * 32
 ROLES = [Role.SERVER, Role.CLIENT]
@@ -59,7 +60,7 @@ def turn(loop: Loop, until: Callable[[], Any], timeout: float = 5.0) -> bool:
     return bool(until())
 
 
-class Events(ChannelListener):
+class Events(Listener):
     """Keeps the events of its channels, by name, and their messages."""
 
     def __init__(self) -> None:
@@ -199,70 +200,78 @@ def test_a_bad_message_or_a_handler_error_closes_the_channel_only(pair: Pair, re
     assert turn(pair.loop, lambda: pair.events[sender].names[-1] == "closed")
 
 
-def test_a_silent_client_is_closed_and_one_that_answers_stays(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_client_is_closed_and_one_with_heartbeat_stays(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "HEARTBEAT_INTERVAL", 0.05)
     monkeypatch.setattr(rpc, "HEARTBEAT_TIMEOUT", 0.3)
-    events, answering, silent = Events(), Events(), Events()
+    events, beating, silent = Events(), Events(), Events()
     server = RpcServer(loop, KEY, control_ports(None, 1), events, loopback=True, heartbeat=True)
-
-    def answer(channel: Channel, message: dict[str, Any]) -> None:
-        answering.messages.append(message)
-        channel.send(event="pong")
-
-    answering.received = answer  # type: ignore[method-assign]
     clients = [
-        Channel(loop, socket.create_connection(("127.0.0.1", server.port)), KEY, Role.CLIENT, each)
-        for each in (answering, silent)
+        Channel(loop, socket.create_connection(("127.0.0.1", server.port)), KEY, Role.CLIENT, each, heartbeat=each is beating)
+        for each in (beating, silent)
     ]
     assert turn(loop, lambda: silent.names[-1:] == ["closed"])
     turn(loop, lambda: False, 0.4)
-    assert answering.names == ["authenticated"] and {"op": "ping"} in answering.messages
-    assert events.names == ["closed"]  # A pong is no message.
+    assert beating.names == ["authenticated"] and events.names == ["authenticated", "authenticated", "closed"]
     server.close()
     for each in clients:
         each.close()
 
 
-# ---- Too many strangers
+def test_connecting_does_not_block(loop: Loop) -> None:
+    """The server answers nothing at all, because its queue of connections is full."""
+    turns: list[bool] = []
+    with socket.socket() as mute, contextlib.ExitStack() as queued:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(0)
+        for _ in range(4):
+            waiting = queued.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(mute.getsockname())
+        client = RpcClient(loop, KEY, [mute.getsockname()], Events())
+
+        def tick() -> None:
+            turns.append(not client.problem)
+            loop.call_later(0.01, tick)
+
+        tick()
+        client.connect()
+        assert turn(loop, lambda: client.problem) and client.problem.endswith(": timed out")
+        assert sum(turns) > 10  # During the first attempt.
+        client.close()
+        client.problem = ""
+        assert not turn(loop, lambda: client.problem, 0.3)
 
 
-def test_strangers_are_few_at_once_and_keep_no_client_out(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "_MAX_STRANGERS", 8)
+def test_a_client_finds_the_server_and_reconnects_at_once(loop: Loop) -> None:
     events, own = Events(), Events()
-    server = RpcServer(loop, KEY, control_ports(None, 1), events)
-    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(30)]
-    client = Channel(loop, socket.create_connection(("127.0.0.1", server.port)), KEY, Role.CLIENT, own)
-    try:
-        assert turn(loop, lambda: own.names == ["authenticated"])
-        assert [ends(stranger) for stranger in crowd] == [True] * 23 + [False] * 7  # The oldest had to give way.
-    finally:
-        server.close()
-        for each in [*crowd, client]:
-            each.close()
-
-
-def ends(sock: socket.socket) -> bool:
-    """Whether the other end has closed the connection, perhaps after its challenge."""
-    sock.setblocking(False)
-    try:
-        while sock.recv(4096):
-            continue
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    return True
+    nowhere = control_ports(None)[:3]
+    server = RpcServer(loop, KEY, [0], events, loopback=True, heartbeat=True)
+    client = RpcClient(loop, KEY, [("127.0.0.1", port) for port in [*nowhere, server.port]], own)
+    client.send(op="lost")
+    client.connect()
+    assert turn(loop, lambda: own.names == ["authenticated"]) and client.is_connected
+    assert client.problem == f"127.0.0.1:{nowhere[0]}: Connection refused" and 0 <= client.silent_for < 1
+    client.problem = ""
+    events.channels[0].close()
+    assert turn(loop, lambda: own.names == ["authenticated", "closed", "authenticated"])
+    assert client.problem == ""  # The address that worked was tried first.
+    client.send(op="a")
+    assert turn(loop, lambda: events.messages == [{"op": "a"}])
+    client.close()
+    server.close()
 
 
 def test_without_file_descriptors_the_server_waits_instead_of_spinning() -> None:
     program = textwrap.dedent("""
         import os, resource, socket
         from dagster_rayslurm.runtime.process.loop import Loop
-        from dagster_rayslurm.runtime.protocol.rpc import Acceptor, listen
+        from dagster_rayslurm.runtime.protocol import rpc
         loop, asked, accepted = Loop(), [], []
-        sock = listen([0])
-        acceptor = Acceptor(loop, sock, accepted.append)
+        rpc.Channel = lambda *arguments, **options: accepted.append(1)
+        server = rpc.RpcServer(loop, "", [0], rpc.Listener())
         forget = loop.forget
         loop.forget = lambda fd: (asked.append(1), forget(fd))
-        client = socket.create_connection(("127.0.0.1", sock.getsockname()[1]))
+        client = socket.create_connection(("127.0.0.1", server.port))
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), 4096))
         hogs = []
         try:

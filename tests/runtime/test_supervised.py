@@ -26,7 +26,7 @@ from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.supervisor import supervisor
 from dagster_rayslurm.runtime.supervisor import time_limit
-from dagster_rayslurm.runtime.protocol.end import End
+from dagster_rayslurm.runtime.protocol.messages import End
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec
 processes.become_subreaper()

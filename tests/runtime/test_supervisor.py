@@ -24,7 +24,7 @@ from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.supervisor import supervisor
 from dagster_rayslurm.runtime.process.loop import Loop
-from dagster_rayslurm.runtime.protocol.end import End
+from dagster_rayslurm.runtime.protocol.messages import End
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.supervisor.queue import Closing, Misfit
 machine.detect = lambda *_, **__: machine.NodeResources("n1", 4, 0, 2**33, None)

@@ -27,8 +27,8 @@ from dagster_rayslurm.runtime.node.worker_nodes import WorkerNode, WorkerNodes
 from dagster_rayslurm.runtime.nodes.agent import NodeAgent
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.process.loop import Loop
-from dagster_rayslurm.runtime.protocol.end import ClusterError
-from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Role, listen
+from dagster_rayslurm.runtime.protocol.messages import ClusterError
+from dagster_rayslurm.runtime.protocol.rpc import Channel, Listener, Role, listen
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster, RayListener
 from dagster_rayslurm.runtime.ray.membership import nodes_expected
@@ -221,7 +221,7 @@ class Head:
         return Channel(self.loop, sock, key, Role.CLIENT, end), end.taken, end.events
 
 
-class WorkerEnd(ChannelListener):
+class WorkerEnd(Listener):
     """A worker's end of a connection: introduces itself, and keeps what it is told."""
 
     def __init__(self, introduction: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,8 @@ from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge
 from dagster_rayslurm.plan import Plan, by_component, make_plan
 from dagster_rayslurm.runtime.node.allocation import from_environ, select_component
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
-from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_json, to_json
-from dagster_rayslurm.runtime.separate import barrier as barrier_module
-from dagster_rayslurm.runtime.separate.barrier import Barrier, ComponentAddress, Ended, Fail, Finish, Leaving, Ready, Start
+from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_fields, from_json, to_json
+from dagster_rayslurm.runtime.separate.barrier import Barrier, ComponentAddress, ComponentState, Ended, RunState
 from dagster_rayslurm.separate.backend import (
     ComponentJob,
     SeparateLocalBackend,
@@ -54,108 +54,125 @@ from dagster_rayslurm.slurm.accounting import JobFacts
 # ---- Start barrier
 
 
-OK, LEAVING = Ended(None, 0, False), Leaving()
+OK = Ended(None, 0, False)
 
 
-def ready(name: str) -> Ready:
-    return Ready(ComponentAddress(name, name, None, [name]))
+def ready(name: str) -> ComponentState:
+    return ComponentState(ComponentAddress(name, name, None, [name]))
 
 
 def failed(why: str, exit_code: int) -> Ended:
     return Ended(why, exit_code, False)
 
 
-def barrier_of(names: str) -> Barrier:
-    """A barrier with 300 s of patience and 10 s of grace, whose guests are connected."""
-    made = Barrier(list(names), 300.0, 10.0, now=0.0)
-    for name in names[1:]:
-        made.connected(name)
-    return made
+class Told:
+    """A barrier with 300 s of patience and 10 s of grace, whose guests are connected, and what its components have said."""
+
+    def __init__(self, names: str, connected: str = "abc") -> None:
+        self.barrier = Barrier(list(names), 300.0, 10.0, now=0.0)
+        self.said = {name: ComponentState() for name in names}
+        for name in names[1:]:
+            if name in connected:
+                self.barrier.connected(name)
+
+    def tell(self, name: str, now: float, **news: Any) -> RunState:
+        self.said[name] = replace(self.said[name], **news)
+        self.barrier.update(name, self.said[name], now)
+        return self.barrier.state
+
+    def ready(self, names: str, now: float = 1.0) -> RunState:
+        return [self.tell(name, now, place=ready(name).place) for name in names][-1]
 
 
 def test_payloads_start_when_all_are_ready() -> None:
-    three = barrier_of("abc")
-    assert three.handle("b", ready("b"), 1.0) == three.handle("a", ready("a"), 1.0) == [] and not three.started
-    (order,) = three.handle("c", ready("c"), 1.0)
-    assert isinstance(order, Start) and list(order.components) == ["a", "b", "c"] and order.components["b"] == ready("b").place
-    assert three.handle("c", ready("c"), 1.0) == []  # Sent again after a reconnection.
+    three = Told("abc")
+    assert three.ready("ba") == RunState()
+    state = three.ready("c")
+    assert list(state.places) == ["a", "b", "c"] and state.places["b"] == ready("b").place and state.failed is None
 
 
 def test_only_the_first_failure_ends_the_others() -> None:
-    three = barrier_of("abc")
-    for name in "abc":
-        three.handle(name, ready(name), 1.0)
-    assert three.handle("c", OK, 2.0) == []
-    assert three.handle("b", failed("exit code 3", 3), 3.0) == [Fail("b", "exit code 3")]
-    assert three.handle("a", failed("component 'b': exit code 3", 1), 4.0) == [Finish(final=True)]
-    assert (three.failed, three.exit_code) == ("b", 3)
-    assert three.handle("a", OK, 5.0) == []
-    assert not three.may_leave(5.0) and three.may_leave(14.0)
-    assert three.handle("b", LEAVING, 5.0) == three.handle("c", LEAVING, 5.0) == [] and three.may_leave(5.0)
+    three = Told("abc")
+    three.ready("abc")
+    assert three.tell("c", 2.0, ended=OK).failed is None
+    state = three.tell("b", 3.0, ended=failed("exit code 3", 3))
+    assert (state.failed, state.why, state.finished) == ("b", "exit code 3", False)
+    state = three.tell("a", 4.0, ended=failed("component 'b': exit code 3", 1))
+    assert (state.failed, state.finished, state.final, three.barrier.exit_code) == ("b", True, True, 3)
+    assert not three.barrier.may_leave(5.0) and three.barrier.may_leave(14.0)
+    three.tell("b", 5.0, left=True)
+    three.tell("c", 5.0, left=True)
+    assert three.barrier.may_leave(5.0)
 
 
 def test_a_failure_before_the_start_starts_no_payload() -> None:
-    two = barrier_of("ab")
-    two.handle("a", ready("a"), 1.0)
-    assert two.handle("b", failed("no cluster", 0), 1.0) == [Fail("b", "no cluster")] and two.exit_code == 1
-    assert two.handle("b", ready("b"), 1.0) == [] and not two.started
+    two = Told("ab")
+    two.ready("a")
+    assert two.tell("b", 1.0, ended=failed("no cluster", 0)).failed == "b" and two.barrier.exit_code == 1
+    assert not two.ready("b").places
 
 
 def test_one_component_starts_and_ends_alone() -> None:
-    one = barrier_of("a")
-    assert one.handle("a", ready("a"), 1.0) == [Start({"a": ready("a").place})]
-    assert one.handle("a", OK, 2.0) == [Finish(final=True)] and one.exit_code == 0 and one.may_leave(2.0)
+    one = Told("a")
+    assert one.ready("a").places
+    assert one.tell("a", 2.0, ended=OK).final and one.barrier.exit_code == 0 and one.barrier.may_leave(2.0)
 
 
 def test_a_timeout_names_the_missing_components() -> None:
-    three = Barrier(["a", "b", "c"], 310.0, 10.0, now=0.0)
-    three.handle("a", ready("a"), 1.0)
-    three.connected("b")
-    assert three.tick(309.0) == []
-    (order,) = three.tick(310.0)
-    said = order.why  # type: ignore[union-attr]
-    assert "within 310 s" in said and "'b' (its cluster is not up)" in said and "'c' (no word from its runtime)" in said
-    assert three.handle("a", OK, 311.0) == [] and three.handle("b", OK, 311.0) == [Finish(final=False)]
+    three = Told("abc", connected="b")
+    three.ready("a")
+    three.barrier.tick(299.0)
+    assert three.barrier.state == RunState()
+    three.barrier.tick(300.0)
+    said = three.barrier.state.why
+    assert "within 300 s" in said and "'b' (its cluster is not up)" in said and "'c' (no word from its runtime)" in said
+    assert not three.tell("a", 301.0, ended=OK).finished
+    state = three.tell("b", 301.0, ended=OK)
+    assert state.finished and not state.final
 
 
 def test_a_lost_guest_is_given_up_after_the_grace() -> None:
-    two = barrier_of("ab")
+    two = Told("ab").barrier
     two.disconnected("b", "cut", 5.0)
     two.connected("b")
     two.disconnected("b", "cut", 9.0)
-    assert two.tick(18.0) == [] and two.tick(19.0) == [Fail("b", "its runtime is lost: cut")]
-    assert two.tick(40.0) == []
+    two.tick(18.0)
+    assert two.state.failed is None
+    two.tick(19.0)
+    assert (two.state.failed, two.state.why) == ("b", "its runtime is lost: cut")
 
 
-EVENTS = st.sampled_from(["ready", "ended", "failed", "lost", "disconnected", "connected", "interrupted", "leaving", "tick"])
+EVENTS = st.sampled_from(["ready", "ended", "failed", "disconnected", "connected", "interrupted", "leaving", "tick"])
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), EVENTS, st.sampled_from([0.0, 1.0, 40.0])), max_size=30))
-def test_orders_in_any_course_of_events(course: list[tuple[str, str, float]]) -> None:
-    """At most one start, one failure and one finish; no start after a failure; a failure makes the exit code."""
-    barrier, orders, now = Barrier("abc", 300.0, 10.0, now=0.0), list[Any](), 0.0
-    said = {"ended": OK, "failed": failed("it failed", 3), "leaving": LEAVING}
+def test_the_state_in_any_course_of_events(course: list[tuple[str, str, float]]) -> None:
+    """What was told stays so; no start after a failure; a failure makes the exit code."""
+    job, now = Told("abc", connected=""), 0.0
     for component, event, pause in course:
         now += pause
+        barrier, before = job.barrier, job.barrier.state
         guest = component if component != "a" or event in ("ready", "ended", "failed") else "b"
         if event == "connected":
             barrier.connected(guest)
         elif event == "disconnected":
             barrier.disconnected(guest, "cut", now)
-        elif event == "lost":
-            orders += barrier.lost(guest, "it is lost", now)
         elif event == "interrupted":
-            orders += barrier.interrupted("signal", 143, now)
+            barrier.interrupted("signal", 143, now)
         elif event == "tick":
-            orders += barrier.tick(now)
-        else:
-            orders += barrier.handle(guest, said.get(event) or ready(guest), now)
-    kinds = [type(order) for order in orders]
-    assert all(kinds.count(kind) <= 1 for kind in (Start, Fail, Finish))
-    assert Start not in kinds or Fail not in kinds or kinds.index(Start) < kinds.index(Fail)
-    assert (Fail in kinds) == (barrier.failed is not None) == (barrier.exit_code != 0)
-    assert Finish in kinds or not barrier.may_leave(now)
-    assert [barrier_module.decode(json.loads(json.dumps(barrier_module.encode(order)))) for order in orders] == orders
+            barrier.tick(now)
+        elif event == "ready":
+            job.ready(guest, now)
+        elif event == "leaving":
+            job.tell(guest, now, left=True)
+        elif job.said[guest].ended is None:
+            job.tell(guest, now, ended=OK if event == "ended" else failed("it failed", 3))
+        state = barrier.state
+        assert (before.places or state.places if before.failed is None else before.places) == state.places
+        assert before.failed in (None, state.failed) and state.finished >= before.finished
+        assert (state.failed is not None) == (barrier.exit_code != 0)
+        assert state.finished or not barrier.may_leave(now)
+        assert from_fields(RunState, json.loads(json.dumps(asdict(state)))) == state
 
 
 # ---- Allocation of a component

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...follow import Evidence
 from ...interrupts import deferred_interrupts
-from ...runtime.protocol.end import EndReason
+from ...runtime.protocol.messages import EndReason
 from ...runtime.protocol.record import JOURNAL, LineReader
 from ...ssh.base import Connection
 from ..base import Step

@@ -16,7 +16,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional
 from ..process import processes
 from ..process.loop import Loop
 from ..process.processes import Process, query_program, recent_table, resident_and_shared
-from ..protocol.end import TextEnum
+from ..protocol.messages import TextEnum
 from . import resources
 
 # ---- The decision; pure

@@ -22,7 +22,7 @@ import struct
 from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
-from ..protocol.end import ClusterError, EndReason
+from ..protocol.messages import ClusterError, EndReason
 from ..protocol.spec import RaySpec
 
 _IPV6 = "/proc/net/if_inet6"  # The file with the IPv6 addresses of this node (proc(5)).

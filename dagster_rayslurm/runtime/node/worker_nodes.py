@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 from ..process.loop import Loop, Timer
 from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.record import tail_file
-from ..protocol.rpc import RECONNECT_GRACE, Channel, ChannelListener, Message, RpcServer
+from ..protocol.rpc import RECONNECT_GRACE, Channel, Listener, Message, RpcServer
 from ..protocol.spec import SpecError, from_fields
 from .resources import NodeResources, named
 
@@ -90,7 +90,7 @@ class _Collection(NamedTuple):
 
 
 @dataclass(eq=False)
-class WorkerNodes(ChannelListener):
+class WorkerNodes(Listener):
     """All worker nodes of an allocation: sends them commands, and passes their events to `on_event`.
 
     A node that reconnects gets all commands again that still hold; its agent ignores those that it has carried out.
@@ -158,8 +158,6 @@ class WorkerNodes(ChannelListener):
         self._stopped = True
         for node in self.members.values():
             node.send(op=NodeCommand.STOP)
-        if self._server is not None:
-            self._server.stop_heartbeat()
 
     def wait_gone(self, patience: float) -> None:
         """Wait until the worker nodes have cleaned up, because the end of this runtime may end theirs before they have.

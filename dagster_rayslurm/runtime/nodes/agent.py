@@ -12,8 +12,7 @@ from ..node.usage import GpuMonitor, UsageSampler
 from ..process.loop import Loop
 from ..process.processes import StrayProcesses
 from ..process.scratch import Scratch
-from ..protocol.end import ClusterError, EndReason
-from ..protocol.messages import NodeCommand, NodeEvent
+from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
 from ..protocol.rpc import Message
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields
 from ..ray.membership import Event, Report

@@ -15,7 +15,7 @@ from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
 from ..protocol.messages import NodeCommand, NodeEvent
-from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Address, ClientListener, Message, RpcClient, all_addresses
+from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Channel, Listener, Message, RpcClient, all_addresses
 from ..protocol.spec import RuntimeSpec
 from ..ray.ray_node import ClusterDir
 from .agent import NodeAgent
@@ -27,7 +27,7 @@ _FIRST_CONNECT_TIMEOUT = 600.0
 
 
 @dataclass(eq=False)
-class Worker(ClientListener):
+class Worker(Listener):
     """The runtime of one worker node: passes the head's commands to the node agent, and the agent's events to the head."""
 
     loop: Loop
@@ -49,7 +49,6 @@ class Worker(ClientListener):
         MemoryWatch(self.loop, self._machine.name, lambda: self._agent.guarded, lambda: [], self._report_memory)
         self._parent = os.getppid()
         self._was_signalled = self._head_is_ending = self._was_connected = False
-        self._likeliest_address = addresses[0]
         self._logged_problem = ""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self.loop.on_signal(signum, self._signalled)
@@ -65,12 +64,12 @@ class Worker(ClientListener):
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             self.scratch.remove()
 
-    def connected(self) -> None:
+    def authenticated(self, channel: Channel) -> None:  # noqa: ARG002
         self._was_connected = True
         self._head.send(node_id=self.allocation.node_id, machine=self._machine.facts())
         self.on_connected()
 
-    def received(self, message: Message) -> None:
+    def received(self, channel: Channel, message: Message) -> None:  # noqa: ARG002
         op = message.get("op")
         if op == NodeCommand.ENDING:
             self._head_is_ending = True
@@ -79,15 +78,9 @@ class Worker(ClientListener):
         else:
             self._agent.handle(message)
 
-    def disconnected(self) -> None:
+    def closed(self, channel: Channel, why: str) -> None:  # noqa: ARG002
         if self._was_signalled:
             self.loop.stop()  # Slurm ends the step, and the head ended first.
-
-    def unreachable(self, address: Address, why: str) -> None:
-        problem = "%s:%d: %s" % (address[0], address[1], why)
-        if problem != self._logged_problem and address == self._likeliest_address:
-            self.log("the head's runtime cannot be reached at " + problem)
-            self._logged_problem = problem
 
     def log(self, text: str) -> None:
         sys.stderr.write("rayslurm on %s: %s\n" % (self._machine.name, text))
@@ -122,6 +115,9 @@ class Worker(ClientListener):
         if silent > (HEARTBEAT_TIMEOUT if self._was_connected else _FIRST_CONNECT_TIMEOUT):
             self.log("the head's runtime has been out of reach for %d s; ending" % silent)
             return self.loop.stop()
+        if self._head.problem != self._logged_problem:
+            self._logged_problem = self._head.problem
+            self.log("the head's runtime cannot be reached at " + self._logged_problem)
         self.loop.call_later(HEARTBEAT_INTERVAL, self._check_head)
 
     def _report_memory(self, message: str, killed: bool) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Callable, Dict, FrozenSet, List, Optional, Set, Tuple
 
 from ..process import processes
 from ..process.loop import Loop, Timers
-from ..protocol.end import End, EndReason, defect
+from ..protocol.messages import End, EndReason, defect
 from ..protocol.record import RunRecord, tail_lines
 from ..protocol.spec import PayloadSpec
 from .environment import Environment, LaunchContext, lay_out_work_dir, payload_environment

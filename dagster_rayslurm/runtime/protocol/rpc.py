@@ -7,7 +7,6 @@ The two ends authenticate each other before the first message:
 1. Each end sends `{"challenge": C}` with 32 random hex digits.
 2. The client sends `{"proof": P}`, P = HMAC-SHA256(key, "client:<server's challenge>:<client's challenge>").
 3. The server checks it and sends its own proof, with "server" and the challenges the other way round.
-4. From then on each line is one message, a JSON object.
 
 The key comes from the start record, which only the user of the job can read. A proof serves one connection, because each has new
 challenges. Messages after the handshake are neither signed nor encrypted, and neither is Ray's traffic on the same network: the
@@ -30,8 +29,8 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ..process.loop import Loop, Timer
-from .end import TextEnum
-from .record import SESSION
+from .messages import TextEnum
+from .record import SESSION, split_lines
 
 Message = Dict[str, Any]  # One message: the JSON object of a line.
 Address = Tuple[str, int]  # Host and port.
@@ -39,9 +38,10 @@ Address = Tuple[str, int]  # Host and port.
 _MAX_LINE = 2**22  # Bytes that a message may have at most; usage samples and tails of logs are far shorter.
 _MAX_HANDSHAKE = 4096  # Bytes that a line may have at most until the other end has authenticated itself.
 _HEX = {"challenge": re.compile("[0-9a-f]{32}"), "proof": re.compile("[0-9a-f]{64}")}
+_HANDSHAKE_TIMEOUT = 10.0  # Seconds for connecting and the handshake.
 _SEND_TIMEOUT = 2.0  # Seconds that sending may block before the connection counts as broken.
 
-HEARTBEAT_INTERVAL = 5.0  # Seconds between two pings of a server to its clients; several must fit into HEARTBEAT_TIMEOUT.
+HEARTBEAT_INTERVAL = 5.0  # Seconds between two pings; several must fit into HEARTBEAT_TIMEOUT.
 HEARTBEAT_TIMEOUT = 30.0  # Seconds of silence after which the other end of a connection counts as lost.
 # Seconds after the loss of a connection in which the two ends may connect again, before one gives up the other; clients try ten
 # times a second.
@@ -53,6 +53,11 @@ class Role(TextEnum):
 
     CLIENT = "client"
     SERVER = "server"
+
+    @property
+    def peer(self) -> "Role":
+        """The role of the other end."""
+        return Role.SERVER if self == Role.CLIENT else Role.CLIENT
 
 
 def derive_key(key: str, purpose: str) -> str:
@@ -72,18 +77,18 @@ def _decode(line: bytes) -> Message:
     return message
 
 
+@dataclass
 class _LineBuffer:
     """Splits the bytes that arrive on a connection into lines of at most `limit` bytes."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._partial = b""
+    limit: int
+    partial: bytes = b""
 
     def feed(self, data: bytes) -> List[bytes]:
         """The lines that are complete with this data, without their newlines; raises ValueError if a line is too long."""
-        if len(self._partial) + len(data) > self.limit:
+        if len(self.partial) + len(data) > self.limit:
             raise ValueError("the line is longer than %d bytes" % self.limit)
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        lines, self.partial = split_lines(self.partial + data)
         return lines
 
 
@@ -91,8 +96,7 @@ class Handshake:
     """One end's part of the mutual authentication: says which lines to send, beginning with `opening`, until it is `done`."""
 
     def __init__(self, key: str, role: Role) -> None:
-        self._key = key
-        self._role = role
+        self._key, self._role = key, role
         self._challenge = os.urandom(16).hex()
         self._peer_challenge = ""
         self.opening = _encode({"challenge": self._challenge})
@@ -107,8 +111,7 @@ class Handshake:
         if name == "challenge":
             self._peer_challenge = value
             return self._own_proof() if self._role == Role.CLIENT else b""
-        peer = Role.SERVER if self._role == Role.CLIENT else Role.CLIENT
-        if not hmac.compare_digest(self._proof(peer, self._challenge, self._peer_challenge), value):
+        if not hmac.compare_digest(self._proof(self._role.peer, self._challenge, self._peer_challenge), value):
             raise ValueError("its proof is wrong")
         self.done = True
         return self._own_proof() if self._role == Role.SERVER else b""
@@ -120,7 +123,7 @@ class Handshake:
         return derive_key(self._key, "%s:%s:%s" % (prover, verifier_challenge, prover_challenge))
 
 
-class ChannelListener:
+class Listener:
     """The callbacks of channels, for subclasses to override; the methods here do nothing."""
 
     def authenticated(self, channel: "Channel") -> None:
@@ -133,23 +136,29 @@ class ChannelListener:
         """Called once when the channel has ended, except after `Channel.close`."""
 
 
+@dataclass(eq=False, repr=False)
 class Channel:
     """One connection, as its server or its client holds it: authenticates the other end, then sends and receives messages.
 
-    It owns the socket, which is connected or connecting. `timeout` is the time for connecting and the handshake, in seconds.
+    It owns the socket, which is connected or connecting. With `heartbeat`, it sends `{"op": "ping"}` every few seconds, and ends
+    when the other end, which must do the same, is silent for too long.
     """
 
-    def __init__(
-        self, loop: Loop, sock: socket.socket, key: str, role: Role, listener: ChannelListener, timeout: float = 10.0
-    ) -> None:
-        self.listener = listener
-        self.last_received = loop.now()
-        self._loop = loop
-        self._socket: Optional[socket.socket] = sock
-        self._handshake = Handshake(key, role)
+    loop: Loop
+    sock: socket.socket
+    key: str
+    role: Role
+    listener: Listener
+    timeout: float = _HANDSHAKE_TIMEOUT
+    heartbeat: bool = False
+
+    def __post_init__(self) -> None:
+        self.last_received = self.loop.now()
+        self._open = True
+        self._handshake = Handshake(self.key, self.role)
         self._lines = _LineBuffer(_MAX_HANDSHAKE)
-        self._timer = loop.call_later(timeout, lambda: self.fail("timed out"))
-        loop.on_writable(sock.fileno(), self._connected)
+        self._timer: Timer = self.loop.call_later(self.timeout, lambda: self.fail("timed out"))
+        self.loop.on_writable(self.sock.fileno(), self._connected)
 
     @property
     def is_authenticated(self) -> bool:
@@ -166,59 +175,55 @@ class Channel:
         To be called at the end of a runtime, when its loop no longer runs.
         """
         with contextlib.suppress(OSError):  # The connection is broken, or the deadline has come: either way it is closed now.
-            while self._socket is not None and time.monotonic() < deadline:
-                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-                if not self._socket.recv(65536):
+            while self._open and time.monotonic() < deadline:
+                self.sock.settimeout(max(0.001, deadline - time.monotonic()))
+                if not self.sock.recv(65536):
                     break
         self.close()
 
     def close(self) -> None:
         """Close the connection without telling the listener."""
         self._timer.cancel()
-        if self._socket is not None:
-            self._loop.forget(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+        if self._open:
+            self._open = False
+            self.loop.forget(self.sock.fileno())
+            self.sock.close()
 
     def fail(self, why: str) -> None:
         """Close the connection and tell the listener why."""
-        if self._socket is not None:
+        if self._open:
             self.close()
             self.listener.closed(self, why)
 
     def _connected(self) -> None:
-        assert self._socket is not None
-        error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             return self.fail(os.strerror(error))
-        self._loop.forget(self._socket.fileno())
-        self._loop.on_readable(self._socket.fileno(), self._read)
-        self._socket.settimeout(_SEND_TIMEOUT)  # Only sending can block: the loop reads only when there is data.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.loop.forget(self.sock.fileno())
+        self.loop.on_readable(self.sock.fileno(), self._read)
+        self.sock.settimeout(_SEND_TIMEOUT)  # Only sending can block: the loop reads only when there is data.
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send_line(self._handshake.opening)
 
     def _send_line(self, line: bytes) -> None:
-        if self._socket is None:
-            return
         try:
-            self._socket.sendall(line)
+            if self._open:
+                self.sock.sendall(line)
         except OSError:
-            self._loop.call_later(0.0, lambda: self.fail("its connection ended"))  # The caller must not be interrupted by this.
+            self.loop.call_later(0.0, lambda: self.fail("its connection ended"))  # The caller must not be interrupted by this.
 
     def _read(self) -> None:
-        assert self._socket is not None
         try:
-            data = self._socket.recv(65536)
+            data = self.sock.recv(65536)
         except OSError:
             data = b""
         if not data:
             return self.fail("its connection ended")
-        self.last_received = self._loop.now()
+        self.last_received = self.loop.now()
         try:
             for line in self._lines.feed(data):
-                self._handle_line(line)
-                if self._socket is None:
-                    return
+                if self._open:
+                    self._handle_line(line)
         except (ValueError, RecursionError) as error:
             self.fail("its connection ended: %s" % error)
 
@@ -228,21 +233,28 @@ class Channel:
             if self._handshake.done:
                 self._timer.cancel()
                 self._lines.limit = _MAX_LINE
+                if self.heartbeat:
+                    self._beat()
                 self.listener.authenticated(self)
             return
         message = _decode(line)
+        if message.get("op") == "ping":
+            return
         try:
             self.listener.received(self, message)
         except Exception:  # A handler error closes this connection only; other clients keep working.
             traceback.print_exc()
             self.fail("its connection ended")
 
+    def _beat(self) -> None:
+        if self.loop.now() - self.last_received > HEARTBEAT_TIMEOUT:
+            return self.fail("it has been silent for %g s" % HEARTBEAT_TIMEOUT)
+        self.send(op="ping")
+        self._timer = self.loop.call_later(HEARTBEAT_INTERVAL, self._beat)
+
 
 # Seconds until a server that could not accept a connection, perhaps for want of file descriptors, tries again.
 _ACCEPT_PAUSE = 0.2
-# Connections without a finished handshake that a server keeps; for a further one it closes the oldest. A handshake takes
-# milliseconds, so that strangers cannot keep clients out.
-_MAX_STRANGERS = 256
 
 
 def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
@@ -258,95 +270,40 @@ def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
     raise OSError("the head cannot listen on any of the ports %s: %s" % (", ".join(map(str, ports)), problem))
 
 
-@dataclass(eq=False)
-class Acceptor:
-    """Calls `on_connection` with each connection that comes in on a listening socket, which the acceptor owns."""
-
-    loop: Loop
-    sock: socket.socket
-    on_connection: Callable[[socket.socket], None]
-
-    def __post_init__(self) -> None:
-        self.sock.setblocking(False)
-        self._resume()
-
-    def close(self) -> None:
-        """Stop accepting connections, and close the listening socket."""
-        self.loop.forget(self.sock.fileno())
-        self.sock.close()
-
-    def _resume(self) -> None:
-        if self.sock.fileno() >= 0:  # The acceptor was closed otherwise.
-            self.loop.on_readable(self.sock.fileno(), self._accept)
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self.sock.accept()
-        except OSError:
-            self.loop.forget(self.sock.fileno())  # It stays readable, so the loop would call again and again.
-            self.loop.call_later(_ACCEPT_PAUSE, self._resume)
-        else:
-            self.on_connection(connection)
-
-
 @dataclass(eq=False, repr=False)
-class RpcServer(ChannelListener):
-    """Listens for connections, authenticates the clients, and passes their messages to a listener.
-
-    With `heartbeat` it sends `{"op": "ping"}` to all clients, and closes connections that are silent for too long.
-    """
+class RpcServer:
+    """Listens for connections, and makes a channel of each for a listener."""
 
     loop: Loop
     key: str
     ports: Sequence[int]
-    listener: ChannelListener
+    listener: Listener
     loopback: bool = False
     heartbeat: bool = False
 
     def __post_init__(self) -> None:
-        self._channels: Dict[Channel, None] = {}
-        sock = listen(self.ports, self.loopback)
-        self.port = int(sock.getsockname()[1])
-        self._acceptor = Acceptor(self.loop, sock, self._connected)
-        self._timer = self.loop.call_later(HEARTBEAT_INTERVAL, self._beat)
-
-    def stop_heartbeat(self) -> None:
-        """Send no more pings, and no longer close silent connections."""
-        self._timer.cancel()
+        self._sock = listen(self.ports, self.loopback)
+        self._sock.setblocking(False)
+        self.port = int(self._sock.getsockname()[1])
+        self._watch()
 
     def close(self) -> None:
-        """Accept no more connections, and close those without a finished handshake; the others stay open."""
-        self.stop_heartbeat()
-        for channel in self._strangers():
-            channel.close()
-        self._acceptor.close()
+        """Accept no more connections; those that are open stay so."""
+        self.loop.forget(self._sock.fileno())
+        self._sock.close()
 
-    def received(self, channel: Channel, message: Message) -> None:
-        if message.get("event") != "pong":
-            self.listener.received(channel, message)
+    def _watch(self) -> None:
+        if self._sock.fileno() >= 0:  # The server was closed otherwise.
+            self.loop.on_readable(self._sock.fileno(), self._accept)
 
-    def closed(self, channel: Channel, why: str) -> None:
-        self._channels.pop(channel, None)
-        if channel.is_authenticated:
-            self.listener.closed(channel, why)
-
-    def _connected(self, sock: socket.socket) -> None:
-        for oldest in self._strangers()[: 1 - _MAX_STRANGERS]:
-            oldest.fail("too many connections")
-        self._channels[Channel(self.loop, sock, self.key, Role.SERVER, self)] = None
-
-    def _strangers(self) -> List[Channel]:
-        return [channel for channel in self._channels if not channel.is_authenticated]
-
-    def _beat(self) -> None:
-        """Close the connections that are silent for too long, and send a ping over the others."""
-        for channel in list(self._channels) if self.heartbeat else []:
-            if self.loop.now() - channel.last_received > HEARTBEAT_TIMEOUT:
-                self._channels.pop(channel)  # It may be closed already, without a call of `closed`.
-                channel.fail("it has been silent for %g s" % HEARTBEAT_TIMEOUT)
-            elif channel.is_authenticated:
-                channel.send(op="ping")
-        self._timer = self.loop.call_later(HEARTBEAT_INTERVAL, self._beat)
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._sock.accept()
+        except OSError:
+            self.loop.forget(self._sock.fileno())  # It stays readable, so the loop would call again and again.
+            self.loop.call_later(_ACCEPT_PAUSE, self._watch)
+        else:
+            Channel(self.loop, connection, self.key, Role.SERVER, self.listener, heartbeat=self.heartbeat)
 
 
 # Seconds for connecting to one address and the handshake with it: another service may listen there, or nothing answer.
@@ -354,40 +311,24 @@ _CONNECT_TIMEOUT = 2.0
 _RETRY_PAUSE = 0.1  # Seconds after a failure until the next address is tried.
 
 
-class ClientListener:
-    """The callbacks of an `RpcClient`, for subclasses to override; the methods here do nothing."""
-
-    def connected(self) -> None:
-        """Called each time that the client has connected and both ends have authenticated themselves."""
-
-    def received(self, message: Message) -> None:
-        """Called when a message has arrived from the server."""
-
-    def disconnected(self) -> None:
-        """Called when an authenticated connection was lost; the client reconnects by itself."""
-
-    def unreachable(self, address: Address, why: str) -> None:
-        """Called when an attempt to connect has failed; the client tries the next address by itself."""
-
-
 @dataclass(eq=False, repr=False)
-class RpcClient(ChannelListener):
-    """Keeps one connection to a server, which listens on one of several addresses, the likeliest first.
+class RpcClient(Listener):
+    """Keeps one connection with heartbeat to a server, which listens on one of several addresses, the likeliest first.
 
-    It connects with retries, answers pings, and reconnects after a loss. Nothing here blocks, except the lookup of a host name,
-    which succeeds once.
+    It reconnects after a loss; the listener hears of authenticated channels only. Only the lookup of a host name, which succeeds
+    once, may block.
     """
 
     loop: Loop
     key: str
     addresses: Sequence[Address]
-    listener: ClientListener
+    listener: Listener
+    problem: str = ""  # Why the likeliest address could not be reached last.
 
     def __post_init__(self) -> None:
         # Addresses, each with what `getaddrinfo` said of it; the next one to try first.
         self._targets: List[Tuple[Address, Optional[Tuple[Any, ...]]]] = [(address, None) for address in self.addresses]
         self._channel: Optional[Channel] = None
-        self._retry: Optional[Timer] = None
         self._closed = False
         self._last_received = self.loop.now()
 
@@ -398,6 +339,8 @@ class RpcClient(ChannelListener):
     @property
     def silent_for(self) -> float:
         """Seconds since anything arrived from the server; before the first connection, since this client was made."""
+        if self._channel is not None and self._channel.is_authenticated:
+            self._last_received = self._channel.last_received
         return self.loop.now() - self._last_received
 
     def send(self, **message: Any) -> None:
@@ -406,9 +349,8 @@ class RpcClient(ChannelListener):
             self._channel.send(**message)
 
     def connect(self) -> None:
-        """Try to connect to the address whose turn it is, unless the client is connected or closed."""
-        self._retry = None
-        if self._closed or self._channel is not None:
+        """Try to connect to the address whose turn it is, unless the client is closed."""
+        if self._closed:
             return
         (address, info), sock = self._targets.pop(0), None
         try:
@@ -422,48 +364,37 @@ class RpcClient(ChannelListener):
         except OSError as error:
             if sock is not None:
                 sock.close()
-            self.listener.unreachable(address, error.strerror or str(error))
-            self._retry_later()
+            self._failed(address, error.strerror or str(error))
         else:
-            self._channel = Channel(self.loop, sock, self.key, Role.CLIENT, self, _CONNECT_TIMEOUT)
+            self._channel = Channel(self.loop, sock, self.key, Role.CLIENT, self, _CONNECT_TIMEOUT, heartbeat=True)
         self._targets.append((address, info))
-
-    def reconnect(self) -> None:
-        """Drop the present connection, if there is one, and connect again."""
-        if self._channel is not None:
-            self._channel.fail("")
 
     def close(self) -> None:
         """Disconnect, and do not reconnect."""
         self._closed = True
-        if self._retry is not None:
-            self._retry.cancel()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
-    def authenticated(self, channel: Channel) -> None:  # noqa: ARG002
-        self._last_received = self.loop.now()
+    def authenticated(self, channel: Channel) -> None:
         self._targets.insert(0, self._targets.pop())  # A later reconnect begins with this address.
-        self.listener.connected()
+        self.listener.authenticated(channel)
 
     def received(self, channel: Channel, message: Message) -> None:
-        self._last_received = self.loop.now()
-        if message.get("op") == "ping":
-            return channel.send(event="pong")
-        self.listener.received(message)
+        self.listener.received(channel, message)
 
     def closed(self, channel: Channel, why: str) -> None:
-        self._channel = None
+        address = self._targets[0 if channel.is_authenticated else -1][0]
         if channel.is_authenticated:
-            self.listener.disconnected()
-        else:
-            self.listener.unreachable(self._targets[-1][0], why)
-        self._retry_later()
+            self._last_received = channel.last_received
+            self.listener.closed(channel, why)
+        self._channel = None
+        self._failed(address, why)
 
-    def _retry_later(self) -> None:
-        if not self._closed and self._retry is None:
-            self._retry = self.loop.call_later(_RETRY_PAUSE, self.connect)
+    def _failed(self, address: Address, why: str) -> None:
+        if address == self.addresses[0]:
+            self.problem = "%s:%d: %s" % (*address, why)
+        self.loop.call_later(_RETRY_PAUSE, self.connect)
 
 
 def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
@@ -474,7 +405,6 @@ def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
 ANSWER = "rayslurm-answer "  # The beginning of the output line of `main` that holds the answer: srun may print other lines.
 # The line that `main` prints just before it sends the request: from then on the session may have received the request.
 SENT = "rayslurm-sent"
-_CALL_CONNECT_TIMEOUT = 10.0  # Seconds for connecting, and again for the handshake.
 ANSWER_TIMEOUT = 60.0  # Seconds in which a session must answer a request; the session's file system may be slow.
 
 
@@ -490,7 +420,7 @@ def call(
     sock: socket.socket,
     key: str,
     request: Message,
-    handshake_timeout: float = _CALL_CONNECT_TIMEOUT,
+    handshake_timeout: float = _HANDSHAKE_TIMEOUT,
     before_send: Callable[[], None] = lambda: None,
 ) -> Message:
     """Send a request over a connection to a session and return its answer; `before_send` is called just before that.
@@ -539,7 +469,7 @@ def main(session_dir: str) -> int:
     try:
         with open(os.path.join(session_dir, SESSION), encoding="utf-8") as file:
             announcement = json.load(file)
-        with socket.create_connection(("localhost", int(announcement["port"])), _CALL_CONNECT_TIMEOUT) as sock:
+        with socket.create_connection(("localhost", int(announcement["port"])), _HANDSHAKE_TIMEOUT) as sock:
             answer = call(sock, announcement["key"], request, before_send=lambda: print(SENT, flush=True))
     except (OSError, ValueError, KeyError, TypeError) as error:
         print("rayslurm: %s" % error, file=sys.stderr)

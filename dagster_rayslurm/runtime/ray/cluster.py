@@ -11,8 +11,7 @@ from ..node.resources import NodeResources, footprint_error, node_footprint, run
 from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..process.loop import Loop, Timer
 from ..process.scratch import Scratch
-from ..protocol.end import ClusterError, EndReason
-from ..protocol.messages import NodeCommand, NodeEvent
+from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec, RuntimeSpec, node_spec
 from . import membership
 from .membership import Event, Member, Membership, Report

@@ -11,8 +11,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 from ..node.resources import named
 from ..node.worker_nodes import Identity
-from ..protocol.end import ClusterError, EndReason, TextEnum
-from ..protocol.messages import NodeCommand, NodeEvent
+from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent, TextEnum
 from ..protocol.spec import RaySpec
 
 Event = Dict[str, Any]

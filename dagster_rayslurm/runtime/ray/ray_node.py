@@ -22,7 +22,7 @@ from ..node.resources import NodeResources, usable_memory
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.end import ClusterError, EndReason
+from ..protocol.messages import ClusterError, EndReason
 from ..protocol.record import split_lines, tail_file
 from ..protocol.rpc import derive_key
 from ..protocol.spec import RAY_COORDINATES, RaySpec, RuntimeSpec, node_spec

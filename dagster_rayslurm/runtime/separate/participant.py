@@ -1,7 +1,7 @@
 """Connects a component's runtime to the barrier: its payload starts when all components are ready, and ends when one fails.
 
-The runtime of the first component is the RPC server, those of the others are its clients. Both sides send all their messages
-again after a reconnection, so that no message is lost with a connection.
+The runtime of the first component is the RPC server, those of the others are its clients. Each message holds the sender's whole
+state, so that no news is lost with a connection.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import os
 import signal
 import socket
 from abc import ABC, abstractmethod
-from dataclasses import asdict, replace
-from functools import partial
-from typing import Dict, List, Optional, Sequence, Tuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 from ..node.allocation import Allocation, change
 from ..node.resources import NodeResources, detect, visible_gpus
@@ -22,26 +21,14 @@ from ..nodes.simulated import component_shares
 from ..payload.payload import Payload
 from ..process.loop import Loop
 from ..process.processes import signal_name
-from ..protocol.end import End, EndReason
-from ..protocol.rpc import (
-    HEARTBEAT_TIMEOUT,
-    Address,
-    Channel,
-    ChannelListener,
-    ClientListener,
-    Message,
-    RpcClient,
-    RpcServer,
-    all_addresses,
-)
-from ..protocol.spec import RuntimeSpec, SpecError, take_secrets
+from ..protocol.messages import End, EndReason
+from ..protocol.rpc import Channel, Listener, Message, RpcClient, RpcServer, all_addresses
+from ..protocol.spec import BarrierSpec, RuntimeSpec, SpecError, from_fields, take_secrets
 from ..supervisor.supervisor import Hooks, Supervisor
-from .barrier import Barrier, Command, ComponentAddress, Ended, Event, Fail, Finish, Leaving, Ready, Start, decode, encode
+from .barrier import Barrier, ComponentAddress, ComponentState, Ended, RunState
 
-# Environment variable of a payload with the name of its component.
-COMPONENT = "RAYSLURM_COMPONENT"
-# Environment variable of a payload with the addresses of all components (`ComponentAddress`), as JSON.
-COMPONENTS = "RAYSLURM_COMPONENTS"
+# Environment variables of a payload: the name of its component, and the addresses of all components (`ComponentAddress`) as JSON.
+COMPONENT, COMPONENTS = "RAYSLURM_COMPONENT", "RAYSLURM_COMPONENTS"
 
 # Seconds between two updates of the run directory's modification time, which keep cleanup from removing it.
 #
@@ -52,25 +39,29 @@ _LOCALHOST = "127.0.0.1"
 _LEAVE_TIMEOUT = 5.0
 
 
-class Participant(Hooks, ABC):
+@dataclass(eq=False)
+class Participant(Hooks, Listener, ABC):
     """Connects one component's supervisor to the barrier, as its hooks.
 
     It holds the component's payload back until all components are ready, and reports the payload's end to the other components.
+    `run_dir` is the run's directory, `allocation` the nodes of the component; None if all components are on this machine.
     """
 
-    def __init__(self, supervisor: Supervisor, run_dir: str, allocation: Optional[Allocation]) -> None:
-        assert supervisor.spec.meeting is not None
-        self._supervisor = supervisor
-        self._loop = supervisor.loop
-        self._spec = supervisor.spec.meeting
-        self._run_dir = run_dir
-        self._allocation = allocation
-        self._payload: Optional[Payload] = None
-        self._ready = self._started = False
-        # The host's commands so far.
-        self._commands: List[Command] = []
-        supervisor.hooks = self
+    supervisor: Supervisor
+    run_dir: str
+    allocation: Optional[Allocation] = None
+    hosts: Sequence[str] = (_LOCALHOST,)  # Where the first component's runtime may be reached.
+
+    def __post_init__(self) -> None:
+        assert self.supervisor.spec.meeting is not None
+        self.spec: BarrierSpec = self.supervisor.spec.meeting
+        self.loop = self.supervisor.loop
+        self.payload: Optional[Payload] = None
+        self.mine, self.told = ComponentState(), RunState()  # What this component tells, and what it was told.
+        self.supervisor.hooks = self
         self._keep_fresh()
+        self.join()
+        self._tick()
 
     @property
     @abstractmethod
@@ -78,187 +69,162 @@ class Participant(Hooks, ABC):
         """The exit code for this runtime."""
 
     @abstractmethod
-    def tell(self, event: Event) -> None:
-        """Tell the host what happened to this component."""
+    def join(self) -> None:
+        """Begin to connect to the other components."""
+
+    @abstractmethod
+    def report(self) -> None:
+        """Tell the host what has changed in this component."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Called every now and then: give up components that are out of reach."""
 
     @abstractmethod
     def close(self) -> None:
         """Disconnect from the other components; the host waits a few seconds for them to end."""
 
+    def tell(self, **news: Any) -> None:
+        """Change the state of this component, and report it."""
+        self.mine = replace(self.mine, **news)
+        self.report()
+
     def watch(self, payload: Payload) -> None:
         """Set the payload that takes part in the barrier; to be called before the event loop runs."""
-        self._payload = payload
-        payload.on_ended.append(lambda: self.tell(self._end_of(payload)))
+        self.payload = payload
+        payload.on_ended.append(lambda: self.tell(ended=_end_of(payload)))
 
     def may_start(self, payload: Payload) -> bool:
         """Whether all components are ready, so that the payload may start; the first call reports this component as ready."""
-        if not self._ready:
-            self._ready = True
-            others = [each for each in self._spec.components if each != self._spec.component_id]
+        if self.mine.place is None:
+            others = ["component %r" % each for each in self.spec.components if each != self.spec.component_id]
             if others:
-                payload.phase("ready", "waiting for %s" % ", ".join("component %r" % each for each in others))
-            self.tell(Ready(self._address()))
-        return self._started
+                payload.phase("ready", "waiting for " + ", ".join(others))
+            self.tell(place=self._address())
+        return bool(self.told.places)
 
     def finished(self, loop: Loop) -> None:
-        """Called when this component's payload has ended: keeps the runtime until the host sends `Finish`."""
+        """Called when this component's payload has ended: the runtime stays until the run is finished."""
 
-    def follow(self, command: Command) -> None:
-        """Do what the host commands."""
-        payload = self._payload
+    def follow(self, told: RunState) -> None:
+        """Do what follows from the state of the run, so far as it is new."""
+        before, self.told, payload = self.told, told, self.payload
         assert payload is not None
-        if isinstance(command, Start):
-            addresses = {name: asdict(address) for name, address in command.components.items()}
-            payload.component_env = {COMPONENT: self._spec.component_id, COMPONENTS: json.dumps(addresses)}
+        if told.places and not before.places and told.failed is None:
+            addresses = {name: asdict(address) for name, address in told.places.items()}
+            payload.component_env = {COMPONENT: self.spec.component_id, COMPONENTS: json.dumps(addresses)}
             if len(addresses) > 1:
                 payload.phase("start", "all %d components are ready" % len(addresses))
-            self._started = True
-            self._supervisor.schedule()
-        elif isinstance(command, Fail) and command.component != self._spec.component_id:
-            payload.end_early(End(EndReason.OTHER_COMPONENT, "component %r: %s" % (command.component, command.why)))
-        elif isinstance(command, Fail) and isinstance(self, Host):
-            payload.end_early(End(EndReason.CLUSTER_START, command.why))  # The components were not ready in time.
-        elif isinstance(command, Fail):
-            payload.end_early(End(EndReason.RUNTIME, "the other components have given this one up: " + command.why))
-        elif not payload.ended:  # The host has given this component up.
-            payload.on_ended.append(self._loop.stop)
-            payload.end_early(End(EndReason.RUNTIME, "the other components have ended without this one"))
-        else:
-            if command.final and self._supervisor.spec.requeue:
+            self.supervisor.schedule()
+        if told.failed is not None and before.failed is None:
+            payload.end_early(self._end_by(told.failed, told.why))
+        if told.finished and not before.finished:
+            if not payload.ended:  # The host has given this component up.
+                payload.on_ended.append(self.loop.stop)
+                return payload.end_early(End(EndReason.RUNTIME, "the other components have ended without this one"))
+            if told.final and self.supervisor.spec.requeue:
                 with contextlib.suppress(OSError, SpecError):
                     take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
-            self._loop.stop()
+            self.loop.stop()
 
-    def _end_of(self, payload: Payload) -> Ended:
-        """How a payload ended, as the other components are told."""
-        ending = payload.ending
-        end = ending.result
-        if end is None:
-            failure = "its payload did not run"
-        elif end.reason != EndReason.EXIT:
-            failure = end.message or end.reason
-        elif end.signal is not None:
-            failure = "its payload was killed by %s" % signal_name(end.signal)
-        else:
-            failure = "its payload ended with exit code %s" % end.exit_code
-        return Ended(failure if ending.exit_code != 0 else None, ending.exit_code, ending.terminated)
+    def _end_by(self, failed: str, why: str) -> End:
+        """How this component's payload ends after a failure of a component."""
+        if failed != self.spec.component_id:
+            return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
+        if isinstance(self, Host):
+            return End(EndReason.CLUSTER_START, why)  # The components were not ready in time.
+        return End(EndReason.RUNTIME, "the other components have given this one up: " + why)
 
     def _address(self) -> ComponentAddress:
-        cluster, here = self._supervisor.cluster, self._allocation
-        address, nodes = _LOCALHOST, [self._supervisor.machine.hostname]
+        cluster, here = self.supervisor.cluster, self.allocation
+        address, nodes = _LOCALHOST, [self.supervisor.machine.hostname]
         if here is not None:
             address, nodes = here.head_addresses[0], here.nodes
         return ComponentAddress(socket.gethostname(), address, cluster.address if cluster is not None else None, nodes)
 
     def _keep_fresh(self) -> None:
         with contextlib.suppress(OSError):
-            os.utime(self._run_dir)
-        self._loop.call_later(_REFRESH_INTERVAL, self._keep_fresh)
+            os.utime(self.run_dir)
+        self.loop.call_later(_REFRESH_INTERVAL, self._keep_fresh)
+
+    def _tick(self) -> None:
+        self.check()
+        self.loop.call_later(self.spec.grace / 10, self._tick)
 
 
-class Host(Participant, ChannelListener):
+class Host(Participant):
     """The participant of the first component. Its exit code is that of the first failure in any component, or 0."""
 
-    def __init__(self, supervisor: Supervisor, run_dir: str, allocation: Optional[Allocation] = None) -> None:
-        super().__init__(supervisor, run_dir, allocation)
-        self.barrier = Barrier(self._spec.components, self._spec.patience, self._spec.grace, self._loop.now())
-        # The command to end all runtimes, between the decision and the time when the host follows it itself.
-        self._finish: Optional[Finish] = None
-        self._guests: Dict[Channel, str] = {}
-        self._server = RpcServer(self._loop, self._spec.key, self._spec.ports, self, allocation is None, heartbeat=True)
-        self._tick()
+    def join(self) -> None:
+        self.barrier = Barrier(self.spec.components, self.spec.patience, self.spec.grace, self.loop.now())
+        self._sent = self.barrier.state
+        self._guests: Dict[str, Channel] = {}
+        self._server = RpcServer(self.loop, self.spec.key, self.spec.ports, self, self.allocation is None, heartbeat=True)
 
     @property
     def exit_code(self) -> int:
         return self.barrier.exit_code
 
-    def tell(self, event: Event) -> None:
-        self._send(self.barrier.handle(self._spec.component_id, event, self._loop.now()))
+    def report(self) -> None:
+        self.barrier.update(self.spec.component_id, self.mine, self.loop.now())
+        self.loop.call_later(0.0, self._act)
 
     def interrupted(self, loop: Loop, signum: int) -> None:
         """Called when this runtime received a signal after its payload had ended: have all payloads ended first."""
-        why = "the runtime received %s" % signal.Signals(signum).name
-        self._send(self.barrier.interrupted(why, 128 + signum, loop.now()))
+        self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
+        self._act()
+
+    def check(self) -> None:
+        self.barrier.tick(self.loop.now())
+        self._act()
 
     def close(self) -> None:
-        self._server.stop_heartbeat()
-        deadline = self._loop.now() + _LEAVE_TIMEOUT
-        for channel in list(self._guests):
+        deadline = self.loop.now() + _LEAVE_TIMEOUT
+        for channel in self._guests.values():
             channel.wait_closed(deadline)
         self._server.close()
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Handle a guest's message; the first one of a connection names the guest's component."""
-        component = self._guests.get(channel)
-        if component is None:
-            return self._introduce(channel, message.get("component"))
-        now = self._loop.now()
-        try:
-            self._send(self.barrier.handle(component, decode(message), now))
-        except SpecError as error:
-            self._send(self.barrier.lost(component, "what its runtime says cannot be understood: %s" % error, now))
+        """Take in a guest's name and state."""
+        component = message.pop("component")
+        if component not in self.spec.components[1:]:
+            return channel.close()
+        older = self._guests.get(component)
+        if older is not channel:
+            if older is not None:
+                older.close()
+            self._guests[component] = channel
+            self.barrier.connected(component)
+            channel.send(**asdict(self._sent))
+        self.barrier.update(component, from_fields(ComponentState, message), self.loop.now())
+        self._act()
 
     def closed(self, channel: Channel, why: str) -> None:
-        component = self._guests.pop(channel, None)
-        if component is not None:
-            self.barrier.disconnected(component, why, self._loop.now())
+        for component in [name for name, each in self._guests.items() if each is channel]:
+            del self._guests[component]
+            self.barrier.disconnected(component, why, self.loop.now())
 
-    def _introduce(self, channel: Channel, component: object) -> None:
-        """Take a new connection as that of a component's guest, and send it all earlier commands."""
-        if not isinstance(component, str) or component not in self._spec.components[1:]:
-            return channel.close()
-        for older in [each for each, name in self._guests.items() if name == component]:
-            del self._guests[older]
-            older.close()
-        self._guests[channel] = component
-        self.barrier.connected(component)
-        for command in self._commands:
-            channel.send(**encode(command))
-
-    def _send(self, commands: Sequence[Command]) -> None:
-        """Send commands to all guests, and follow them here in the next round of the loop."""
-        for command in commands:
-            self._commands.append(command)
-            for channel in list(self._guests):
-                channel.send(**encode(command))
-            if isinstance(command, Finish):
-                self._finish = command
-            else:
-                self._loop.call_later(0.0, partial(self.follow, command))
-        self._loop.call_later(0.0, self._follow_finish)
-
-    def _follow_finish(self) -> None:
-        """Follow `Finish` once all guests have: only the host can send it to them."""
-        if self._finish is not None and self.barrier.may_leave(self._loop.now()):
-            command, self._finish = self._finish, None
-            self.follow(command)
-
-    def _tick(self) -> None:
-        self._send(self.barrier.tick(self._loop.now()))
-        self._loop.call_later(self._spec.grace / 10, self._tick)
+    def _act(self) -> None:
+        """Send the state of the run to all guests, and follow it; the host ends last, as only it can tell the guests."""
+        state = self.barrier.state
+        if state != self._sent:
+            self._sent = state
+            for channel in list(self._guests.values()):
+                channel.send(**asdict(state))
+        if self.payload is not None:
+            self.follow(replace(state, finished=state.finished and self.barrier.may_leave(self.loop.now())))
 
 
-class Guest(Participant, ClientListener):
-    """The participant of another component than the first.
+class Guest(Participant):
+    """The participant of another component than the first."""
 
-    Args:
-        hosts: names or addresses at which the barrier's host may be reached.
-    """
-
-    def __init__(
-        self, supervisor: Supervisor, run_dir: str, allocation: Optional[Allocation] = None, hosts: Sequence[str] = (_LOCALHOST,)
-    ) -> None:
-        super().__init__(supervisor, run_dir, allocation)
-        self._events: List[Event] = []
-        self._problem = "it is gone"
-        self._ended: Optional[Ended] = None
+    def join(self) -> None:
         self._given_up = False
         # When the host is given up, unless it is connected then.
-        self._give_up_at = self._loop.now() + self._spec.patience + 3 * self._spec.grace
-        addresses = all_addresses([*hosts, *self._spec.hosts], self._spec.ports)
-        self.client = RpcClient(self._loop, self._spec.key, addresses, self)
+        self._give_up_at = self.loop.now() + self.spec.patience + 3 * self.spec.grace
+        addresses = all_addresses([*self.hosts, *self.spec.hosts], self.spec.ports)
+        self.client = RpcClient(self.loop, self.spec.key, addresses, self)
         self.client.connect()
-        self._tick()
 
     @property
     def exit_code(self) -> int:
@@ -266,88 +232,71 @@ class Guest(Participant, ClientListener):
 
         As long as there is a host, its exit code reports the failure.
         """
-        return 1 if self._given_up and (self._ended is None or self._ended.failure is not None) else 0
+        return 1 if self._given_up and (self.mine.ended is None or self.mine.ended.failure is not None) else 0
 
-    def tell(self, event: Event) -> None:
-        self._events.append(event)
-        self.client.send(**encode(event))
-        if isinstance(event, Ended):
-            self._ended = event
-            if self._given_up:
-                self.follow(Finish(final=False))
-            elif event.failure is not None:
-                # A host that is about to come should learn of the failure; after a signal, Slurm gives little time.
-                pause = 0.0 if event.terminated else 3 * self._spec.grace
-                self._give_up_at = min(self._give_up_at, self._loop.now() + pause)
+    def report(self) -> None:
+        self.client.send(component=self.spec.component_id, **asdict(self.mine))
+        if self.mine.ended is not None and self.mine.ended.failure is not None and not self.client.is_connected:
+            # A host that is about to come should learn of the failure; but after a signal, Slurm gives little time.
+            self._give_up_at = min(self._give_up_at, self.loop.now() + self.spec.grace)
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
         """Called when this runtime received a signal after its payload had ended: end the runtime, and its Ray cluster."""
-        self.tell(Leaving())
+        self.tell(left=True)
         loop.stop()
 
     def close(self) -> None:
         self.client.close()
 
-    def connected(self) -> None:
-        self.client.send(component=self._spec.component_id)
-        for event in self._events:
-            self.client.send(**encode(event))
+    def authenticated(self, channel: Channel) -> None:  # noqa: ARG002
+        self.report()
 
-    def received(self, message: Message) -> None:
-        command = decode(message)
-        if command in self._commands:
-            return  # The host sends all commands again after a reconnection.
-        self._commands.append(command)
-        if isinstance(command, Finish):
-            self.tell(Leaving())
-        self.follow(command)
+    def received(self, channel: Channel, message: Message) -> None:  # noqa: ARG002
+        told = from_fields(RunState, message)
+        if told.finished:
+            self.tell(left=True)
+        self.follow(told)
 
-    def disconnected(self) -> None:
-        self._give_up_at = self._loop.now() + self._spec.grace
+    def closed(self, channel: Channel, why: str) -> None:  # noqa: ARG002
+        self._give_up_at = self.loop.now() + self.spec.grace
 
-    def unreachable(self, address: Address, why: str) -> None:
-        self._problem = "%s:%d: %s" % (address[0], address[1], why)
-
-    def _tick(self) -> None:
-        if self.client.is_connected and self.client.silent_for > HEARTBEAT_TIMEOUT:
-            self.client.reconnect()
-        if not self.client.is_connected and self._loop.now() >= self._give_up_at:
-            return self._give_up()
-        self._loop.call_later(self._spec.grace / 10, self._tick)
-
-    def _give_up(self) -> None:
-        """Go on without the host, as if it had failed."""
+    def check(self) -> None:
+        """Go on without a host that is out of reach for too long, as if it had failed."""
+        if not self._given_up and (self.client.is_connected or self.loop.now() < self._give_up_at):
+            return
         self._given_up = True
         self.client.close()
-        self.follow(Fail(self._spec.components[0], "its runtime cannot be reached (%s)" % self._problem))
-        if self._ended is not None:
-            self.follow(Finish(final=False))
+        why = "its runtime cannot be reached (%s)" % self.client.problem
+        told = replace(self.told, failed=self.told.failed or self.spec.components[0], why=self.told.why or why)
+        self.follow(replace(told, finished=self.mine.ended is not None))
 
 
-def join_barrier(
-    supervisor: Supervisor, run_dir: str, allocation: Optional[Allocation] = None, hosts: Sequence[str] = (_LOCALHOST,)
-) -> Participant:
-    """Connect a component's runtime to the barrier that its start record describes; the first component becomes the host.
+def _end_of(payload: Payload) -> Ended:
+    """How a payload ended, as the other components are told."""
+    ending = payload.ending
+    end = ending.result
+    if end is None:
+        failure = "its payload did not run"
+    elif end.reason != EndReason.EXIT:
+        failure = end.message or end.reason
+    elif end.signal is not None:
+        failure = "its payload was killed by %s" % signal_name(end.signal)
+    else:
+        failure = "its payload ended with exit code %s" % end.exit_code
+    return Ended(failure if ending.exit_code != 0 else None, ending.exit_code, ending.terminated)
 
-    Args:
-        supervisor: runs the payload; must not have one yet.
-        run_dir: the run's directory, which holds the run directories of all components.
-        allocation: the nodes of the component; None if all components are on this machine.
-        hosts: hosts where the first component's runtime may be reached.
-    """
+
+def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participant:
+    """Connect a component's runtime to the barrier that its start record describes; the first component becomes the host."""
     spec = supervisor.spec.meeting
-    if spec is not None and spec.component_id == spec.components[0]:
-        return Host(supervisor, run_dir, allocation)
-    return Guest(supervisor, run_dir, allocation, hosts)
+    side = Host if spec is not None and spec.component_id == spec.components[0] else Guest
+    return side(supervisor, run_dir, *where)
 
 
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
-    """The share of this machine that one component gets if all components run on it.
+    """The share of this machine that one component gets if all components run on it, and a remark about simulated devices.
 
     Sets the environment of this process so that it sees only the GPUs of that share.
-
-    Returns:
-        The share, and a remark for the Dagster log about simulated devices ("" if there are none).
     """
     assert spec.meeting is not None
     here = detect(with_gpus=True)

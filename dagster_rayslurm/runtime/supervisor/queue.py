@@ -12,7 +12,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
 from ..node.resources import NodeResources, footprint_error, payload_footprint
 from ..payload.payload import Payload
-from ..protocol.end import End, EndReason
+from ..protocol.messages import End, EndReason
 from ..protocol.spec import PayloadSpec, SpecError, node_spec
 
 # Seconds that a closing session stays reachable after its last payload, so that late clients learn why it closes.

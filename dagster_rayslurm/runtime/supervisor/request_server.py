@@ -15,10 +15,9 @@ from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.allocation import Allocation
 from ..payload.payload import Payload
-from ..protocol.end import End, EndReason
-from ..protocol.messages import Operation, Refusal, answer_safely, refuse
+from ..protocol.messages import End, EndReason, Operation, Refusal, answer_safely, refuse
 from ..protocol.record import CANCEL, JOURNAL, SECRETS, SESSION, split_lines, write_atomically
-from ..protocol.rpc import Channel, ChannelListener, Message, RpcServer
+from ..protocol.rpc import Channel, Listener, Message, RpcServer
 from ..protocol.spec import PROTOCOL_VERSION, SpecError, is_passable
 from .queue import Closing, Misfit
 from .supervisor import Supervisor
@@ -80,7 +79,7 @@ def _cancel(payload: Payload, text: bytes) -> None:
         payload.end_early(CANCELLED, grace=0 if request.get("now") else None)
 
 
-class RequestServer(ChannelListener):
+class RequestServer(Listener):
     """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
 
     It writes hosts, port and key to `session.json` in the session's directory (the announcement), where clients find them.

@@ -31,8 +31,7 @@ from ..process import processes
 from ..process.loop import Loop, Timers
 from ..process.processes import StrayProcesses
 from ..process.scratch import Scratch
-from ..protocol.end import ClusterError, End, EndReason, defect
-from ..protocol.messages import NodeCommand, NodeEvent
+from ..protocol.messages import ClusterError, End, EndReason, NodeCommand, NodeEvent, defect
 from ..protocol.record import PAYLOAD, RunRecord, node_log, tail_lines
 from ..protocol.rpc import Message
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RaySpec, RuntimeSpec, SpecError, from_json, read_text, take_secrets

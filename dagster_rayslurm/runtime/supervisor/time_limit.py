@@ -14,7 +14,7 @@ from typing import Callable, Optional
 
 from ..process import processes
 from ..process.loop import Loop
-from ..protocol.end import End, EndReason
+from ..protocol.messages import End, EndReason
 from ..protocol.slurm_text import parse_duration
 from .supervisor import Supervisor
 
