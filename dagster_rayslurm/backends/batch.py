@@ -28,6 +28,7 @@ from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.membership import nodes_expected
+from ..slurm.commands import ask_patiently
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
 from ..slurm.script import render_script
@@ -56,7 +57,7 @@ class BatchBackend:
     queue: SlurmQueueConfig
     environment: Environment
     queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
-    patience: float  # Seconds for which Slurm may be unreachable while it is unknown whether Slurm accepted the job.
+    patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
     components: tuple[Component, ...] = ()  # Of a heterogeneous job, in order, each with its own queue.
     # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
     make_way: Callable[[Connection, str, Any], MakeWay] | None = None
@@ -94,7 +95,8 @@ class BatchBackend:
         _, request, request_files = self._prepare(plan, run_dir, step)
 
         def job_of(_: object) -> str | None:
-            rows = fetch_queue(self.connection).named(request.job_name)
+            queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
+            rows = queue.named(request.job_name)
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
         job_id = reattachable_job(self.connection, run_dir, plan.payload.nonce, request_files, job_of, step.log)

@@ -9,7 +9,6 @@ import contextlib
 import os
 import pwd
 import re
-import shutil
 import threading
 import time
 
@@ -29,6 +28,10 @@ _HOW_TO_REACH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _JOB_MAY_SEE = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "SLURM_CONF", "LD_LIBRARY_PATH", "MODULEPATH")
 _JOB_MAY_SEE_PREFIXES = ("LC_", "MODULES", "LMOD_")
 _LOGIN_TIMEOUT = 60.0  # Seconds for the start-up files of a login shell.
+
+BACK_OFF = 5.0
+"""Least pause between two queries of the queue, as a multiple of the time that slurmctld took to answer the last one."""
+_MAX_BYTES = 64 * 1024 * 1024  # Of the shared answer of squeue.
 
 _lock = threading.Lock()
 _found = {}  # type: dict[int, str]
@@ -176,67 +179,65 @@ def _claimed(run_dir: str, claim: str) -> bool:
     return True
 
 
-def find(
-    command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", of_dagster: bool, *more: str
-) -> "tuple[int | None, bytes, bytes]":
-    """As `run`; if the command succeeds, the output of the command in `more` follows, even if that one fails."""
-    code, out, error = run(command, stdin, timeout, keep, of_dagster)
-    if code == 0:
-        out += run(more, stdin, timeout, keep, of_dagster)[1]
-    return code, out, error
-
-
 def queue(
-    row_format: str, timeout: float, of_dagster: bool, claims: str = "", interval: float = 0.0, keep: float = 0.0
-) -> "tuple[int | None, bytes, bytes, float, float]":
-    """The jobs of this user as squeue prints them, unless another process has claimed this query.
-
-    Without --all hidden partitions hide jobs. --states=all also shows jobs that ended, for MinJobAge (300 s by default).
+    command: "Sequence[str]",
+    stdin: bytes,
+    timeout: "float | None",
+    keep: "Sequence[str]",
+    of_dagster: bool,
+    path: str = "",
+    interval: float = 0.0,
+    known: float = 0.0,
+) -> "tuple[int | None, bytes, bytes]":
+    """The jobs of this user as `command`, squeue, prints them; from a file that all processes share, if the answer there is good.
 
     Args:
-        claims: the directory for claims; "" for a query that needs no claim.
-        interval: seconds between two claims.
-        keep: seconds for which the marks of claims are kept.
+        path: the file; "" for a query of one's own.
+        interval: seconds for which an answer is good; longer if slurmctld takes long to answer.
+        known: when the newest answer began that the caller knows.
 
     Returns:
-        Exit code, output and error output as `processes.run`, and the times before and after the query. If another process has
-        claimed the query, the exit code is `TAKEN`, and the second time is that of its claim.
+        As `run`. The output is the time of the call. If there is a newer answer than the known one, the times before and after
+        squeue ran follow in the next line, and then what squeue printed.
     """
-    environ = _environ((), of_dagster)
-    if not shutil.which("squeue", path=environ.get("PATH")) and _asked_login_shell(environ):
-        environ = _environ((), of_dagster)
-    began = now()
-    if not shutil.which("squeue", path=environ.get("PATH")):  # Such a host must not claim.
-        return NO_PROGRAM, b"", b"squeue: not found", began, began
-    taken = _claim(claims, began, interval, keep) if claims else None
-    if taken is not None:
-        return TAKEN, b"", b"", began, taken
-    environ.update(LC_ALL="C", SLURM_TIME_FORMAT="%s")
-    command = ["squeue", "--me", "--all", "--noheader", "--states=all", "--format=" + row_format]
-    code, out, error = processes.run(command, b"", timeout, environ)
-    return code, out, error, began, now()
+    at = now()
+    stamp = b"%.3f\n" % at
+    if path:
+        files.make_dir(os.path.dirname(path))
+        shared = files.read(path, 0, _MAX_BYTES)
+        began, ended = _times(shared)
+        interval = max(interval, BACK_OFF * (ended - began))
+        if abs(at - began) < interval or not _claim(os.path.dirname(path), at, interval):
+            return 0, stamp + (shared if began > known or known > at else b""), b""
+    code, out, error = run(command, stdin, timeout, keep, of_dagster)
+    if code != 0:
+        return code, out, error
+    answer = b"%.3f %.3f\n" % (at, now()) + out
+    # Another process that asked later may have had its answer earlier.
+    if path and not at < _times(files.read(path, 0, _MAX_BYTES))[0] < now():
+        files.write(path, answer, 0o600)
+    return 0, stamp + answer, b""
 
 
-def _claim(directory: str, at: float, interval: float, keep: float) -> "float | None":
-    """Claim the query of an interval by making a directory; the time of the claim if another process was first, else None.
+def _times(answer: bytes) -> "tuple[float, float]":
+    match = re.match(rb"([0-9]+\.[0-9]+) ([0-9]+\.[0-9]+)\n", answer)
+    return (float(match.group(1)), float(match.group(2))) if match else (0.0, 0.0)
 
-    `mkdir` is atomic on NFS too, so there is one claim in each interval of the cluster's clock, whatever clock the callers have.
-    A directory in the claim is named by the time of the claim, so that claims in successive intervals are not too close either.
+
+def _claim(directory: str, at: float, interval: float) -> bool:
+    """Whether this process makes the next query. The name of a file says when the last one was made.
+
+    Only one process can rename that file, on NFS too, and so there is one query in each interval of the cluster's clock.
     """
-    stamp, length = int(1000 * at), round(1000 * interval)
-    files.make_dir(directory)
-    number = stamp // length * length
-    own, before = (os.path.join(directory, "claim-%d" % each) for each in (number, number - length))
-    for claim in (before, own):
-        for name in os.listdir(claim) if os.path.isdir(claim) else ():
-            if name.isdigit() and stamp - int(name) < length:
-                return int(name) / 1000
+    stamps = [int(name[6:]) for name in os.listdir(directory) if re.fullmatch("asked-[0-9]+", name)]
+    last = max(stamps, default=0)
+    if abs(1000 * at - last) < 1000 * interval:
+        return False
+    old, new = (os.path.join(directory, "asked-%d" % stamp) for stamp in (last, 1000 * at))
     try:
-        os.mkdir(own, 0o700)
-    except FileExistsError:
-        return stamp / 1000
-    os.mkdir(os.path.join(own, str(stamp)), 0o700)
-    for name in os.listdir(directory):
-        if re.fullmatch("claim-[0-9]+", name) and int(name[6:]) < stamp - 1000 * keep:
-            shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
-    return None
+        if not stamps:
+            os.close(os.open(old, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.rename(old, new)
+    except FileNotFoundError:
+        return False
+    return True

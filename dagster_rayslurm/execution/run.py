@@ -23,6 +23,7 @@ from ..plan import Plan
 from ..runtime.protocol.record import SECRETS, component_dir
 from ..separate.together import ReportMerger, failures_metadata, judge_components, metadata_of_all
 from ..slurm.accounting import relevant_lines
+from ..slurm.commands import SlurmUnanswered
 from ..ssh.base import ConnectionFailed
 from .cleanup import RunSettings, discard, fetch_outputs, missing_output_warnings, sweep
 from .reattach import Launch, reattach_or_new
@@ -84,6 +85,8 @@ def start_errors() -> Iterator[None]:
         raise RunFailure(error.kind, str(error), retry=error.retry) from None
     except ConnectionFailed as error:
         raise RunFailure(FailureKind.CONNECTION, f"the run cannot be started: {error}", retry=error.temporary) from error
+    except SlurmUnanswered as error:
+        raise RunFailure(FailureKind.SUBMISSION, f"the run cannot be started: {error}", retry=True) from error
     except OSError as error:
         raise RunFailure(FailureKind.RECORD, f"the run cannot be started: {error}") from error
 

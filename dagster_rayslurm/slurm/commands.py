@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..edge import slurm
-from ..ssh.base import Completed, Connection
+from ..ssh.base import Backoff, Completed, Connection, ConnectionFailed
 from ..ssh.local import LocalConnection
+
+T = TypeVar("T")
 
 
 class SlurmUnanswered(OSError):
@@ -39,3 +42,21 @@ def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
     if done.returncode == 127:
         return SlurmUnanswered(f"{place}: {program} is not on the PATH that a non-interactive login has; add it there ({said})")
     return SlurmUnanswered(f"{place}: {program} did not answer (exit code {done.returncode}): {said or 'it said nothing'}")
+
+
+def ask_patiently(
+    ask: Callable[[], T], patience: float, unanswered_too: bool = False, warn: Callable[[str], None] = lambda _: None
+) -> T:
+    """What `ask` returns, which is called again for `patience` seconds while the edge node, or Slurm too, is out of reach."""
+    outage, warned = Backoff(), False
+    while True:
+        try:
+            return ask()
+        except (ConnectionFailed, SlurmUnanswered) as error:
+            pause, again = outage.pause(), error.temporary if isinstance(error, ConnectionFailed) else unanswered_too
+            if not again or outage.seconds + pause > patience:
+                raise
+            if not warned:
+                warn(f"[rayslurm] trying again for up to {patience:g} s: {error}")
+            warned = True
+            time.sleep(pause)

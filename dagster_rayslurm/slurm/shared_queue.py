@@ -1,48 +1,40 @@
-"""The user's jobs in Slurm's queue: one snapshot, from one `squeue`, that all processes share through a file on the cluster.
+"""The user's jobs in Slurm's queue: one answer of `squeue`, that all processes share through a file on the cluster.
 
-However many steps, processes and Dagster hosts look at the queue, slurmctld is queried once per `poll_interval`. A process that
-finds the snapshot too old claims its renewal, and the others read the result. squeue(1) is that of Slurm 22.05 and 24.11.
+However many steps, processes and Dagster hosts look at the queue, slurmctld is queried once per `poll_interval`. Tried on Slurm
+22.05 and 24.11.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import os
-import random
 import re
-import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from ..edge import slurm
-from ..ssh.base import Completed, Connection
+from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
-from .commands import SlurmUnanswered, unanswered
+from .commands import SlurmUnanswered, run_slurm, unanswered
 
-SNAPSHOT = "snapshot.json"
-"""Name of the snapshot's file in the shared directory."""
+SNAPSHOT = "squeue"
+"""Name of the file with the shared answer."""
 
-_VERSION = 1  # Version of the file's format.
-_MAX_BYTES = 64 * 1024 * 1024  # Most bytes of the snapshot's file that are read; a larger one is taken for damaged.
 _TIMEOUT = 120.0
 """Seconds for one squeue; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
-_BACK_OFF = 5.0  # Least pause between two queries, as a multiple of the time that slurmctld took to answer the last one.
-_REREAD = 2.0  # Seconds between two reads of a snapshot that another process is renewing.
-_JITTER = 0.1  # Largest delay, as a part of the interval, by which processes spread that find the same snapshot too old.
-_KEEP_CLAIMS = 600.0
-"""Least seconds for which the mark of a claimed renewal is kept: it must outlive the caches of other hosts (NFS: a minute)."""
+_PAUSE = 2.0  # Least seconds between two looks at an answer that another process is renewing.
 
-_UNIT = "\x1f"
+_ROW, _UNIT = "\x1e", "\x1f"
 # The name comes last, as it may contain any character. %A is the number of a component or array task itself, %i the label that
 # users know; %S of a pending job is when Slurm expects it to start.
-_COLUMNS = "".join(_UNIT + column for column in ("%A", "%i", "%T", "%r", "%S", "%V", "%D", "%N", "%P", "%j"))
+_COLUMNS = tuple("AiTrSVDNPj")
+# Without --all hidden partitions hide jobs. --states=all also shows jobs that ended, for MinJobAge (300 s by default).
+_SQUEUE = ("env", "LC_ALL=C", "SLURM_TIME_FORMAT=%s", "squeue", "--me", "--all", "--noheader", "--states=all")
+_FORMAT = _ROW + "".join(f"{_UNIT}%{column}" for column in _COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class QueueRow:
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """All jobs of the user in one answer of `squeue`, those that ended recently included.
+    """All jobs of the user in one answer of squeue, those that ended recently included.
 
     `began` is when squeue was called, by the cluster's clock, and `took` for how many seconds it ran. Jobs that were submitted
     after `began` may be missing.
@@ -108,28 +100,16 @@ class QueueSnapshot:
         return tuple(row for row in self.rows if row.name == name)
 
 
-def render_snapshot(snapshot: QueueSnapshot) -> bytes:
-    """A snapshot as a line of JSON, the content of the shared file."""
-    rows = [dataclasses.astuple(row) for row in snapshot.rows]
-    content = {"version": _VERSION, "began": snapshot.began, "took": snapshot.took, "rows": rows}
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+def parse_answer(data: bytes) -> QueueSnapshot:
+    """The snapshot in an answer of `edge.slurm.queue`; raises ValueError if there is none."""
+    times, _, text = data.partition(b"\n")
+    began, ended = map(float, times.split())
+    return QueueSnapshot(began, parse_squeue(text.decode("utf-8", "replace")), ended - began)
 
 
-def parse_snapshot(data: bytes) -> QueueSnapshot | None:
-    """The snapshot in the content of a file; None if it holds none, or one of another version."""
-    try:
-        content: dict[str, Any] = json.loads(data)
-        if content["version"] != _VERSION:
-            return None
-        rows = tuple(QueueRow(*row) for row in content["rows"])
-        return QueueSnapshot(float(content["began"]), rows, float(content["took"]))
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def parse_squeue(text: str, mark: str) -> tuple[QueueRow, ...]:
-    """The rows of `squeue --format` with `mark` before each; raises ValueError if the text has other lines."""
-    before, *rows = ("\n" + text.removesuffix("\n")).split(f"\n{mark}{_UNIT}")
+def parse_squeue(text: str) -> tuple[QueueRow, ...]:
+    """The rows that squeue printed; raises ValueError if the text has other lines."""
+    before, *rows = ("\n" + text.removesuffix("\n")).split(f"\n{_ROW}{_UNIT}")
     if before.strip():
         raise ValueError(f"squeue printed {before.strip()[:200]!r} where jobs were expected")
     return tuple(map(_row, rows))
@@ -137,7 +117,7 @@ def parse_squeue(text: str, mark: str) -> tuple[QueueRow, ...]:
 
 def _row(text: str) -> QueueRow:
     try:
-        number, label, state, reason, start, submit, num_nodes, *rest = text.split(_UNIT, _COLUMNS.count(_UNIT) - 1)
+        number, label, state, reason, start, submit, num_nodes, *rest = text.split(_UNIT, len(_COLUMNS) - 1)
         times = parse_time(start), parse_time(submit)
         return QueueRow(int(number), label, state, reason, *times, parse_count(num_nodes), *rest)
     except (ValueError, TypeError):
@@ -186,92 +166,51 @@ def _in_background(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="rayslurm-queue", daemon=True).start()
 
 
+@dataclass(eq=False)
 class SharedQueue:
-    """Access to the one snapshot of the queue that all processes and hosts of a user share.
+    """Access to the one answer of squeue that all processes and hosts of a user share."""
 
-    Args:
-        directory: the directory of the snapshot and the claims, on a file system that all edge nodes share.
-        poll_interval: seconds for which a snapshot is good.
-        start: runs a renewal of the snapshot, which takes time; by default in a background thread.
+    connection: Connection
+    directory: str  # For the answer, on a file system that all edge nodes share.
+    poll_interval: float  # Seconds for which an answer is good.
+    start: Callable[[Callable[[], None]], None] = _in_background  # Runs a query, which takes time.
+    clock: ClusterClock = None  # type: ignore[assignment] # The cluster's clock, which learns from every answer.
+    error: str | None = None  # Why the last query failed, in one sentence; None after one that succeeded.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _busy: bool = False
+    _asked_at: float = -math.inf
+    _snapshot: QueueSnapshot | None = None
 
-    Attributes:
-        clock: the cluster's clock, which learns from every answer.
-        error: why the last query failed, in one sentence; None after one that succeeded.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        directory: str,
-        poll_interval: float,
-        start: Callable[[Callable[[], None]], None] = _in_background,
-        clock: ClusterClock | None = None,
-    ) -> None:
-        self.clock = clock or ClusterClock(connection)
-        self.error: str | None = None
-        self._arguments = connection, directory, poll_interval
-        self._start = start
-        self._lock = threading.Lock()
-        self._busy = False
-        self._snapshot: QueueSnapshot | None = None
-        self._read_at = -math.inf
-        self._claimed_until = -math.inf
-        self._spread = random.uniform(0, _JITTER)
+    def __post_init__(self) -> None:
+        self.clock = self.clock or ClusterClock(self.connection)
 
     def latest(self, now: float) -> QueueSnapshot | None:
         """The newest known snapshot, None before the first; does not wait for Slurm. `now` is the cluster's time.
 
-        If the snapshot is too old, a renewal starts, and a later call returns the new snapshot.
+        If the snapshot is too old, a query starts, and a later call returns the new snapshot.
         """
         with self._lock:
-            # A `now` before the last read means that a clock was corrected. A snapshot from the future is wrong.
-            just_read = 0 <= now - self._read_at < min(_REREAD, self._interval() / 2)
-            if self._busy or just_read or abs(self._age(now)) < self._interval():
-                return self._snapshot
-            self._busy = True
-            self._read_at = now
+            newest = self._snapshot
+            age, took = (now - newest.began, newest.took) if newest else (math.inf, 0.0)
+            interval = max(self.poll_interval, slurm.BACK_OFF * took)
+            # A `now` before the last query means that a clock was corrected. A snapshot from the future is wrong.
+            just_asked = 0 <= now - self._asked_at < min(_PAUSE, interval / 2)
+            if self._busy or just_asked or abs(age) < interval:
+                return newest
+            self._busy, self._asked_at = True, now
         try:
-            self._start(lambda: self._update(now))
+            self.start(self._query)
         except RuntimeError:  # The interpreter shuts down and starts no more threads.
             self._busy = False
         return self._snapshot
 
-    def wait_for_latest(self, now: float) -> QueueSnapshot | None:
-        """As `latest`, but if the newest snapshot is too old, waits for Slurm and returns the new one."""
-        return SharedQueue(*self._arguments, lambda work: work(), self.clock).latest(now)
-
-    def _interval(self) -> float:
-        return max(self._arguments[2], _BACK_OFF * (self._snapshot.took if self._snapshot else 0.0))
-
-    def _age(self, now: float) -> float:
-        return now - self._snapshot.began if self._snapshot else math.inf
-
-    def _update(self, now: float) -> None:
-        """Read the shared snapshot; if that is too old and nobody else claims its renewal, query Slurm and write a new one."""
-        connection, directory, _ = self._arguments
-        path = os.path.join(directory, SNAPSHOT)
+    def _query(self) -> None:
         try:
-            shared = parse_snapshot(connection.read(path, 0, _MAX_BYTES))
-            # The file may hold an older snapshot: from a slow writer, or in another host's cache.
-            if shared and (self._snapshot is None or shared.began > self._snapshot.began):
-                self._snapshot, self.error = shared, None
-            interval = self._interval()
-            if abs(self._age(now)) < interval * (1 + self._spread) or now < self._claimed_until <= now + 2 * interval:
-                return
-            self._claimed_until = now + interval  # If the query fails, any process may try again in the next interval.
-            keep = max(_KEEP_CLAIMS, 10 * interval)
-            sent = self.clock.local()
-            began, answer = _run_squeue(connection, directory, interval, keep)
-            self.clock.observe(began, sent, self.clock.local())
-            claimed = began if isinstance(answer, QueueSnapshot) else answer
-            self._claimed_until = claimed + interval * (1 + self._spread)
-            if not isinstance(answer, QueueSnapshot):
-                return
-            shared = parse_snapshot(connection.read(path, 0, _MAX_BYTES))
-            self._snapshot, self.error = answer, None
-            # Another process that claimed a later renewal may have written its snapshot earlier.
-            if shared is None or not 0 <= shared.began - began < interval:
-                connection.write(path, render_snapshot(answer))
+            sent, known = self.clock.local(), self._snapshot.began if self._snapshot else 0.0
+            at, snapshot = _ask(self.connection, os.path.join(self.directory, SNAPSHOT), self.poll_interval, known)
+            self.clock.observe(at, sent, self.clock.local())
+            if snapshot:
+                self._snapshot, self.error = snapshot, None
         except OSError as error:
             self.error = str(error)
         finally:
@@ -285,28 +224,24 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
         SlurmUnanswered: Slurm did not answer.
         OSError: Slurm cannot be asked.
     """
-    _, answer = _run_squeue(connection)
-    assert isinstance(answer, QueueSnapshot)
-    return answer
+    _, snapshot = _ask(connection)
+    assert snapshot
+    return snapshot
 
 
-def _run_squeue(connection: Connection, *claim: object) -> tuple[float, QueueSnapshot | float]:
-    """The cluster's time before the query, and the queue, or the time at which another process claimed the query."""
-    mark = secrets.token_hex(8)  # Begins each row, as a job name may contain a newline.
-    of_dagster = isinstance(connection, LocalConnection)
-    code, out, error, began, ended = connection.call(
-        slurm.queue, mark + _COLUMNS, _TIMEOUT, of_dagster, *claim, timeout=2 * _TIMEOUT
-    )
-    if code == slurm.TAKEN:
-        return began, ended
-    if code is None:
-        raise TimeoutError(f"{connection.place}: squeue took over {_TIMEOUT:g} s and was ended")
-    if code:
-        raise unanswered(connection.place, "squeue", Completed(code, out, error))
+def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
+    """The cluster's time at the call, and the queue if there is a newer answer; `shared` as for `edge.slurm.queue`."""
     try:
-        return began, QueueSnapshot(began, parse_squeue(out.decode("utf-8", "replace"), mark), ended - began)
-    except ValueError as problem:
-        raise SlurmUnanswered(f"{connection.place}: {problem}") from None
+        done = run_slurm(connection, [*_SQUEUE, f"--format={_FORMAT}"], timeout=_TIMEOUT, function=slurm.queue, options=shared)
+    except TimeoutError as error:
+        raise SlurmUnanswered(str(error)) from None
+    if done.returncode:
+        raise unanswered(connection.place, "squeue", done)
+    at, _, answer = done.stdout.partition(b"\n")
+    try:
+        return float(at), parse_answer(answer) if answer else None
+    except ValueError as error:
+        raise SlurmUnanswered(f"{connection.place}: {error}") from None
 
 
 _queues: weakref.WeakValueDictionary[tuple[int, int, str, float], SharedQueue] = weakref.WeakValueDictionary()

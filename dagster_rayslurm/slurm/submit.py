@@ -14,8 +14,8 @@ from typing import Any
 from ..edge import slurm
 from ..edge.sessions import JOB_ID
 from ..errors import FailureKind, StartError
-from ..ssh.base import Backoff, Completed, Connection, ConnectionFailed, ConnectionLost
-from .commands import run_slurm, stderr_of
+from ..ssh.base import Completed, Connection, ConnectionFailed, ConnectionLost
+from .commands import SlurmUnanswered, ask_patiently, run_slurm, stderr_of
 from .refusals import explain, is_temporary, with_requested_values
 from .request import JobRequest
 from .shared_queue import ClusterClock, fetch_queue
@@ -29,7 +29,7 @@ _SBATCH_ERROR = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|in
 # `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1), Slurm 22.05); a site's own sbatch may print more before it.
 _ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
 _TIMEOUT = 600.0  # Seconds for making the directory and for sbatch, which retries for minutes if slurmctld is slow.
-_ATTEMPTS = 5  # Most submissions of one job, and most times that the connection may be lost during one search for the job.
+_ATTEMPTS = 5  # Most submissions of one job.
 _PAUSE = 3.0
 """Seconds between two searches for a job whose submission was cut off, as slurmctld may still be at work on it."""
 
@@ -116,7 +116,7 @@ def submit(
         clock: the cluster's clock, which learns from the answer.
         warn: receives a warning if the answer of a submission was lost.
         claim: whether other processes may make the same directory; only one of them submits.
-        patience: seconds for which the edge node may be unreachable once the job may exist.
+        patience: seconds for which the edge node may be out of reach once the job may exist.
         needs: files that must exist before sbatch is called; missing ones are sent again.
 
     Raises:
@@ -203,36 +203,23 @@ def _find(connection: Connection, job_name: str, patience: float) -> str | None:
     """The id of a job by its name; None if two searches find no job."""
     for attempt in range(2):
         time.sleep(_PAUSE * attempt)
-        done = _search(connection, job_name, patience)
-        if done.returncode:
-            said = "; ".join(stderr_of(done).split("\n")[-4:])[-500:]
-            raise ConnectionFailed(
-                f"squeue does not say on {connection.place} whether the job {job_name} was submitted: "
-                f"{said}; look for it before you run the asset again",
-                temporary=True,
-            )
-        found = parse_jobs_found(done.stdout.decode("utf-8", "replace"))
+        try:
+            found = parse_jobs_found(ask_patiently(lambda: _named(connection, job_name), patience))
+        except SlurmUnanswered as error:
+            unknown = f"squeue does not say on {connection.place} whether the job {job_name} was submitted: {error}"
+            raise ConnectionFailed(f"{unknown}; look for it before you run the asset again", temporary=True) from None
         if found:
             return found[0]
     return None
 
 
-def _search(connection: Connection, job_name: str, patience: float) -> Completed:
-    """Ask squeue and sacct for a job name; again after a lost connection, and for `patience` seconds without one."""
-    command = ["squeue", "--me", "--all", "--noheader", "--states=all", f"--name={job_name}", "--format=%i|%T|%r"]
-    accounting = ["sacct", "--noheader", "--parsable2", "--allocations", f"--name={job_name}", "--starttime=now-1day"]
-    accounting += ["--format=JobID,State,Reason"]
-    outage, left = Backoff(), _ATTEMPTS
-    while True:
-        try:
-            return run_slurm(connection, command, timeout=120, function=slurm.find, options=accounting)
-        except ConnectionFailed as error:
-            lost = isinstance(error, ConnectionLost)
-            left -= lost
-            pause = outage.pause()
-            if not error.temporary or (outage.seconds + pause > patience and not (left and lost)):
-                raise
-            time.sleep(pause)
+def _named(connection: Connection, job_name: str) -> str:
+    """Id, state and reason of the jobs with a name, in lines; from accounting if the queue shows none."""
+    rows = fetch_queue(connection).named(job_name)
+    if rows:
+        return "\n".join(f"{row.label}|{row.state}|{row.reason}" for row in rows)
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--name={job_name}", "--starttime=now-1day"]
+    return run_slurm(connection, [*command, "--format=JobID,State,Reason"], timeout=120).stdout.decode("utf-8", "replace")
 
 
 def parse_jobs_found(text: str) -> list[str]:

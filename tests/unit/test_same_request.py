@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm import BashLauncher, SlurmQueueConfig, SlurmResource
+from dagster_rayslurm.backends.base import Step
+from dagster_rayslurm.backends.batch import BatchBackend
 from dagster_rayslurm.backends.ownership import reattachable_job, same_request
+from dagster_rayslurm.environments import InheritedEnvironment
+from dagster_rayslurm.errors import FailureKind, RunFailure
+from dagster_rayslurm.execution.run import start_errors
+from dagster_rayslurm.plan import make_plan
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, encode
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT
 from dagster_rayslurm.ssh.local import LocalConnection
+
+from ..fake_slurm import FakeSlurm
+from .lines import Log
 
 SCRIPT = "#!/bin/sh\n# rayslurm: run {run}\n#SBATCH --comment='run {run}'\n#SBATCH --time={time}\nsrun x\n"
 
@@ -67,3 +77,26 @@ def test_a_job_is_found_for_the_same_request_only(
     assert reattachable_job(LocalConnection(), str(tmp_path), "n", files(), lambda _: "13", log) == job
     missing = str(tmp_path / "swept")
     assert reattachable_job(LocalConnection(), missing, "n", files(), lambda _: "13", log) is None
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.0])
+def test_a_retry_waits_for_a_slurm_that_is_away(patience: float, tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    """The job of the attempt before may go on, so that a new one might be a second one."""
+    log, away = Log(), "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    slurm = SlurmResource(remote_base=str(tmp_path / "base"))
+    backend = BatchBackend(slurm, SlurmQueueConfig(), InheritedEnvironment(), None, patience)
+    plan = make_plan(payload_path=["true"], launcher=BashLauncher(), nonce="0" * 12, max_output_bytes=1, max_stdio_bytes=1)
+    step, run_dir = Step("r", "s", None, log), tmp_path / "base" / "runs" / "r-s-n"
+    run_dir.mkdir(parents=True)
+    _, request, content = backend._prepare(plan, str(run_dir), step)
+    for name in (*content, JOURNAL):
+        (run_dir / name).write_bytes(content.get(name, b""))
+    fake_slurm.job(7, request.job_name)
+    fake_slurm.fault("squeue", away, times=2)
+    if patience:
+        assert backend.can_reattach(plan, str(run_dir), step)
+        assert len([line for line in log.lines if "trying again" in line]) == 1
+    else:
+        with pytest.raises(RunFailure, match="squeue did not answer") as caught, start_errors():
+            backend.can_reattach(plan, str(run_dir), step)
+        assert (caught.value.kind, caught.value.allow_retries) == (FailureKind.SUBMISSION, True)

@@ -257,7 +257,7 @@ def test_a_job_is_lost_only_by_an_unbroken_absence(submission: JobWatch, shown: 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_rows_of_real_clusters(version: str) -> None:
-    rows_shown = parse_squeue(said(version, "squeue", "squeue")[1], "MARK")
+    rows_shown = parse_squeue(said(version, "squeue", "squeue")[1].replace("MARK\x1f", "\x1e\x1f"))
     waiting = next(each for each in rows_shown if each.name == "JobState=X Reason=y")
     snapshot = QueueSnapshot(SUBMITTED, rows_shown)
     assert watched(JobWatch(SUBMITTED), [seen(snapshot, waiting.job_id)]).reason == "BeginTime"
@@ -269,6 +269,6 @@ def test_a_node_that_failed_on_a_real_cluster() -> None:
     submission = JobWatch(1795282192, requeue=True)
     between = [Seen(1795282193, row("RUNNING", nodes="c2")), Seen(1795282260, row("NODE_FAIL", nodes="c2"))]
     assert watched(submission, between) == JobStatus(JobPhase.UNKNOWN, "NODE_FAIL")
-    rows_shown = parse_squeue(said("24.11", "squeue", "squeue")[1], "MARK")
+    rows_shown = parse_squeue(said("24.11", "squeue", "squeue")[1].replace("MARK\x1f", "\x1e\x1f"))
     back = watched(submission, [*between, seen(QueueSnapshot(1795282303, rows_shown), 15)])
     assert (back.phase, back.reason) == (JobPhase.PENDING, "ReqNodeNotAvail, UnavailableNodes:c2")
