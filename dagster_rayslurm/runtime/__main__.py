@@ -56,12 +56,11 @@ def run(run_dir):  # type: (str) -> int
 
 def node(run_dir):  # type: (str) -> int
     """Serve as one node of a Slurm step: the first node runs the payload of the run directory, the others join its cluster."""
-    from .supervisor import request_server, time_limit
+    from .supervisor import request_server
 
     def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
         request_server.serve_run_dir(runner, run_dir)
-        time_limit.watch(runner, here.job_id)
-        runner.run()
+        _run_on_time(runner, here)
         return runner.exit_code
 
     spec = _load(run_dir)
@@ -78,7 +77,7 @@ def part(run_dir):  # type: (str) -> int
     from .node.allocation import head_address
     from .protocol import record
     from .separate import participant
-    from .supervisor import request_server, time_limit
+    from .supervisor import request_server
 
     whole = _allocation(_load(run_dir))
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
@@ -86,8 +85,7 @@ def part(run_dir):  # type: (str) -> int
     def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
         barrier = participant.join_barrier(runner, run_dir, here, whole.head_addresses)
         barrier.watch(request_server.serve_run_dir(runner, directory))
-        time_limit.watch(runner, here.job_id)
-        runner.run()
+        _run_on_time(runner, here)
         barrier.close()
         return barrier.exit_code
 
@@ -103,40 +101,39 @@ def session(session_dir):  # type: (str) -> int
 
     A session ends when it is idle for too long, has failed, or comes to its time limit.
     """
-    from .protocol import rpc
-    from .supervisor import request_server, time_limit
-
-    def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
-        spec = runner.spec
-        assert spec.control_key is not None
-        # Clients and worker nodes use different keys, so that neither can take the other's server for its own.
-        key = rpc.derive_key(spec.control_key, "requests")
-        server = request_server.RequestServer(runner, session_dir, key, spec.control_ports, here)
-        time_limit.watch(runner, here.job_id)
-        try:
-            runner.run()
-        finally:
-            server.close()
-        return 1 if runner.queue.failed else 0
-
     spec = _load(session_dir)
-    return _lead_or_work(spec, _allocation(spec), session_dir, lead)
+    return _lead_or_work(spec, _allocation(spec), session_dir, lambda runner, here: _serve_clients(runner, session_dir, here))
 
 
 def serve(session_dir):  # type: (str) -> int
     """Run a session on this machine, without Slurm: run payloads for clients until it is idle for too long."""
+    _serve_clients(_supervisor(_load(session_dir)), session_dir)
+    return 0
+
+
+def _serve_clients(runner, session_dir, here=None):  # type: (Supervisor, str, Optional[allocation.Allocation]) -> int
     from .protocol import rpc
     from .supervisor import request_server
 
-    spec = _load(session_dir)
-    runner = _supervisor(spec)
+    spec = runner.spec
     assert spec.control_key is not None
-    server = request_server.RequestServer(runner, session_dir, rpc.derive_key(spec.control_key, "requests"), spec.control_ports)
+    # Clients and worker nodes use different keys, so that neither can take the other's server for its own.
+    key = rpc.derive_key(spec.control_key, "requests")
+    server = request_server.RequestServer(runner, session_dir, key, spec.control_ports, here)
     try:
-        runner.run()
+        _run_on_time(runner, here)
     finally:
         server.close()
-    return 0
+    return 1 if runner.queue.failed else 0
+
+
+def _run_on_time(runner, here):  # type: (Supervisor, Optional[allocation.Allocation]) -> None
+    """Run what was submitted to a runtime; of a Slurm job, warn before the time limit."""
+    if here is not None:
+        from .supervisor import time_limit
+
+        time_limit.watch(runner, here.job_id)
+    runner.run()
 
 
 def _load(directory):  # type: (str) -> RuntimeSpec

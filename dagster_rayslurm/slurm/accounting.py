@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import FailureKind
-from ..runtime.protocol.slurm_text import expand_nodelist, parse_duration
+from ..runtime.node.allocation import expand_nodelist, parse_duration
 from ..ssh.base import Connection
 from .commands import run_slurm, unanswered
 from .shared_queue import parse_count

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.runtime.protocol.slurm_text import expand_nodelist
+from dagster_rayslurm.runtime.node.allocation import expand_nodelist
 from dagster_rayslurm.slurm import states
 from dagster_rayslurm.slurm.accounting import JobFacts, fetch_job_facts, memory_kill
 from dagster_rayslurm.slurm.shared_queue import SharedQueue, fetch_queue

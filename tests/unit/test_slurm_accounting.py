@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.protocol.slurm_text import expand_nodelist
+from dagster_rayslurm.runtime.node.allocation import expand_nodelist
 from dagster_rayslurm.slurm.accounting import (
     SACCT_FIELDS,
     JobFacts,

@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Callable, Optional
 
+from ..node.allocation import parse_duration
 from ..process import processes
 from ..process.loop import Loop
 from ..protocol.messages import End, EndReason
-from ..protocol.slurm_text import parse_duration
 from .supervisor import Supervisor
 
 # Seconds before a planned call at which squeue is asked, because an administrator may have moved the limit.
