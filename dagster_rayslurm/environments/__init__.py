@@ -13,12 +13,8 @@ from typing import Annotated, Literal, Union
 from pydantic import Field
 
 from ..config import StrictConfig, check_text, checked
+from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
-
-PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
-"""Paths of Python below the prefix of an environment; the first that exists is used."""
-ACTIVATE = '. "$1" && shift && exec "$@"'
-"""Shell script that sources its first argument and then runs the command in the other arguments."""
 
 
 def _check_prefix(value: object) -> str:
@@ -69,16 +65,13 @@ def resolve_environment(environment: Environment) -> Interpreter:
     if not isinstance(environment, PreDeployedEnvironment):
         return Interpreter(sys.executable)
     prefix = os.path.abspath(os.path.expanduser(environment.path))
-    activate = os.path.join(prefix, "activate.sh")
-    python = next((path for name in PYTHONS if os.access(path := os.path.join(prefix, name), os.X_OK)), None)
-    if os.path.isfile(activate):
-        return Interpreter(python or "python3", activate)
-    if python is None:
+    python, activate = find(prefix)
+    if not python and not activate:
         raise ValueError(
             f"environment: {prefix} has neither bin/python nor activate.sh; point it at a conda prefix, a venv, or a "
             "directory with an activate.sh"
         )
-    return Interpreter(python)
+    return Interpreter(python or "python3", activate or None)
 
 
 def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
