@@ -104,6 +104,11 @@ class SlurmJob:
         return self._watch.view
 
     @property
+    def started_at(self) -> float | None:
+        """When the runtime began, by the cluster's clock; None if it has not."""
+        return self._watch.started_at
+
+    @property
     def place(self) -> str:
         """The host of the job's files; "" for this machine."""
         return self.commands.place if self.over_ssh else ""
@@ -117,8 +122,9 @@ class SlurmJob:
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
         """Update the status from the queue, if `ask`, and the exit code; returns False, and logs why, if they cannot be read."""
         try:
-            if started_at is not None and started_at != self._watch.started_at:
-                self._watch = self._watch.after(Started(started_at))
+            if started_at is not None and self._watch.started_at is None:
+                # The clock of the payload's node may be ahead of the cluster's.
+                self._watch = self._watch.after(Started(min(started_at, self.now())))
             if ask:
                 self._observe_queue()
             self._observe_exit()
@@ -402,8 +408,9 @@ class BatchJob:
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
-        if evidence.started_at is not None and not self._step.reattached:
-            metadata["Queue wait (s)"] = round(max(0.0, evidence.started_at - self._job.submitted_at), 2)
+        started_at = self._job.started_at
+        if started_at is not None and not self._step.reattached:
+            metadata["Queue wait (s)"] = round(max(0.0, started_at - self._job.submitted_at), 2)
         return metadata
 
     def release(self, evidence: Evidence) -> None:

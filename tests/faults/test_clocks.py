@@ -43,15 +43,27 @@ def off_by(stack: Stack, minutes: int) -> dict[str, str]:
     return {"LD_PRELOAD": library, "FAKETIME": f"{minutes:+}m", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
 
 
+PYTHON = """#!/usr/bin/python3
+import functools, select, sys, time
+time.sleep = functools.partial(select.select, (), (), ())
+exec(sys.argv[-1])
+"""
+"""An interpreter for the agent on the edge node without `sleep`, which the library that changes the clock breaks."""
+
+
 @contextmanager
 def edge_off_by(site: Site, minutes: int) -> Iterator[SSHConnectionResource]:
     """The configuration of a login to the edge node whose programs all see a wrong time."""
     variables = " ".join(f"{name}={value}" for name, value in off_by(site.stack, minutes).items())
     server = Sshd(site.stack, "edge", f"SetEnv {variables}")
-    ssh = SSHConnectionResource(**{**site.ssh.model_dump(), "host": server.host, "port": server.port, "host_key_checking": "off"})
+    python = f"{site.base}/python"
+    site.connection.make_dir(site.base)
+    site.connection.write(python, PYTHON.encode(), mode=0o700)
+    there = {"host": server.host, "port": server.port, "host_key_checking": "off", "python": python}
+    ssh = SSHConnectionResource(**{**site.ssh.model_dump(), **there})
     try:
-        there = float(connection_to(ssh).run(["date", "+%s"]).stdout)
-        assert abs(there - time.time() - 60 * minutes) < 30, "the clock is not off"
+        now = float(connection_to(ssh).run(["date", "+%s"]).stdout)
+        assert abs(now - time.time() - 60 * minutes) < 30, "the clock is not off"
         yield ssh
     finally:
         connection_to(ssh).close()

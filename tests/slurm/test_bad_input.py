@@ -93,8 +93,8 @@ def test_an_environment_without_ray(slurm_compute: Callable[..., ComputeResource
 
 
 def test_another_version_of_ray(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
-    failure = refused(slurm_compute(default_launcher=small_ray(ray_version="2.9.9")), script(pipes_script("pass")))
-    assert failure.kind == "environment" and "2.9.9" in (failure.description or "")
+    failure = refused(slurm_compute(default_launcher=small_ray(ray_version="2.59.9")), script(pipes_script("pass")))
+    assert failure.kind == "environment" and "2.59.9" in (failure.description or "")
 
 
 def test_a_wrong_host(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
