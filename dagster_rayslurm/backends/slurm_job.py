@@ -27,7 +27,7 @@ from ..slurm.refusals import (
 from ..slurm.request import JobRequest
 from ..slurm.script import LOG, parse_exit
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, SharedQueue, fetch_queue, parse_count
-from ..slurm.states import TERMINAL, Exited, JobPhase, JobStatus, JobWatch, Started, seen
+from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone
 from ..ssh.base import Connection, ConnectionFailed
 from .base import Step
@@ -124,7 +124,7 @@ class SlurmJob:
         try:
             if started_at is not None and self._watch.started_at is None:
                 # The clock of the payload's node may be ahead of the cluster's.
-                self._watch = self._watch.after(Started(min(started_at, self.now())))
+                self._watch = self._watch.started(min(started_at, self.now()))
             if ask:
                 self._observe_queue()
             self._observe_exit()
@@ -149,7 +149,7 @@ class SlurmJob:
             self._warn(self.queue.error)
 
     def _add_snapshot(self, snapshot: QueueSnapshot) -> None:
-        self._watch = self._watch.after(seen(snapshot, self.number))
+        self._watch = self._watch.seen(snapshot.began, snapshot.job(self.number))
         self._snapshot = snapshot
 
     @property
@@ -167,7 +167,7 @@ class SlurmJob:
             self._exit_read_at = time.monotonic()
             code = parse_exit(self.commands.read(os.path.join(self.directory, EXIT), 0, _LOG_BYTES), self.number)
             if code is not None:
-                self._watch = self._watch.after(Exited(self.now(), code))
+                self._watch = self._watch.exited(code)
 
     def _warn(self, error: str) -> None:
         """Log that the job's state is unknown, unless the same error was logged last."""

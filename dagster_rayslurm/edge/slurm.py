@@ -9,7 +9,7 @@ import contextlib
 import os
 import pwd
 import re
-import threading
+import shutil
 import time
 
 from . import files, processes
@@ -33,9 +33,8 @@ BACK_OFF = 5.0
 """Least pause between two queries of the queue, as a multiple of the time that slurmctld took to answer the last one."""
 _MAX_BYTES = 64 * 1024 * 1024  # Of the shared answer of squeue.
 
-_lock = threading.Lock()
-_found = {}  # type: dict[int, str]
-"""The directory of sbatch on the PATH of a login shell, or "", by process id; empty until a login shell was asked."""
+_login_path = []  # type: list[str]
+"""The directory of sbatch on the PATH of a login shell, or "", once a login shell was asked."""
 
 
 def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":
@@ -63,44 +62,25 @@ def run(
 ) -> "tuple[int | None, bytes, bytes]":
     """As `processes.run`, for a command that is or runs a program of Slurm; `keep` names `SBATCH_*` variables for it.
 
-    The PATH of a non-interactive login is often shorter than that of an interactive one. So if a command is not found (exit
-    code 127), a login shell is asked once for its PATH. `of_dagster` says that the environment of this process is Dagster's.
+    The PATH of a non-interactive login is often shorter than that of an interactive one. So if it has no sbatch, a login shell is
+    asked once for its PATH. `of_dagster` says that the environment of this process is Dagster's.
     """
-    environ = _environ(keep, of_dagster)
-    done = processes.run(command, stdin, timeout, environ, directory)
-    if done[0] != NO_PROGRAM or not _asked_login_shell(environ):
-        return done
-    return processes.run(command, stdin, timeout, _environ(keep, of_dagster), directory)
-
-
-def _environ(keep: "Sequence[str]", of_dagster: bool) -> "dict[str, str]":
     environ = without_options(job_environment(os.environ) if of_dagster else os.environ, keep)
-    found = _found.get(os.getpid())
-    if found:
-        environ["PATH"] = environ.get("PATH", os.defpath) + ":" + found
-    return environ
+    path = environ.get("PATH", os.defpath)
+    if not shutil.which("sbatch", path=path):
+        if not _login_path:
+            _login_path.append(os.path.dirname(shutil.which("sbatch", path=_path_of_login_shell(environ)) or ""))
+        environ["PATH"] = path + ":" + _login_path[0] if _login_path[0] else path
+    return processes.run(command, stdin, timeout, environ, directory)
 
 
-def _asked_login_shell(environ: "Mapping[str, str]") -> bool:
-    """Ask a login shell for its PATH, once in this process; whether that has sbatch in a directory that is not in `environ`."""
-    with _lock:
-        if os.getpid() not in _found:
-            _found[os.getpid()] = _directory_of_sbatch(environ)
-    found = _found[os.getpid()]
-    return bool(found) and not environ.get("PATH", "").endswith(":" + found)
-
-
-def _directory_of_sbatch(environ: "Mapping[str, str]") -> str:
-    """The directory of sbatch on the PATH of a login shell; "" without one. A csh knows `-l` only alone."""
+def _path_of_login_shell(environ: "Mapping[str, str]") -> str:
     shell = environ.get("SHELL") or pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
-    for options in (["-l"], []):
+    for options in (["-l"], []):  # A csh knows `-l` only alone.
         code, out, _ = processes.run([shell, *options, "-c", 'echo; echo "rayslurm:$PATH"'], b"", _LOGIN_TIMEOUT, environ)
-        if code is None:
-            return ""
         paths = re.findall("^rayslurm:(.*)$", out.decode("utf-8", "surrogateescape"), re.MULTILINE)
-        if code == 0 and paths:
-            places = [each for each in paths[-1].split(":") if os.path.isfile(os.path.join(each, "sbatch"))]
-            return next((each for each in places if os.access(os.path.join(each, "sbatch"), os.X_OK)), "")
+        if code is None or (code == 0 and paths):
+            return paths[-1] if code == 0 else ""
     return ""
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import NamedTuple
 
-from .shared_queue import QueueRow, QueueSnapshot
+from ..runtime.protocol.messages import TextEnum
+from .shared_queue import QueueRow
 
 TERMINAL = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
@@ -29,7 +28,7 @@ ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT
 """States in which the job has its nodes, or is being cleaned up there."""
 
 
-class JobPhase(str, Enum):
+class JobPhase(TextEnum):
     """What a job is doing, as far as is known."""
 
     UNKNOWN = "unknown"
@@ -38,43 +37,10 @@ class JobPhase(str, Enum):
     ENDED = "ended"  # Slurm or the batch script reported the end.
     LOST = "lost"  # The job left the queue without a report of its end.
 
-    def __str__(self) -> str:
-        return self.value
-
-
 ABSENCE, REQUEUE_ABSENCE = 60.0, 300.0
 """Seconds for which a job must be missing from the queue until it counts as lost, and if Slurm may requeue it."""
 SNAPSHOTS = 2
 """Number of snapshots in a row without the job, at least, until it counts as lost."""
-
-
-class Seen(NamedTuple):
-    """An observation: the job's row in a snapshot of the queue; None if the job is not in the snapshot."""
-
-    at: float
-    row: QueueRow | None
-
-
-class Started(NamedTuple):
-    """An observation: the run record has begun."""
-
-    at: float
-
-
-class Exited(NamedTuple):
-    """An observation: the batch script has written the exit code of `srun`."""
-
-    at: float
-    exit_code: int
-
-
-Observation = Seen | Started | Exited
-"""What `JobWatch.after` takes. `at` is a time by the cluster's clock: when the snapshot began, else when it was observed."""
-
-
-def seen(snapshot: QueueSnapshot, job_id: int) -> Seen:
-    """What a snapshot of the queue says of one job, as an observation."""
-    return Seen(snapshot.began, snapshot.job(job_id))
 
 
 @dataclass(frozen=True)
@@ -96,9 +62,12 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobWatch:
-    """What all observations of a job so far add up to: `after` adds one, and `view` says what they mean."""
+    """What all observations of a job so far add up to. `seen`, `started` and `exited` return a copy with one more observation.
 
-    submitted: float  # When sbatch returned, by the cluster's clock, in seconds of the epoch.
+    Times are those of the cluster's clock.
+    """
+
+    submitted: float  # When sbatch returned.
     requeue: bool = False  # Whether Slurm may requeue the job.
     final: JobStatus | None = None
     newest: float = -math.inf  # When the newest snapshot began.
@@ -113,58 +82,49 @@ class JobWatch:
 
     @property
     def view(self) -> JobStatus:
-        """The status of the job after all observations so far; it stays the same once it is over."""
-        if self.final:
-            return self.final
-        reported = self.reported
-        if self.started_at is None:
-            return reported
-        if reported.phase is JobPhase.PENDING and self.started_at >= self.reported_at:
+        """The status of the job after all observations so far; only its exit code may change once it is over."""
+        if self.final or self.started_at is None:
+            return self.final or self.reported
+        if self.reported.phase is JobPhase.PENDING and self.started_at >= self.reported_at:
             return JobStatus(JobPhase.RUNNING)
-        if reported.phase is JobPhase.UNKNOWN and reported.state not in TERMINAL:
-            return replace(reported, phase=JobPhase.RUNNING)
-        return reported
+        if self.reported.phase is JobPhase.UNKNOWN and self.reported.state not in TERMINAL:
+            return replace(self.reported, phase=JobPhase.RUNNING)
+        return self.reported
 
-    def after(self, observation: Observation) -> JobWatch:
-        """A copy of this watch with one more observation. A snapshot that is not newer than the last one changes nothing."""
-        if self.final:
-            # Slurm may report the end before the batch script's exit code arrives.
-            if isinstance(observation, Exited) and self.final.exit_code is None:
-                final = replace(self.final, exit_code=observation.exit_code)
-                return replace(self, exit_code=observation.exit_code, final=final)
-            return self
-        if isinstance(observation, Seen):
-            return self._after_snapshot(observation)
-        if isinstance(observation, Started):
-            return replace(self, started_at=min(observation.at, self.started_at or math.inf))
-        return self._after_exit(observation)
+    def seen(self, at: float, row: QueueRow | None) -> JobWatch:
+        """With the job's row in the snapshot that began at `at`; None if the job is not in it.
 
-    def _after_snapshot(self, snapshot: Seen) -> JobWatch:
-        # A row from before the submission is that of another job with this id.
-        if snapshot.at < self.submitted or snapshot.at <= self.newest:
+        A snapshot that is not newer than the last one changes nothing, nor does one from before the submission, which may show
+        another job with this id.
+        """
+        if self.final or at < self.submitted or at <= self.newest:
             return self
-        watch, row = replace(self, newest=snapshot.at), snapshot.row
+        watch = replace(self, newest=at)
         if row is None:
-            return watch._absent(snapshot.at)
+            return watch._absent(at)
         phase = JobPhase.PENDING if row.state in WAITING else JobPhase.RUNNING if row.state in ACTIVE else JobPhase.UNKNOWN
         reason = "" if row.reason == "None" else row.reason
         status = JobStatus(phase, row.state, reason, row.start if row.state in WAITING else None)
         if row.state in TERMINAL and not (self.requeue and row.state in MAY_REQUEUE):
             return watch._ended(status)
-        watch = replace(watch, reported=status, reported_at=snapshot.at)
-        if row.state in TERMINAL:
-            return watch._absent(snapshot.at)
-        return replace(watch, absent_since=None, absent_snapshots=0)
+        watch = replace(watch, reported=status, reported_at=at)
+        return watch._absent(at) if row.state in TERMINAL else replace(watch, absent_since=None, absent_snapshots=0)
 
-    def _after_exit(self, exited: Exited) -> JobWatch:
-        watch = replace(self, exit_code=exited.exit_code)
-        if self.requeue and exited.exit_code:  # Slurm may have ended srun in order to requeue the job.
+    def started(self, at: float) -> JobWatch:
+        """With the beginning of the run record."""
+        return self if self.final else replace(self, started_at=min(at, self.started_at or math.inf))
+
+    def exited(self, exit_code: int) -> JobWatch:
+        """With the exit code of `srun`, which the batch script has written; Slurm may report the end before that arrives."""
+        watch = replace(self, exit_code=exit_code)
+        if self.final:
+            return self if self.exit_code is not None else replace(watch, final=replace(self.final, exit_code=exit_code))
+        if self.requeue and exit_code:  # Slurm may have ended srun in order to requeue the job.
             return watch
         return watch._ended(self.reported if self.reported.state in TERMINAL else JobStatus(JobPhase.ENDED))
 
     def _ended(self, status: JobStatus, phase: JobPhase = JobPhase.ENDED) -> JobWatch:
-        final = replace(status, phase=phase, expected_start=None, exit_code=self.exit_code)
-        return replace(self, final=final)
+        return replace(self, final=replace(status, phase=phase, expected_start=None, exit_code=self.exit_code))
 
     def _absent(self, at: float) -> JobWatch:
         since = at if self.absent_since is None else self.absent_since

@@ -21,7 +21,7 @@ from dagster_rayslurm.runtime.node.allocation import expand_nodelist
 from dagster_rayslurm.slurm import states
 from dagster_rayslurm.slurm.accounting import JobFacts, fetch_job_facts, memory_kill
 from dagster_rayslurm.slurm.shared_queue import SharedQueue, fetch_queue
-from dagster_rayslurm.slurm.states import Exited, JobPhase, JobStatus, JobWatch, Started, seen
+from dagster_rayslurm.slurm.states import JobPhase, JobStatus, JobWatch
 from dagster_rayslurm.ssh.base import Connection
 from dagster_rayslurm.ssh.pool import new_connection
 
@@ -119,7 +119,7 @@ def follow(
         nonlocal watch
         snapshot = queue.latest(queue.clock.now())
         if snapshot:
-            watch = watch.after(seen(snapshot, submission.job_id))
+            watch = watch.seen(snapshot.began, snapshot.job(submission.job_id))
         return watch.view if until(watch.view) else None
 
     found = wait_until(view, timeout)
@@ -176,8 +176,9 @@ def test_a_requeued_job_is_not_over(edge: Connection, directory: str, submit: An
     assert not waits.over
     facts = facts_of(edge, job)
     assert (facts.state, facts.restarts) == ("PENDING", 1)
-    watch = JobWatch(job.submitted, job.requeue).after(Started(job.submitted + 1)).after(Exited(job.submitted + 2, 143))
-    assert watch.after(seen(fetch_queue(edge), job.job_id)).view.phase == JobPhase.PENDING
+    watch = JobWatch(job.submitted, job.requeue).started(job.submitted + 1).exited(143)
+    snapshot = fetch_queue(edge)
+    assert watch.seen(snapshot.began, snapshot.job(job.job_id)).view.phase == JobPhase.PENDING
     edge.run(["scancel", str(job.job_id)])
     assert follow(edge, directory, job, over).state == "CANCELLED"
 
@@ -215,7 +216,7 @@ def check_absence(healthy: SharedQueue, down: SharedQueue, gone: Submission, mon
         for queue in watches:
             snapshot = queue.latest(queue.clock.now())
             if snapshot:
-                watches[queue] = watches[queue].after(seen(snapshot, gone.job_id))
+                watches[queue] = watches[queue].seen(snapshot.began, snapshot.job(gone.job_id))
         return watches[healthy].view.phase == JobPhase.LOST
 
     assert wait_until(lambda: lost() and down.error, 30), watches

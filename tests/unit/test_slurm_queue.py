@@ -1,6 +1,5 @@
 """The shared queue: rows with any job name are parsed, and slurmctld is queried rarely."""
 
-import os
 import random
 import threading
 from collections.abc import Sequence
@@ -121,7 +120,7 @@ class Edge(LocalConnection):
             path.write_text("#!/bin/sh\n" + text.format(base))
             path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{base}/bin:/usr/bin:/bin")
-        monkeypatch.setattr(slurm, "_found", {os.getpid(): ""})  # No login shell knows another squeue.
+        monkeypatch.setattr(slurm, "_login_path", [""])  # No login shell knows another squeue.
         monkeypatch.setattr(slurm, "now", lambda: int((base / "time").read_text()) / 1000)
         self.move(EPOCH)
 

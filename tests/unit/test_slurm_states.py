@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,14 +16,9 @@ from dagster_rayslurm.slurm.states import (
     MAY_REQUEUE,
     TERMINAL,
     WAITING,
-    Exited,
     JobPhase,
     JobStatus,
     JobWatch,
-    Observation,
-    Seen,
-    Started,
-    seen,
 )
 
 from .slurm_said import VERSIONS, said
@@ -33,6 +28,32 @@ SUBMITTED = 1000.0
 STATES = sorted(TERMINAL | WAITING | ACTIVE | {"REVOKED", "EXPEDITING", "?", "UPDATE_DB"})
 ONCE = JobWatch(SUBMITTED)
 AGAIN = JobWatch(SUBMITTED, requeue=True)
+
+
+class Seen(NamedTuple):
+    at: float
+    row: QueueRow | None
+
+    def add(self, watch: JobWatch) -> JobWatch:
+        return watch.seen(self.at, self.row)
+
+
+class Started(NamedTuple):
+    at: float
+
+    def add(self, watch: JobWatch) -> JobWatch:
+        return watch.started(self.at)
+
+
+class Exited(NamedTuple):
+    at: float
+    exit_code: int
+
+    def add(self, watch: JobWatch) -> JobWatch:
+        return watch.exited(self.exit_code)
+
+
+Observation = Seen | Started | Exited
 
 
 def row(state: str, reason: str = "None", start: float | None = None, nodes: str = "") -> QueueRow:
@@ -51,7 +72,7 @@ def watched(submission: JobWatch, observations: Iterable[Observation]) -> JobSta
     """What a job is after observations, in the order in which they are given."""
     watch = submission
     for observation in observations:
-        watch = watch.after(observation)
+        watch = observation.add(watch)
     return watch.view
 
 
@@ -188,9 +209,9 @@ def test_old_snapshots_change_nothing(submission: JobWatch, shown: list[Seen], d
     watch = submission
     shown.sort(key=lambda each: each.at)
     for number, snapshot in enumerate(shown):
-        watch = watch.after(snapshot)
+        watch = snapshot.add(watch)
         for old in data.draw(st.lists(st.sampled_from(shown[: number + 1]), max_size=3)):
-            assert watch.after(old) == watch
+            assert old.add(watch) == watch
     assert watch.view == watched(submission, shown)
 
 
@@ -198,7 +219,7 @@ def test_old_snapshots_change_nothing(submission: JobWatch, shown: list[Seen], d
 def test_a_final_status_never_changes(submission: JobWatch, given_observations: list[Observation]) -> None:
     watch, final = submission, None
     for observation in in_order(given_observations):
-        watch = watch.after(observation)
+        watch = observation.add(watch)
         if final is not None:
             exit_code = watch.view.exit_code if final.exit_code is None else final.exit_code
             assert watch.view == replace(final, exit_code=exit_code)
@@ -260,8 +281,8 @@ def test_rows_of_real_clusters(version: str) -> None:
     rows_shown = parse_squeue(said(version, "squeue", "squeue")[1].replace("MARK\x1f", "\x1e\x1f"))
     waiting = next(each for each in rows_shown if each.name == "JobState=X Reason=y")
     snapshot = QueueSnapshot(SUBMITTED, rows_shown)
-    assert watched(JobWatch(SUBMITTED), [seen(snapshot, waiting.job_id)]).reason == "BeginTime"
-    assert seen(snapshot, 1).row is None
+    assert watched(JobWatch(SUBMITTED), [Seen(SUBMITTED, snapshot.job(waiting.job_id))]).reason == "BeginTime"
+    assert snapshot.job(1) is None
 
 
 def test_a_node_that_failed_on_a_real_cluster() -> None:
@@ -270,5 +291,5 @@ def test_a_node_that_failed_on_a_real_cluster() -> None:
     between = [Seen(1795282193, row("RUNNING", nodes="c2")), Seen(1795282260, row("NODE_FAIL", nodes="c2"))]
     assert watched(submission, between) == JobStatus(JobPhase.UNKNOWN, "NODE_FAIL")
     rows_shown = parse_squeue(said("24.11", "squeue", "squeue")[1].replace("MARK\x1f", "\x1e\x1f"))
-    back = watched(submission, [*between, seen(QueueSnapshot(1795282303, rows_shown), 15)])
+    back = watched(submission, [*between, Seen(1795282303, QueueSnapshot(1795282303, rows_shown).job(15))])
     assert (back.phase, back.reason) == (JobPhase.PENDING, "ReqNodeNotAvail, UnavailableNodes:c2")
