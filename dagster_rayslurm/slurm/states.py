@@ -37,6 +37,7 @@ class JobPhase(TextEnum):
     ENDED = "ended"  # Slurm or the batch script reported the end.
     LOST = "lost"  # The job left the queue without a report of its end.
 
+
 ABSENCE, REQUEUE_ABSENCE = 60.0, 300.0
 """Seconds for which a job must be missing from the queue until it counts as lost, and if Slurm may requeue it."""
 SNAPSHOTS = 2
