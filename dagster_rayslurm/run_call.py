@@ -22,7 +22,7 @@ from .backends.local import LocalBackend
 from .backends.run_dir import Layout
 from .backends.sessions import local as local_session
 from .backends.sessions.backend import SessionBackend, end_session
-from .backends.sessions.listing import make_way_for, stop_sessions_of_run
+from .backends.sessions.listing import IdleSessions, stop_sessions_of_run
 from .backends.sessions.local import LocalSessionBackend
 from .backends.sessions.matching import required_head
 from .backends.sessions.session_job import SessionSetup
@@ -282,7 +282,7 @@ def choose_backend(call: Call) -> Backend:
         return SessionBackend(setup, *to_start, resource.connection_loss_timeout)
     queue = merge(call.slurm.queue, call.queue)
     timeouts = resource.queue_timeout, resource.connection_loss_timeout
-    batch = BatchBackend(call.slurm, queue, environment, *timeouts, call.parts, make_way_for)
+    batch = BatchBackend(call.slurm, queue, environment, *timeouts, call.parts, IdleSessions)
     return SeparateBatchBackend(batch, call.parts) if separate else batch
 
 

@@ -209,10 +209,11 @@ class SlurmJob:
             self.log.warning(f"[rayslurm] {problem}")
 
     def check_waiting(self) -> None:
-        """Raise RunFailure if the job can never start, or has waited for longer than its queue timeout.
+        """Report why the job waits; raise RunFailure if it can never start, or has waited for longer than its queue timeout.
 
         Raises OSError if Slurm cannot be asked.
         """
+        self.report_waiting()
         phase, waiting_since = self.status.phase, self.submitted_at if self.waiting_since is None else self.waiting_since
         reason = self._too_large or never_starts(self._rows, self.request)
         if reason and phase == JobPhase.PENDING:
@@ -390,7 +391,6 @@ class BatchJob:
                 self._touched_at = time.monotonic()
                 self._commands.run(["touch", "--", job.directory])
             if not self._started and not job.status.over and not job.cancelled:
-                job.report_waiting()
                 job.check_waiting()
         return job.end_description(self._started)
 

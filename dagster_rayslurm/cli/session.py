@@ -15,9 +15,10 @@ from typing import Any
 import click
 
 from ..backends.run_dir import Layout
-from ..backends.sessions.listing import Generation, SessionState, ask_session, end_generations, job_of, list_generations, state_of
+from ..backends.sessions.listing import SessionState, ask_session, end_generations, job_of, state_of
 from ..backends.sessions.local import end_session
 from ..backends.sessions.local import list_sessions as list_local_sessions
+from ..backends.sessions.registry import Generation, list_generations
 from ..backends.sessions.request import Unreachable
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation

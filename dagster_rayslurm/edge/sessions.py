@@ -4,44 +4,72 @@ Ages are differences between times of the file system, since the clocks of its c
 """
 
 import contextlib
+import errno
 import fnmatch
 import os
 import pwd
 import re
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 JOB_ID = "job_id"
 """File in a run directory: the id of its job."""
 CREATOR = "creator"
 ABANDONED = "abandoned"
 MANIFEST = "offer.json"
-CURRENT = "current"
-"""Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest,
-and the copy of the newest manifest in the parent directory, which saves other processes the search."""
+"""Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest."""
 _EXIT, _ANNOUNCEMENT, _WAITING = "exit", "session.json", "waiting"
 _MOST_BYTES = 1024 * 1024
 _READ_RETRY = 0.2
 """Seconds before a failed read is repeated: a network file system that lost sight of a file finds it then."""
 
 
-def owner(directories: "list[str]") -> "tuple[bool, str, str]":
-    """Whether all directories exist; and the first one that belongs to another user, with the user's name, or two empty texts."""
+def check_owner(*directories: str) -> None:
+    """Raise PermissionError if a directory belongs to another user, who could put a session with a command of their own there."""
     for each in directories:
-        try:
-            user = os.stat(each).st_uid
-        except FileNotFoundError:
-            return False, "", ""
+        user = os.stat(each).st_uid
         if user != os.geteuid():
             try:
-                return True, each, pwd.getpwuid(user).pw_name
+                name = pwd.getpwuid(user).pw_name
             except KeyError:
-                return True, each, "user %d" % user
-    return True, "", ""
+                name = "user %d" % user
+            raise PermissionError(errno.EPERM, "belongs to %s, who could change what runs there" % name, each)
 
 
-def read(directory: str, names: "list[str]") -> "list[str]":
-    """The texts of files; "" for a file that does not exist."""
-    return [_read(os.path.join(directory, name)) for name in names]
+def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]":
+    """All allocations of the sessions below `base` whose names match, or only the newest of the session with this name.
+
+    Each has its `session` and `number`, the texts of its `files`, whether it is `abandoned`, and its `age` in seconds, which is 0
+    if the session has announced itself. Raises PermissionError if a directory belongs to another user.
+    """
+    sessions, found = os.path.join(base, "sessions"), []
+    if not os.path.isdir(sessions):
+        return []
+    check_owner(base, sessions)
+    for session in [pattern] if newest else fnmatch.filter(os.listdir(sessions), pattern):
+        directory = os.path.join(sessions, session)
+        if os.path.isdir(directory):
+            check_owner(directory)
+            numbers = sorted(int(name) for name in os.listdir(directory) if re.fullmatch("[1-9][0-9]{0,8}", name))
+            found += [_generation(sessions, session, number, newest) for number in numbers[-1 if newest else 0 :]]
+    return found
+
+
+def _generation(sessions: str, session: str, number: int, newest: bool) -> "dict[str, Any]":
+    directory, read = os.path.join(sessions, session, str(number)), _read if newest else _readable
+    texts = {name: read(os.path.join(directory, name)) for name in (_ANNOUNCEMENT, _EXIT, JOB_ID, CREATOR)}
+    announced = texts[_ANNOUNCEMENT].endswith("}")
+    # On NFS a name that was looked up in vain stays missing for up to a minute, and a claim has no manifest at first.
+    texts[MANIFEST] = read(os.path.join(directory, MANIFEST)) if announced or not newest else ""
+    age = 0.0
+    if newest and not announced:
+        now, made = _now(os.path.dirname(directory)), [_modified(os.path.join(directory, name)) for name in (CREATOR, "")]
+        age = now - next((each for each in made if each is not None), now)
+    abandoned = not os.path.isdir(directory) or os.path.lexists(os.path.join(directory, ABANDONED))
+    return {"session": session, "number": number, "files": texts, "abandoned": abandoned, "age": age}
 
 
 def _read(path: str) -> str:
@@ -49,10 +77,8 @@ def _read(path: str) -> str:
         try:
             with open(path, "rb") as file:
                 return file.read(_MOST_BYTES).decode("utf-8", "replace")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return ""
-        except PermissionError:
-            raise
         except OSError:
             if not retries:
                 raise
@@ -60,23 +86,11 @@ def _read(path: str) -> str:
     raise AssertionError
 
 
-def newest(directory: str) -> "tuple[int, float, str, str, bool, bool]":
-    """A session's newest allocation: number (0 for none), age in seconds, creator, job id, whether abandoned, whether ended."""
+def _readable(path: str) -> str:
     try:
-        numbers = [int(name) for name in os.listdir(directory) if re.fullmatch("[1-9][0-9]{0,8}", name)]
-    except FileNotFoundError:
-        numbers = []
-    if not numbers:
-        return 0, 0.0, "", "", False, False
-    number, own = max(numbers), os.path.join(directory, str(max(numbers)))
-    made = [_modified(path) for path in (os.path.join(own, CREATOR), own)]
-    now = _now(directory)
-    age = now - next((each for each in made if each is not None), now)
-    if not os.path.isdir(own):
-        return number, age, "", "", True, False
-    creator, job_id = ((text.splitlines() or [""])[0][:300] for text in read(own, [CREATOR, JOB_ID]))
-    exit_size = _size(os.path.join(own, _EXIT))
-    return number, age, creator, job_id, os.path.lexists(os.path.join(own, ABANDONED)), exit_size > 0
+        return _read(path)
+    except OSError:
+        return ""
 
 
 def wait_for(directory: str, waiter: str) -> None:
@@ -84,8 +98,7 @@ def wait_for(directory: str, waiter: str) -> None:
     waiting = os.path.join(directory, _WAITING)
     if not os.path.isdir(waiting):
         os.mkdir(waiting, 0o700)
-    fd = os.open(os.path.join(waiting, waiter), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    os.close(fd)
+    os.close(os.open(os.path.join(waiting, waiter), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     os.utime(os.path.join(waiting, waiter))
 
 
@@ -102,33 +115,11 @@ def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
         os.unlink(os.path.join(waiting, waiter))
     now = _now(directory)
     others = [_modified(os.path.join(waiting, name)) for name in (os.listdir(waiting) if os.path.isdir(waiting) else ())]
-    if any(seen is not None and now - seen < fresh for seen in others) or _size(announcement) > 0:
+    if any(seen is not None and now - seen < fresh for seen in others) or _read(announcement):
         return False
     with contextlib.suppress(FileExistsError):
         os.mkdir(os.path.join(directory, ABANDONED), 0o700)
-    return _size(announcement) == 0
-
-
-def listing(sessions: str, pattern: str) -> "dict[str, dict[str, str]]":
-    """Texts of the files of all allocations below `sessions`, by "SESSION/NUMBER" and name, of sessions whose names match."""
-    found = {}
-    for key in os.listdir(sessions) if os.path.isdir(sessions) else ():
-        directory = os.path.join(sessions, key)
-        if not fnmatch.fnmatchcase(key, pattern) or not os.path.isdir(directory):
-            continue
-        for number in os.listdir(directory):
-            own = os.path.join(directory, number)
-            if re.fullmatch("[1-9][0-9]{0,8}", number) and os.path.isdir(own):
-                names = (JOB_ID, _EXIT, _ANNOUNCEMENT, CREATOR, MANIFEST)
-                found[key + "/" + number] = {name: _readable(os.path.join(own, name)) for name in names}
-    return found
-
-
-def _readable(path: str) -> str:
-    try:
-        return _read(path)
-    except OSError:
-        return ""
+    return not _read(announcement)
 
 
 def _now(directory: str) -> float:
@@ -146,10 +137,3 @@ def _modified(path: str) -> "float | None":
         return os.stat(path).st_mtime
     except OSError:
         return None
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0

@@ -13,7 +13,7 @@ import shutil
 import time
 
 from . import files, processes
-from .sessions import ABANDONED, CREATOR, CURRENT, JOB_ID, MANIFEST, owner
+from .sessions import ABANDONED, CREATOR, JOB_ID, check_owner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def submit(
 
     With a `claim`, the name of a session's job, the directory must be new: `mkdir` is atomic on NFS too, and only the process
     that makes the directory submits. Others may have taken a slow creator for dead and submitted another job; then this job is
-    cancelled. A job id or manifest that cannot be written then does no harm: both only save a search.
+    cancelled. A job id that cannot be written then does no harm: it only saves a search.
 
     Args:
         needs: files and directories that the job needs.
@@ -133,9 +133,6 @@ def submit(
             if claim and os.path.lexists(os.path.join(run_dir, ABANDONED)):
                 slurm("scancel", "--quiet", "--me", "--name=" + claim)
                 return TAKEN, b"", b""
-            if claim and MANIFEST in texts:
-                with contextlib.suppress(OSError):
-                    files.write(os.path.join(os.path.dirname(run_dir), CURRENT), texts[MANIFEST].encode("latin-1"), 0o600)
         return 0, b"%.9f\n%s\n" % (now(), answer.strip()), b""
     except OSError as error:
         return CANNOT_WRITE, b"", ("%s: %s" % (error.filename or run_dir, error.strerror)).encode("utf-8", "surrogateescape")
@@ -146,9 +143,7 @@ def _claimed(run_dir: str, claim: str) -> bool:
     session = os.path.dirname(run_dir)
     files.make_dir(session)
     above = [os.path.dirname(os.path.dirname(session)), os.path.dirname(session), session]
-    _, stranger, user = owner(above)
-    if stranger:
-        raise OSError(0, "belongs to %s, who could change what runs there" % user, stranger)
+    check_owner(*above)
     os.chmod(above[1], 0o700)
     try:
         os.mkdir(run_dir, 0o700)

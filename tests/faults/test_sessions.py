@@ -321,7 +321,7 @@ def _twice_in_one_job(compute: ComputeResource, once: Callable[..., Ran], site: 
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "gone"])
-@pytest.mark.parametrize("file", ["*/session.json", "*/job_id", "*/offer.json", "current"])
+@pytest.mark.parametrize("file", ["*/session.json", "*/job_id"])
 def test_a_file_of_the_registry_is_damaged(
     file: str, damage: str, session_compute: Make, once: Callable[..., Ran], site: Site
 ) -> None:

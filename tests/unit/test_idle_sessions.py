@@ -64,7 +64,7 @@ class Scene:
 
     def wait(self, reason: str = "Resources", *others: QueueRow, **fields: Any) -> None:
         waiting = row(20, "PENDING", reason=reason, **fields)
-        self.sessions.make_way(QueueSnapshot(1.0, (waiting, *others)), [waiting])
+        self.sessions(QueueSnapshot(1.0, (waiting, *others)), [waiting])
 
 
 @pytest.fixture

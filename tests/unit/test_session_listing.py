@@ -9,9 +9,9 @@ import pytest
 
 from dagster_rayslurm import RayLauncher, SlurmQueueConfig
 from dagster_rayslurm.backends.sessions import listing as session_listing
-from dagster_rayslurm.backends.sessions.listing import end_generations, job_of, list_generations, state_of
+from dagster_rayslurm.backends.sessions.listing import end_generations, job_of, state_of
 from dagster_rayslurm.backends.sessions.matching import Requirements
-from dagster_rayslurm.backends.sessions.registry import SessionManifest
+from dagster_rayslurm.backends.sessions.registry import Generation, SessionManifest, list_generations
 from dagster_rayslurm.components import Component
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -48,14 +48,13 @@ def test_generations_are_listed(base: Path) -> None:
     directory = write(base, 2, job_id="12\n", exit="", session_json=json.dumps(ANNOUNCED))
     write(base, 10, creator="rayslurm-session-10\n")
     (directory / "waiting").mkdir()
-    (base / "sessions" / "default-0123456789ab" / "current").write_text("x")
     (base / "sessions" / "default-0123456789ab" / ".rs-1.probe").mkdir()
     write(base, 1, key="other-0123456789ab")
     found = list_generations(LocalConnection(), str(base), "default-0123456789ab")
-    assert [(each.number, each.job_id, each.exit_code, each.job_name) for each in found] == [
-        (1, 11, 0, "rayslurm-session-1"),
-        (2, 12, None, ""),
-        (10, None, None, "rayslurm-session-10"),
+    assert [(each.number, each.job_id, each.ended, each.job_name) for each in found] == [
+        (1, 11, True, "rayslurm-session-1"),
+        (2, 12, False, ""),
+        (10, None, False, "rayslurm-session-10"),
     ]
     assert found[1].announcement is not None and found[1].announcement.key == "00ff" and found[0].announcement is None
     assert found[1].directory == str(directory)
@@ -66,8 +65,10 @@ def test_generations_are_listed(base: Path) -> None:
 def test_states(base: Path) -> None:
     write(base, 1, job_id="11\n", exit="11 0 0\n")
     write(base, 2, job_id="12\n", exit="")
-    write(base, 3, job_id="13\n", exit="", session_json=json.dumps(ANNOUNCED))
-    write(base, 4, job_id="14\n", exit="", session_json=json.dumps({**ANNOUNCED, "closing": "its time limit comes"}))
+    write(base, 3, job_id="13\n", exit="", session_json=json.dumps({**ANNOUNCED, "job_id": "13"}))
+    write(
+        base, 4, job_id="14\n", exit="", session_json=json.dumps({**ANNOUNCED, "job_id": "14", "closing": "its time limit comes"})
+    )
     write(base, 5, creator="rayslurm-five\n")
     found = list_generations(LocalConnection(), str(base))
     everything = queue(*((number, "RUNNING", "") for number in range(11, 15)), (15, "PENDING", "rayslurm-five"))
@@ -101,7 +102,7 @@ def test_a_heterogeneous_job_is_found_by_its_first_component() -> None:
         == [row.partition for row in found.components(18)]
     )
     assert [row.job_id for row in found.components(5)] == [5] and found.components(6) == ()
-    generation = parse_generation(creator="rayslurm-a")
+    generation = Generation("key", 1, "/base/sessions/key/1", job_name="rayslurm-a")
     assert (row := job_of(generation, found)) is not None and row.job_id == 17
 
 
@@ -113,13 +114,9 @@ def test_components_are_listed_from_the_manifest(base: Path) -> None:
     write(base, 1, job_id="12\n", offer_json=offer, session_json=json.dumps({**ANNOUNCED, "heterogeneous": True}))
     write(base, 2, job_id="13\n", session_json=json.dumps(ANNOUNCED))
     one, other = list_generations(LocalConnection(), str(base))
-    assert one.components == ("gpu", "cpu") and one.ask_command == ("python", "ask") and other.components == ()
+    assert one.components == ("gpu", "cpu") and other.components == ()
     assert one.announcement is not None and one.announcement.heterogeneous
     assert other.announcement is not None and not other.announcement.heterogeneous
-
-
-def parse_generation(creator: str) -> session_listing.Generation:
-    return session_listing.Generation("key", 1, "/base/sessions/key/1", None, creator, None, None, ())
 
 
 class Slurm:

@@ -59,7 +59,7 @@ def test_a_retry_with_other_requirements_does_not_reattach(
     (run_dir / REQUIREMENTS_FILE).write_bytes(asked)
     (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER, "allocation": {"job_id": "7"}}))
     said = SimpleNamespace(cluster_id=CLUSTER, job_id="7")
-    there = [SimpleNamespace(announcement=said, exit_code=None, key="ours-1", number=1)]
+    there = [SimpleNamespace(announcement=said, ended=False, key="ours-1", number=1)]
     monkeypatch.setattr(session_backend, "list_generations", lambda *_: there)
 
     now, plan = asking(tmp_path, **other)

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,16 +18,18 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import RunFailure, SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
+from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import acquire
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.acquire import AcquiredSession, Action, SessionAcquisition, next_action
 from dagster_rayslurm.backends.sessions.backend import SlurmSite
-from dagster_rayslurm.backends.sessions.listing import list_generations
 from dagster_rayslurm.backends.sessions.matching import Requirements, Target
 from dagster_rayslurm.backends.sessions.registry import (
-    NewestGeneration,
+    Generation,
     SessionManifest,
     SessionRegistry,
+    list_generations,
+    parse_announcement,
     parse_manifest,
 )
 from dagster_rayslurm.backends.slurm_job import SlurmJob
@@ -71,27 +74,22 @@ class Cluster:
 
     def acquisition(self, timeout: float | None = None, log: Any = None, commands: Any = None) -> SessionAcquisition:
         commands, log = commands or LocalConnection(), log or Log()
-        return SessionAcquisition(
-            registry=SessionRegistry(commands, str(self.directory)),
-            site=Jobs(self.path, commands, timeout, log),
-            target=Target("default-0", Requirements(None, ()), Requirements(None, ()).capacity(reuse=False)),
-            waiter=os.urandom(6).hex(),
-            start_timeout=10,
-            patience=self.patience,
-            log=log,
-        )
+        target = Target("default-0", Requirements(None, ()), Requirements(None, ()).capacity(reuse=False))
+        return SessionAcquisition(Jobs(self, commands, timeout, log), target)
 
     @property
     def registry(self) -> SessionRegistry:
-        return SessionRegistry(LocalConnection(), str(self.directory))
+        return SessionRegistry(LocalConnection(), str(self.path), "default-0")
 
 
 class Jobs(SlurmSite):
     """Creates and watches jobs without the files of a payload."""
 
-    def __init__(self, path: Path, commands: Any, timeout: float | None, log: Any) -> None:
-        self.connection = commands
-        self._queue = SharedQueue(commands, str(path / "queue"), 0.2)
+    def __init__(self, cluster: Cluster, commands: Any, timeout: float | None, log: Any) -> None:
+        self.connection, self.base, self.start_timeout, self.patience = commands, str(cluster.path), 10, cluster.patience
+        self.plan: Any = SimpleNamespace(payload=SimpleNamespace(nonce=os.urandom(6).hex()))
+        self.step = Step("run", "step", None, log)
+        self._queue = SharedQueue(commands, str(cluster.path / "queue"), 0.2)
         self._timeout, self._log = timeout, log
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Any) -> bool:
@@ -104,9 +102,9 @@ class Jobs(SlurmSite):
         hold(self.watched(asked, submitted, directory))
         return True
 
-    def watch(self, registry: SessionRegistry, target: Target, job_id: str, newest: NewestGeneration) -> SlurmJob:
-        submitted = SubmittedJob(job_id, self._queue.clock.now() - newest.age)
-        return self.watched(request(newest.creator), submitted, registry.generation_dir(newest.number))
+    def watch(self, target: Target, newest: Generation) -> SlurmJob:
+        submitted = SubmittedJob(str(newest.job_id), self._queue.clock.now() - newest.age)
+        return self.watched(request(newest.job_name), submitted, newest.directory)
 
     def watched(self, asked: JobRequest, submitted: SubmittedJob, directory: str) -> SlurmJob:
         return SlurmJob(
@@ -171,17 +169,6 @@ def test_a_known_session_is_acquired_without_a_command(cluster: Cluster) -> None
     assert acquired.reused and acquired.session.manifest == manifest(1) and acquired.session.announcement.job_id == "1"
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"protocol": 99}', "[]", "null", None])
-def test_a_damaged_hint_is_repaired(cluster: Cluster, damage: str | None) -> None:
-    cluster.acquire()
-    current = cluster.directory / "current"
-    current.unlink()
-    if damage is not None:
-        current.write_text(damage)
-    assert cluster.acquire().session.manifest.generation == 1
-    assert parse_manifest(current.read_bytes()) == manifest(1) and cluster.jobs() == ["1"]
-
-
 @pytest.mark.parametrize("change", [{"closing": "its time is over"}, {"protocol": 99}])
 def test_a_closing_or_incompatible_session_is_replaced(cluster: Cluster, change: dict[str, Any]) -> None:
     first = cluster.acquire().session
@@ -195,7 +182,6 @@ def test_an_ended_session_is_replaced(cluster: Cluster) -> None:
     """Its script has ended although its announcement says nothing; or the caller knows that it does not answer."""
     first = cluster.acquire().session
     assert cluster.acquire(after=1).session.manifest.generation == 2
-    Path(first.directory).parent.joinpath("current").unlink()
     Path(first.directory).parent.joinpath("2", "exit").write_text("2 0 0\n")
     assert cluster.acquire().session.manifest.generation == 3
 
@@ -219,7 +205,6 @@ def test_an_old_claim_without_a_job_expires(cluster: Cluster) -> None:
     (cluster.directory / "1").mkdir(parents=True)
     age(cluster.directory / "1", 61)
     assert cluster.acquire().session.manifest.generation == 2
-    cluster.directory.joinpath("current").unlink()
     (cluster.directory / "3").mkdir()
     creator = cluster.directory / "3" / "creator"
     creator.write_text("rayslurm-session-x-aaaaaaaaaaaa\n")
@@ -304,13 +289,13 @@ def test_killed_waiters_do_not_count(cluster: Cluster) -> None:
     assert not registry.stop_waiting(1, "one")
     registry.wait_for(1, "one")
     age(Path(registry.generation_dir(1), "waiting", "two"), 200)
-    assert registry.stop_waiting(1, "one") and registry.is_abandoned(1)
+    assert registry.stop_waiting(1, "one") and registry.newest().abandoned
 
 
 def test_a_live_session_is_never_abandoned(cluster: Cluster) -> None:
     cluster.acquire()
     cluster.registry.wait_for(1, "one")
-    assert not cluster.registry.stop_waiting(1, "one") and not cluster.registry.is_abandoned(1)
+    assert not cluster.registry.stop_waiting(1, "one") and not cluster.registry.newest().abandoned
 
 
 def test_a_damaged_announcement_is_awaited(cluster: Cluster) -> None:
@@ -497,7 +482,7 @@ def test_an_interrupt_after_the_submission_cancels_the_job(cluster: Cluster) -> 
     acquisition.site.create = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         acquisition.acquire(0)
-    assert cluster.jobs("CANCELLED") == ["1"] and cluster.registry.is_abandoned(1)
+    assert cluster.jobs("CANCELLED") == ["1"] and cluster.registry.newest().abandoned
 
 
 def test_a_young_claim_with_a_live_session_is_joined_at_once(cluster: Cluster) -> None:
@@ -505,7 +490,6 @@ def test_a_young_claim_with_a_live_session_is_joined_at_once(cluster: Cluster) -
     cluster.acquire()
     place = cluster.directory / "1"
     place.joinpath("job_id").unlink()
-    cluster.directory.joinpath("current").unlink()
     offer = place.joinpath("offer.json").read_bytes()
     place.joinpath("offer.json").unlink()
     threading.Timer(1.0, lambda: place.joinpath("offer.json").write_bytes(offer)).start()
@@ -517,47 +501,21 @@ def test_a_young_claim_with_a_live_session_is_joined_at_once(cluster: Cluster) -
     assert cluster.acquire().session.announcement.job_id == "1" and time.monotonic() - began < 15
 
 
-def test_the_largest_generation_is_refused(cluster: Cluster) -> None:
-    (cluster.directory / "999999999").mkdir(parents=True)
-    with pytest.raises(StartError, match="999999999 leaves no number for another allocation of this session: remove it"):
-        cluster.acquire()
-    assert not cluster.jobs()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"offer": {"queue": {"num_nodes": "many"}}},
-        {"offer": {"queue": {}}},
-        {"offer": {"queue": {"nodes": 1}}},
-        {"offer": {"ray": {"num_cpus": 1, "speed": 2}}},
-        {"offer": {"ray": 3}},
-        {"offer": {"reuse": "no"}},
-        {"ask": "sh"},
-        {"ask": [1]},
-        {"generation": "1"},
-        {"generation": -1},
-        {"protocol": None},
-    ],
-    ids=str,
-)
-def test_a_manifest_with_wrong_types_is_ignored(cluster: Cluster, damage: dict[str, Any]) -> None:
-    """The session is found without the manifest of the hint."""
-    cluster.acquire()
-    current = cluster.directory / "current"
-    whole = json.loads(current.read_text())
-    offer = {**whole["offer"], **damage.get("offer", {})}
-    current.write_text(json.dumps({**whole, **damage, "offer": offer}))
-    assert parse_manifest(current.read_bytes()) is None
-    assert cluster.acquire().session.manifest == manifest(1) and cluster.jobs() == ["1"]
-    assert parse_manifest(current.read_bytes()) == manifest(1)
-
-
 @pytest.mark.parametrize("text", ["\u00b2", "\u0663", "1" * 5000, "-1", "x", ""])
 def test_only_ascii_numbers_are_job_ids(cluster: Cluster, text: str) -> None:
     (cluster.directory / "1").mkdir(parents=True)
     (cluster.directory / "1" / "job_id").write_text(text)
     assert cluster.registry.newest().job_id is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"protocol": None}, {"generation": "x"}, {"ask": 1}, {"offer": {"queue": {"num_nodes": "many"}}}, {"offer": {"ray": 3}}],
+    ids=str,
+)
+def test_a_damaged_manifest_is_none(damage: dict[str, Any]) -> None:
+    whole = json.loads(manifest(1).to_json())
+    assert parse_manifest(json.dumps({**whole, **damage, "offer": {**whole["offer"], **damage.get("offer", {})}})) is None
 
 
 @given(st.binary())
@@ -566,23 +524,26 @@ def test_any_bytes_are_a_manifest_or_none(data: bytes) -> None:
     assert parse_manifest(manifest(3).to_json()) == manifest(3)
 
 
+SAID = parse_announcement(json.dumps({**ANNOUNCED, "cluster_id": "x", "job_id": "5"}))
+
+
 @pytest.mark.parametrize(
-    ("newest", "announced", "action"),
+    ("number", "newest", "action"),
     [
-        ({"number": 0}, False, Action.CREATE),
-        ({"number": 1}, True, Action.CREATE),
-        ({"number": 2, "ended": True}, True, Action.SKIP),
-        ({"number": 2}, True, Action.USE),
-        ({"number": 2, "age": 99, "abandoned": True}, True, Action.USE),
-        ({"number": 2, "job_id": "5"}, False, Action.JOIN),
-        ({"number": 2, "job_id": "5", "age": 99}, False, Action.CHECK),
-        ({"number": 2, "job_id": "5", "abandoned": True}, False, Action.CHECK),
-        ({"number": 2}, False, Action.WAIT),
-        ({"number": 2, "abandoned": True}, False, Action.SKIP),
-        ({"number": 2, "age": 99}, False, Action.EXPIRE),
+        (0, {}, Action.CREATE),
+        (1, {"announcement": SAID}, Action.CREATE),
+        (2, {"announcement": SAID, "ended": True}, Action.SKIP),
+        (2, {"announcement": SAID}, Action.USE),
+        (2, {"announcement": SAID, "age": 99, "abandoned": True}, Action.USE),
+        (2, {"job_id": 5}, Action.JOIN),
+        (2, {"job_id": 5, "age": 99}, Action.CHECK),
+        (2, {"job_id": 5, "abandoned": True}, Action.CHECK),
+        (2, {}, Action.WAIT),
+        (2, {"abandoned": True}, Action.SKIP),
+        (2, {"age": 99}, Action.EXPIRE),
     ],
     ids=str,
 )
-def test_the_next_action(newest: dict[str, Any], announced: bool, action: Action) -> None:
+def test_the_next_action(number: int, newest: dict[str, Any], action: Action) -> None:
     """The step has been refused by generation 1."""
-    assert next_action(NewestGeneration(**newest), 1, announced) is action
+    assert next_action(Generation("x", number, "/", **newest), 1) is action

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions import request as session_request
 from dagster_rayslurm.backends.sessions.backend import SlurmSite
@@ -50,14 +52,14 @@ class Route(SlurmSite):
         self.known = True
         self.questions = 0
         """Queries of the queue beside the shared snapshot."""
-        self.request = RunRequest(
-            site=self,
-            run_dir=str(path / "run"),
-            nonce="n",
-            patience=1.0,
-            on_accepted=lambda session: self.accepted.append(session.announcement.cluster_id),
-            log=self.log,
-        )
+        self.run_dir, self.patience, self.members, self.needs = str(path / "run"), 1.0, {}, []
+        self.plan: Any = SimpleNamespace(payload=SimpleNamespace(nonce="n"))
+        self.step = Step("run", "step", None, self.log)
+        self.delivered: list[bool] = []
+        self.request = RunRequest(self, lambda session: self.accepted.append(session.announcement.cluster_id))
+
+    def deliver(self, recheck: bool) -> None:
+        self.delivered.append(recheck)
 
     def send(self, session: LiveSession, request: Any) -> dict[str, Any]:
         self.asked.append((session.announcement.cluster_id, request))
@@ -91,7 +93,7 @@ class Route(SlurmSite):
         return LiveSession(str(directory), SessionManifest(number, capacity, ("ask",)), announcement)
 
     def submit(self, number: int = 1) -> dict[str, Any]:
-        return self.request.submit(self.session(number), {"payload.json": "{}"}, [])
+        return self.request.submit(self.session(number), {"payload.json": "{}"})
 
     def begin_record(self, cluster_id: str) -> None:
         (self.path / "run").mkdir(exist_ok=True)
@@ -130,7 +132,7 @@ def test_a_session_that_died_with_its_answer(route: Route, began: bool) -> None:
     route.state = "NODE_FAIL"
     if began:
         route.begin_record("slurm-1")
-    assert route.submit() == ({"ok": True} if began else {"ok": False, "error": "gone"})
+    assert route.submit().get("error") == (None if began else "gone")
     assert route.accepted == (["slurm-1"] if began else []) and not route.request.unsettled
 
 
@@ -268,20 +270,21 @@ def test_secrets_are_written_before_each_request(route: Route) -> None:
 
         return took
 
-    missing = {"ok": False, "error": "missing-secrets", "message": "there are none"}
+    missing = {"ok": False, "error": "missing", "missing": [str(path)]}
     route.events = [take(CLOSING)]
     assert route.submit(1) == CLOSING
     route.events = [take(missing), take(missing), take(OK)]
     assert route.submit(2)["ok"] and route.accepted == ["slurm-2"]
-    assert all(request["secrets"] is True for _, request in route.asked)
+    assert all(request["needs"] == [str(path)] for _, request in route.asked) and route.delivered == [False, True]
 
 
-def test_secrets_that_stay_invisible_fail_the_request(route: Route) -> None:
-    with_secrets(route)
-    route.events = [{"ok": False, "error": "missing-secrets", "message": "there are none"}]
-    with pytest.raises(StartError, match="there are none") as caught:
+def test_files_that_stay_invisible_fail_the_request(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_request, "_VISIBILITY_TIMEOUT", 0.1)
+    route.events = [{"ok": False, "error": "missing", "missing": ["/bundles/a"]}]
+    with pytest.raises(StartError, match="the session in Slurm job 1 does not see /bundles/a") as caught:
         route.submit()
-    assert caught.value.kind == "record" and not route.accepted and not route.request.unsettled
+    assert caught.value.kind == "runtime" and not route.accepted and not route.request.unsettled
+    assert route.delivered == [False, True, True]
 
 
 def test_an_unwritable_run_directory_fails_the_request(route: Route) -> None:

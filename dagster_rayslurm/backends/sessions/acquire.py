@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from dagster_pipes import PipesContextData
 
 from ...errors import FailureKind, RunFailure
 from ...follow import Cadence, Evidence
 from ...interrupts import deferred_interrupts
 from ...outcome import judge, judge_job
 from ...outcome.metadata import failure_metadata
+from ...plan import Plan
 from ...slurm.accounting import relevant_lines
-from ...slurm.commands import SlurmUnanswered
 from ...slurm.states import JobPhase, JobStatus
-from ...ssh.base import Connection, ConnectionFailed
+from ...ssh.base import Connection
+from ..base import Register, RunningPayload, Step
 from .matching import Target
-from .registry import TOUCH_INTERVAL, Announcement, LiveSession, NewestGeneration, SessionRegistry
+from .registry import TOUCH_INTERVAL, Generation, LiveSession, SessionRegistry
 
 CLAIM_TIMEOUT = 60.0
 """Seconds in which the process that claimed a generation submits its job and writes the job's id down."""
-SLURM_CADENCE = Cadence(busy=0.1, idle=2.0, waiting=15.0)
-"""Pauses between two looks at a session that starts in a Slurm job."""
 _CLAIM_INTERVAL = 0.5
 """Seconds between two looks at a generation whose job another process is submitting."""
 _RETRY_INTERVAL = 3.0
@@ -52,7 +53,6 @@ class Allocation(Protocol):
     @property
     def status(self) -> JobStatus: ...
     def observe(self) -> bool: ...
-    def report_waiting(self) -> None: ...
     def check_waiting(self) -> None: ...
     def end_description(self, started: bool, recorded: bool = True) -> str | None: ...
     def explain(self, evidence: Evidence, timeout: float = ...) -> None: ...
@@ -60,43 +60,56 @@ class Allocation(Protocol):
     def cancel_until_gone(self) -> None: ...
 
 
-Hold = Callable[[Allocation], None]
+@dataclass(kw_only=True, eq=False)
+class Site:
+    """One step, and the place where it looks for sessions: jobs of a Slurm cluster, or processes of this machine."""
 
-
-class Site(Protocol):
-    """How sessions get their allocations: as jobs of a Slurm cluster, or as processes of this machine."""
+    noun: ClassVar[str]  # What an allocation is, in words, before its id.
+    end_command: ClassVar[str]  # What a person types before that id to end an allocation.
+    cadence: ClassVar[Cadence]  # Pauses between two looks at a session that starts.
 
     connection: Connection
-    noun: str
-    """What an allocation is, in words, before its id."""
-    cadence: Cadence
+    base: str  # The base directory of the sessions, absolute.
+    plan: Plan
+    run_dir: str
+    context: PipesContextData
+    step: Step
+    register: Register
+    start_timeout: float  # Seconds in which a session announces itself once its job runs.
+    patience: float  # Seconds for which the cluster, or Slurm, may be out of reach once something may have been started.
+    files: Mapping[str, bytes] = field(default_factory=dict)  # First files of the run directory beside the usual ones.
+    members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the run request.
+    needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 
-    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Hold) -> bool:
+    def deliver(self, recheck: bool) -> None:
+        """Upload the bundles, again if they vanished."""
+
+    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
         """Claim a generation, by making its directory, and start its allocation. Returns False if another process was faster.
 
         `hold` is called with the allocation before an interrupt can come.
         """
-        ...
+        raise NotImplementedError
 
-    def watch(self, registry: SessionRegistry, target: Target, job_id: str, newest: NewestGeneration) -> Allocation:
+    def watch(self, target: Target, newest: Generation) -> Allocation:
         """The allocation of a generation that another process created; may raise OSError if the cluster is out of reach."""
-        ...
+        raise NotImplementedError
 
     def find(self, creator: str) -> str | None:
         """The id of the allocation that the named creator of a generation made; None if there is none."""
-        ...
+        raise NotImplementedError
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
         """Whether an allocation lives; None if that cannot be found out now."""
-        ...
+        raise NotImplementedError
 
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request to a session, and return its answer; raises what `send_request` raises."""
-        ...
+        raise NotImplementedError
 
-    def end_command(self, job_id: str) -> str:
-        """What a person types to end an allocation."""
-        ...
+    def running(self, session: LiveSession, reused: bool) -> RunningPayload:
+        """The payload that a session has accepted; `reused` says whether the session had been there before."""
+        raise NotImplementedError
 
 
 class Action(Enum):
@@ -111,19 +124,14 @@ class Action(Enum):
     SKIP = "do not wait for this generation"
 
 
-def next_action(newest: NewestGeneration, after: int, announced: bool) -> Action:
-    """What to do about the newest generation. Pure.
-
-    Args:
-        after: number of the last generation that did not serve this step.
-        announced: whether the session of the newest generation has announced itself.
-    """
+def next_action(newest: Generation, after: int) -> Action:
+    """What to do about the newest generation; `after` is the last one that did not serve this step. Pure."""
     late = newest.age > CLAIM_TIMEOUT
     if newest.number <= after:
         return Action.CREATE
     if newest.ended:
         return Action.SKIP
-    if announced:
+    if newest.announcement is not None:
         return Action.USE
     if newest.job_id is not None:
         return Action.CHECK if newest.abandoned or late else Action.JOIN
@@ -140,19 +148,19 @@ class AcquiredSession:
     reused: bool
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class SessionAcquisition:
     """Acquires a session for one step."""
 
-    registry: SessionRegistry
     site: Site
     target: Target
-    waiter: str  # The unique name under which this step waits for a generation, see `SessionRegistry.wait_for`.
-    start_timeout: float  # Seconds in which a session announces itself once its job runs.
-    patience: float  # Seconds for which the cluster, or Slurm, may be out of reach.
-    log: Any
     _jobs: dict[int, Allocation] = field(default_factory=dict, init=False)  # Those that this step waited for, by generation.
     _problem: str = field(default="", init=False)  # Why the last of them did not serve this step.
+
+    def __post_init__(self) -> None:
+        self.registry = SessionRegistry(self.site.connection, self.site.base, self.target.key)
+        self._waiter = self.site.plan.payload.nonce
+        self._log = self.site.step.log
 
     def acquire(self, after: int) -> AcquiredSession:
         """Find, join or create a session, and wait until it accepts requests.
@@ -166,16 +174,12 @@ class SessionAcquisition:
             StartError: the session cannot be created.
             OSError: the cluster cannot be reached.
         """
-        session = self.registry.current()
-        if session is not None and session.manifest.generation > after:
-            return AcquiredSession(session, reused=True)
         action = Action.SKIP
         while True:
             waits = action in (Action.WAIT, Action.EXPIRE)
             newest = self._retry(self.registry.newest) if waits else self.registry.newest()
-            number = newest.number if newest.number > after else after + 1
-            announced = newest.number > after and not newest.ended and self._announcement(number) is not None
-            action = next_action(newest, after, announced)
+            number = max(newest.number, after + 1)
+            action = next_action(newest, after)
             try:
                 session = self._act(action, newest, number)
             except BaseException:
@@ -188,7 +192,7 @@ class SessionAcquisition:
             if action in (Action.USE, Action.JOIN, Action.CHECK, Action.SKIP):
                 after = number
 
-    def _act(self, action: Action, newest: NewestGeneration, number: int) -> LiveSession | None:
+    def _act(self, action: Action, newest: Generation, number: int) -> LiveSession | None:
         """Follow an action, and return the session once it accepts requests; None if the step must look again."""
         if action is Action.CREATE:
             self._check_allocations()
@@ -196,17 +200,21 @@ class SessionAcquisition:
                 return self._wait(number, self._jobs[number], created=True)
             time.sleep(_CLAIM_INTERVAL)  # This host may not see the faster process's files at once.
         elif action is Action.USE:
-            return self.registry.session(number)
+            return newest.live
         elif action is Action.WAIT:
             time.sleep(_CLAIM_INTERVAL)
         elif action is Action.EXPIRE:
-            self._expire_claim(newest)
+            # An old claim may mean that slurmctld answers no process: then the creator still waits for the submission.
+            job_id = self._retry(lambda: self.site.find(newest.job_name)) if newest.job_name else None
+            if job_id is not None:
+                self._retry(lambda: self.registry.write_job_id(number, job_id))
+            else:
+                # A slow creator finds the mark after its submission and cancels its job. If it submitted before, its job counts.
+                self._retry(lambda: self.registry.abandon(number))
         elif action is Action.JOIN or (action is Action.CHECK and not self._is_over(newest)):
             self._check_allocations()
-            assert newest.job_id is not None
-            job = self._retry(lambda: self.site.watch(self.registry, self.target, str(newest.job_id), newest))
-            self._jobs[number] = job
-            self.log.info(f"[rayslurm] waiting for the session that {self.site.noun} {job.job_id} is to hold")
+            job = self._jobs[number] = self._retry(lambda: self.site.watch(self.target, newest))
+            self._log.info(f"[rayslurm] waiting for the session that {self.site.noun} {job.job_id} is to hold")
             return self._wait(number, job, created=False)
         return None
 
@@ -221,29 +229,16 @@ class SessionAcquisition:
         job = self._jobs.get(number)
         if job is None:
             return  # The session served other steps before, so its end is nothing unusual.
-        announcement = self._announcement(number)
+        announcement = self._retry(lambda: self.registry.announcement(number))
         self._problem = (announcement and announcement.closing) or reason
         if announcement is not None and announcement.served == 0:
             sentence = f"the session did not come up, it ended before it took anything: {self._problem}"
             raise self._served_nothing(job, sentence)
 
-    def _announcement(self, number: int) -> Announcement | None:
-        return self._retry(lambda: self.registry.announcement(number))
-
-    def _expire_claim(self, claim: NewestGeneration) -> None:
-        """Write down the job of a claimed generation whose creator is gone or slow; without a job, abandon the generation."""
-        # An old claim may mean that slurmctld answers no process: then the creator still waits for the submission.
-        job_id = self._retry(lambda: self.site.find(claim.creator)) if claim.creator else None
-        if job_id is not None:
-            self._retry(lambda: self.registry.write_job_id(claim.number, job_id))
-        else:
-            # A slow creator finds the mark after its submission and cancels its job. If it submitted before, its job counts.
-            self._retry(lambda: self.registry.abandon(claim.number))
-
-    def _is_over(self, newest: NewestGeneration) -> bool:
+    def _is_over(self, newest: Generation) -> bool:
         """Whether the job of a generation has ended; False if Slurm does not say."""
         with contextlib.suppress(OSError):
-            return self.site.is_alive(str(newest.job_id), self.registry.generation_dir(newest.number)) is False
+            return self.site.is_alive(str(newest.job_id), newest.directory) is False
         return False
 
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
@@ -259,53 +254,50 @@ class SessionAcquisition:
         alive = created
         while True:
             # While the cluster is out of reach nothing is known of the session: it counts neither as late nor as ended.
-            announcement = self._retry(lambda: self.registry.announcement(number), any_error=True)
+            announcement = self._retry(lambda: self.registry.announcement(number))
             if announcement is not None:
-                session = self._retry(lambda: self.registry.session(number), any_error=True)
-                if session is None and announcement.closing is not None:
+                newest = self._retry(self.registry.newest)
+                if announcement.closing is not None:
                     self.on_refused(number, announcement.closing)
-                return session
+                return newest.live if newest.number == number else None
             now = time.monotonic()
             if now - touched >= TOUCH_INTERVAL:
                 touched = now
                 with contextlib.suppress(OSError):
-                    self.registry.wait_for(number, self.waiter)
+                    self.registry.wait_for(number, self._waiter)
             if job.observe():
                 view = job.status
                 alive = alive or view.phase in (JobPhase.PENDING, JobPhase.RUNNING) or view.exit_code is not None
                 description = job.end_description(started=False, recorded=False)
                 if description is not None:
-                    if not alive or self._retry(lambda: self.registry.is_abandoned(number)):
+                    newest = self._retry(self.registry.newest)
+                    if not alive or newest.number != number or newest.abandoned:
                         return None
                     raise self._never_started(job, description)
                 if not view.over:
-                    job.report_waiting()
                     with contextlib.suppress(OSError):  # If Slurm does not answer, that says nothing about the job.
                         job.check_waiting()
                 if view.phase != JobPhase.RUNNING:
                     running_since = None
                 elif running_since is None:
                     running_since = now
-                elif now - running_since > self.start_timeout:
+                elif now - running_since > self.site.start_timeout:
                     raise self._silent(job)
             time.sleep(self.site.cadence.pause(now - (running_since or began), running_since is not None))
 
-    def _retry(self, action: Callable[[], T], any_error: bool = False) -> T:
-        """Return the result of an action, which is repeated for `patience` seconds while the cluster is out of reach.
-
-        With `any_error`, the action is repeated after any other OSError, too.
-        """
-        deadline = time.monotonic() + self.patience
+    def _retry(self, action: Callable[[], T]) -> T:
+        """Return the result of an action, which is repeated for `patience` seconds while the cluster does not answer."""
+        deadline = time.monotonic() + self.site.patience
         logged = ""
         while True:
             try:
                 return action()
             except OSError as error:
-                if time.monotonic() > deadline or not (any_error or _is_temporary(error)):
+                if time.monotonic() > deadline:
                     raise
                 if str(error) != logged:
                     logged = str(error)
-                    self.log.warning(f"[rayslurm] the session cannot be looked for, trying again: {error}")
+                    self._log.warning(f"[rayslurm] the session cannot be looked for, trying again: {error}")
             time.sleep(_RETRY_INTERVAL)
 
     def _check_allocations(self) -> None:
@@ -321,13 +313,13 @@ class SessionAcquisition:
             return
         name = f"{self.site.noun} {job.job_id}"
         try:
-            last = self.registry.stop_waiting(number, self.waiter)
+            last = self.registry.stop_waiting(number, self._waiter)
         except OSError as error:
-            command, place = self.site.end_command(job.job_id), self.site.connection.place
-            self.log.error(f"[rayslurm] {name} may hold a session that nobody waits for ({error}); run `{command}` on {place}")
+            command = f"`{self.site.end_command} {job.job_id}` on {self.site.connection.place}"
+            self._log.error(f"[rayslurm] {name} may hold a session that nobody waits for ({error}); run {command}")
             return
         if last:
-            self.log.info(f"[rayslurm] nobody waits for the session any more: cancelling {name}")
+            self._log.info(f"[rayslurm] nobody waits for the session any more: cancelling {name}")
             job.cancelled = True
             job.cancel_until_gone()
 
@@ -337,7 +329,7 @@ class SessionAcquisition:
         job.explain(evidence)
         verdict = judge(evidence, uses_pipes=False, require_messages=False)
         sentence = f"the session did not come up: {verdict.sentence}"
-        return RunFailure(verdict.kind or FailureKind.RUNTIME, sentence, _metadata(job, evidence), verdict.retry)
+        return _failure(verdict.kind or FailureKind.RUNTIME, sentence, job, evidence, verdict.retry)
 
     def _served_nothing(self, job: Allocation, sentence: str) -> RunFailure:
         """The failure to raise when sessions announced themselves but did not run this step's payload."""
@@ -345,22 +337,18 @@ class SessionAcquisition:
         job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
         verdict = judge_job(evidence)
         if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
-            return RunFailure(verdict.kind, f"{sentence}; {verdict.sentence}", _metadata(job, evidence), verdict.retry)
-        return RunFailure(FailureKind.CLUSTER_START, sentence, _metadata(job, evidence))
+            return _failure(verdict.kind, f"{sentence}; {verdict.sentence}", job, evidence, verdict.retry)
+        return _failure(FailureKind.CLUSTER_START, sentence, job, evidence)
 
     def _silent(self, job: Allocation) -> RunFailure:
         """The failure to raise when a session's job runs but the session does not announce itself in time."""
         evidence = Evidence()
         job.explain(evidence, timeout=0.0)
         log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
-        sentence = f"the session's runtime did not start within runtime_start_timeout={self.start_timeout:g} s{log}"
-        return RunFailure(FailureKind.RUNTIME, sentence, _metadata(job, evidence))
+        timeout = f"runtime_start_timeout={self.site.start_timeout:g} s"
+        return _failure(FailureKind.RUNTIME, f"the session's runtime did not start within {timeout}{log}", job, evidence)
 
 
-def _metadata(job: Allocation, evidence: Evidence) -> dict[str, Any]:
+def _failure(kind: FailureKind, sentence: str, job: Allocation, evidence: Evidence, retry: bool | None = None) -> RunFailure:
     where = f"{job.place}:{job.directory}" if job.place else job.directory
-    return {**failure_metadata(evidence, where), **job.metadata(evidence)}
-
-
-def _is_temporary(error: OSError) -> bool:
-    return error.temporary if isinstance(error, ConnectionFailed) else isinstance(error, (SlurmUnanswered, TimeoutError))
+    return RunFailure(kind, sentence, {**failure_metadata(evidence, where), **job.metadata(evidence)}, retry)

@@ -1,6 +1,6 @@
 """Run payloads in sessions, warm allocations that many steps share: the backend of the mode `slurm-session`.
 
-If there is no session, the step creates one. `SessionStart` does the same for sessions on this machine (see `local`).
+If there is no session, the step creates one. `start_in_session` does the same for sessions on this machine (see `local`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,13 @@ from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, Submitted
 from ...ssh.base import Connection, ConnectionFailed
 from ...ssh.pool import connection_to
 from ..base import Register, RunningPayload, Step
-from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, sweep_in_background
+from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, job_script, sweep_in_background
 from ..ownership import FIRST_OWNER, REQUIREMENTS_FILE, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
 from ..run_dir import Layout, run_files
 from ..slurm_job import SlurmJob
-from .acquire import SLURM_CADENCE, Hold, SessionAcquisition, Site
-from .listing import end_generations, list_generations, make_way_for
+from .acquire import Allocation, SessionAcquisition, Site
+from .listing import IdleSessions, end_generations
 from .matching import (
     Capacity,
     Choice,
@@ -52,161 +52,83 @@ from .matching import (
     misfit_error,
     own_cluster,
     payload_time_limit,
-    same_capacity,
 )
 from .payload import SessionPayload
-from .registry import MOST_BYTES, LiveSession, NewestGeneration, SessionManifest, SessionRegistry
+from .registry import MOST_BYTES, Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import RunRequest, send_request
 from .session_job import SessionSetup
 
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 """Pauses between two looks at a payload's record; the first are short, as a warm step may be over in no time."""
-_VISIBILITY_TIMEOUT = 90.0
-"""Seconds in which a node sees uploaded files: on NFS a name that was looked up in vain stays missing for up to a minute."""
-_DELIVERIES = 3
-"""Most uploads for one session of bundles that disappear again."""
 
 
-@dataclass(kw_only=True, eq=False)
-class SessionStart:
-    """The start of one payload in a session: acquires a session, and submits the run request."""
+def start_in_session(site: Site, choice: Choice) -> RunningPayload:
+    """Start the payload of a step: acquire a session, and submit the run request to it.
 
-    site: Site
-    base: str  # The base directory of the sessions, absolute.
-    choice: Choice
-    plan: Plan
-    run_dir: str
-    context: PipesContextData
-    step: Step
-    register: Register
-    start_timeout: float
-    patience: float
-    running: Callable[[LiveSession, bool], RunningPayload]  # Gets the session, and whether it had served before.
-    files: Mapping[str, bytes] = field(default_factory=dict)  # First files of the run directory beside the usual ones.
-    members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the run request.
-    needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster; `deliver` uploads them, again if they vanished.
-    deliver: Callable[[bool], Any] = lambda recheck: None  # noqa: ARG005
+    Raises:
+        RunFailure: the payload's session did not start.
+        StartError: the payload fits no session, or no session can be created.
+        OSError: the cluster cannot be reached or written to.
+    """
+    if choice.problem is not None and choice.strict:  # A misfit of the run's own launcher or queue is known before any request.
+        raise StartError(FailureKind.CONFIGURATION, misfit_error(choice.problem))
+    accepted: list[RunningPayload] = []
+    reused = False
 
-    def __post_init__(self) -> None:
-        self._payload: RunningPayload | None = None
-        self._reused = False
-        self._refusal = ""
-        self._request = RunRequest(
-            site=self.site,
-            run_dir=self.run_dir,
-            nonce=self.plan.payload.nonce,
-            patience=self.patience,
-            on_accepted=self._on_accepted,
-            log=self.step.log,
-            secrets=run_files(self.plan, self.context)[SECRETS] if self.plan.secret_env else b"",
-            members=self.members,
-        )
+    def on_accepted(session: LiveSession) -> None:
+        accepted.append(site.running(session, reused))
+        site.register(accepted[0])
 
-    def run(self) -> RunningPayload:
-        """Start the payload, and return it once a session has accepted it.
-
-        Raises:
-            RunFailure: the payload's session did not start.
-            StartError: the payload fits no session, or no session can be created.
-            OSError: the cluster cannot be reached or written to.
-        """
-        problem = self.choice.problem  # A misfit of the run's own launcher or queue is known before any request.
-        if problem is not None and self.choice.strict:
-            raise StartError(FailureKind.CONFIGURATION, misfit_error(problem))
-        try:
-            payload = (self._submit(apart=False) if problem is None else None) or self._submit(apart=True)
-        except BaseException:
-            if self._request.unsettled and self._payload is None:
-                with deferred_interrupts():
-                    self._request.withdraw()
-            raise
-        assert payload is not None
-        return payload
-
-    def _submit(self, apart: bool) -> RunningPayload | None:
-        """Submit the payload to the shared session or, `apart`, to one of its own; to its next generation if one ends too early.
-
-        Returns the accepted payload; None if it does not fit the shared session and needs a separate one.
-        """
-        choice = self.choice
-        target = choice.own() if apart else choice.shared()
-        acquisition = SessionAcquisition(
-            registry=SessionRegistry(self.site.connection, os.path.join(self.base, "sessions", target.key)),
-            site=self.site,
-            target=target,
-            waiter=self.plan.payload.nonce,
-            start_timeout=self.start_timeout,
-            patience=self.patience,
-            log=self.step.log,
-        )
-        number = 0
+    plan, apart, number = site.plan, choice.problem is not None, 0
+    request = RunRequest(site, on_accepted, run_files(plan, site.context)[SECRETS] if plan.secret_env else b"")
+    acquisition = SessionAcquisition(site, choice.own() if apart else choice.shared())
+    try:
         while True:
             acquired = acquisition.acquire(after=number)
-            session, self._reused = acquired.session, acquired.reused
-            problem = misfit(choice.required, session.manifest.capacity) or self._submit_to(session)
-            if self._payload is not None:
-                return self._payload
-            if problem is not None:
+            session, reused = acquired.session, acquired.reused
+            capacity = session.manifest.capacity
+            problem, answer = misfit(choice.required, capacity), dict[str, Any]()
+            if problem is None:
+                answer = request.submit(session, _first_files(site, choice, capacity))
+                if accepted:
+                    return accepted[0]
+            message = str(answer.get("message") or answer.get("error"))
+            if problem or answer["error"] == Refusal.MISFIT:
+                problem = problem or message
                 if apart or choice.strict:
                     raise StartError(FailureKind.CONFIGURATION, problem if apart else misfit_error(problem))
-                if same_capacity(choice.own().capacity, session.manifest.capacity):
-                    raise StartError(FailureKind.CONFIGURATION, f"{problem}; a session of its own would be given no more")
-                self.step.log.info(f"[rayslurm] another session is needed: {problem}")
-                return None
+                site.step.log.info(f"[rayslurm] another session is needed: {problem}")
+                acquisition, apart, number = SessionAcquisition(site, choice.own()), True, 0
+                continue
+            name = f"{site.noun} {session.announcement.job_id}"
+            if answer["error"] not in (Refusal.CLOSING, Refusal.GONE):
+                raise StartError(FailureKind.RUNTIME, f"the session in {name} refuses the payload: {message}")
+            site.step.log.info(f"[rayslurm] {name} takes no more payloads: {message}")
             number = session.manifest.generation
-            acquisition.on_refused(number, self._refusal)
+            acquisition.on_refused(number, message)
+    except BaseException:
+        if request.unsettled and not accepted:
+            with deferred_interrupts():
+                request.withdraw()
+        raise
 
-    def _submit_to(self, session: LiveSession) -> str | None:
-        """Submit the payload to one generation. Returns why the payload does not fit, if the session refuses it for that."""
-        log, name = self.step.log, f"{self.site.noun} {session.announcement.job_id}"
-        files = self._first_files(session.manifest.capacity)
-        deliveries, deadline, pause = 0, time.monotonic() + _VISIBILITY_TIMEOUT, 0.1
-        while True:
-            answer = self._request.submit(session, files, self.needs)
-            if self._payload is not None:
-                return None
-            error = answer.get("error")
-            message = str(answer.get("message") or error)
-            if error != Refusal.MISSING:
-                break
-            if time.monotonic() > deadline:
-                message = f"its node does not see {', '.join(map(str, answer.get('missing') or ()))}"
-                break
-            if deliveries < _DELIVERIES:
-                self.deliver(deliveries > 0)
-            deliveries += 1
-            if deliveries > 1:  # The bundle is there, but the session's node looked for it too early.
-                time.sleep(pause)
-                pause = min(2 * pause, 3.0)
-        if error == Refusal.MISFIT:
-            return message
-        if error not in (Refusal.CLOSING, Refusal.GONE):
-            raise StartError(FailureKind.RUNTIME, f"the session in {name} refuses the payload: {message}")
-        self._refusal = "it was gone before it could be asked" if error == Refusal.GONE else message
-        log.info(f"[rayslurm] {name} takes no more payloads: {message}")
-        return None
 
-    def _first_files(self, capacity: Capacity) -> dict[str, str]:
-        """The first files of the payload's run directory, except secrets."""
-        required = self.choice.required
-        cpus, gpus = claimed_resources(required, capacity)
-        payload = dataclasses.replace(
-            self.plan.payload,
-            run_id=self.step.run_id,
-            step=self.step.step_key,
-            ray=None if capacity.reuse else own_cluster(self.plan.ray, capacity),
-            want_cpus=cpus,
-            want_gpus=gpus,
-            time_limit=payload_time_limit(required, capacity),
-        )
-        files = run_files(dataclasses.replace(self.plan, payload=payload, secret_env={}), self.context)
-        # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
-        return {name: content.decode("utf-8") for name, content in {**files, CANCEL: b"", **self.files}.items()}
-
-    def _on_accepted(self, session: LiveSession) -> None:
-        """Called when a session has accepted the payload: registers the running payload."""
-        self._payload = self.running(session, self._reused)
-        self.register(self._payload)
+def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, str]:
+    """The first files of the payload's run directory, except secrets."""
+    plan, required = site.plan, choice.required
+    cpus, gpus = claimed_resources(required, capacity)
+    payload = dataclasses.replace(
+        plan.payload,
+        run_id=site.step.run_id,
+        step=site.step.step_key,
+        ray=None if capacity.reuse else own_cluster(plan.ray, capacity),
+        want_cpus=cpus,
+        want_gpus=gpus,
+        time_limit=payload_time_limit(required, capacity),
+    )
+    files = run_files(dataclasses.replace(plan, payload=payload, secret_env={}), site.context)
+    # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
+    return {name: content.decode("utf-8") for name, content in {**files, CANCEL: b"", **site.files}.items()}
 
 
 @dataclass(frozen=True)
@@ -236,34 +158,23 @@ class SessionBackend:
     def check(self, plan: Plan) -> None:
         setup = self.setup
         check_paths(setup.slurm, setup.environment, plan)
-        problem = setup.misfit(plan)
-        if problem is None:
-            return
-        if setup.session.on_misfit == "error":
-            raise ValueError(misfit_error(problem))
-        if problem := misfit(setup.required(plan), setup.own(plan).capacity(setup.reuse)):
-            raise ValueError(problem)
+        if problem := setup.misfit(plan):
+            if setup.session.on_misfit == "error":
+                raise ValueError(misfit_error(problem))
+            if problem := misfit(setup.required(plan), setup.own(plan).capacity(setup.reuse)):
+                raise ValueError(problem)
 
     def sweep(self, retention_days: float) -> None:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         began = time.monotonic()
-        connection, base = self.connection, str(self.layout.base)
-        data_dir = data_dir_of(connection, self.layout, plan)
-        upload = pack(plan, base, data_dir)
+        upload, choice = self._packed(plan, step)
         upload.warn(step.log)
-        site = SlurmSite(self, upload, step, began)
-        choice = self.setup.choice(upload.plan, step.run_id, base, data_dir)
-
-        def deliver_again(recheck: bool) -> None:
-            with remote_base_errors(base):
-                deliver(connection, base, upload, step.log, recheck=recheck)
-
-        return SessionStart(
-            site=site,
+        base = str(self.layout.base)
+        site = SlurmSite(
+            connection=self.connection,
             base=base,
-            choice=choice,
             plan=upload.plan,
             run_dir=run_dir,
             context=context,
@@ -271,126 +182,121 @@ class SessionBackend:
             register=register,
             start_timeout=self.start_timeout,
             patience=self.patience,
-            running=lambda session, reused: site.running(session, run_dir, reused),
             files={REQUIREMENTS_FILE: choice.fingerprint(), **({} if step.reattached else {FIRST_OWNER: b""})},
             needs=upload.places(base),
-            deliver=deliver_again,
-        ).run()
+            backend=self,
+            upload=upload,
+            began=began,
+        )
+        return start_in_session(site, choice)
+
+    def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice]:
+        base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
+        upload = pack(plan, base, data_dir)
+        return upload, self.setup.choice(upload.plan, step.run_id, base, data_dir)
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
-        packed = pack(plan, base, data_dir).plan
-        expected = {
-            PAYLOAD: to_json(dataclasses.replace(packed.payload, step=step.step_key)).encode("utf-8"),
-            REQUIREMENTS_FILE: self.setup.choice(packed, step.run_id, base, data_dir).fingerprint(),
-        }
+        upload, choice = self._packed(plan, step)
+        payload = dataclasses.replace(upload.plan.payload, step=step.step_key)
+        expected = {PAYLOAD: to_json(payload).encode("utf-8"), REQUIREMENTS_FILE: choice.fingerprint()}
 
         def job_of(start: Record | None) -> str | None:
-            if start is None:
-                return None
-            generations = list_generations(self.connection, base)
-            for each in generations:
-                announcement = each.announcement
-                if announcement is None or announcement.cluster_id != start.get("cluster_id") or each.exit_code is not None:
-                    continue
-                # A run request reaches only the newest generation, which then says whether it has the payload.
-                newest = max(other.number for other in generations if other.key == each.key)
-                return announcement.job_id if each.number == newest else None
+            generations = list_generations(self.connection, str(self.layout.base)) if start is not None else []
+            # A run request reaches only the newest generation, which then says whether it has the payload.
+            for each in {each.key: each for each in generations}.values():
+                said = each.announcement
+                if start is not None and said is not None and said.cluster_id == start.get("cluster_id") and not each.ended:
+                    return said.job_id
             return None
 
-        return reattachable_job(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
+        return reattachable_job(self.connection, run_dir, payload.nonce, expected, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         return self.setup.example_script(plan)
 
 
-class SlurmSite:
-    """Sessions as Slurm jobs; a `Site` for one step, which began to look for a session at `began` (monotonic clock)."""
+@dataclass(kw_only=True, eq=False)
+class SlurmSite(Site):
+    """Sessions as Slurm jobs, for a step that began to look for a session at `began` (monotonic clock)."""
 
     noun = "Slurm job"
-    cadence = SLURM_CADENCE
+    end_command = "scancel"
+    cadence = Cadence(busy=0.1, idle=2.0, waiting=15.0)
 
-    def __init__(self, backend: SessionBackend, upload: PayloadFiles, step: Step, began: float) -> None:
-        self.connection = backend.connection
-        self._backend, self._setup, self._upload, self._step, self._began = backend, backend.setup, upload, step, began
-        self._base = str(backend.layout.base)
-        self._queue: SharedQueue = shared_queue(self.connection, str(backend.layout.queue), self._setup.slurm.poll_interval)
+    backend: SessionBackend
+    upload: PayloadFiles
+    began: float
 
-    def running(self, session: LiveSession, run_dir: str, reused: bool) -> SessionPayload:
-        """The payload that a session has accepted."""
-        key, capacity = os.path.basename(os.path.dirname(session.directory)), session.manifest.capacity
-        cluster_id = session.announcement.cluster_id
-        name = job_name(f"session-{self._setup.name}", cluster_id.removeprefix(CLUSTER))
+    def __post_init__(self) -> None:
+        self._setup = self.backend.setup
+        self._queue: SharedQueue = shared_queue(self.connection, str(self.backend.layout.queue), self._setup.slurm.poll_interval)
+
+    def deliver(self, recheck: bool) -> None:
+        with remote_base_errors(self.base):
+            deliver(self.connection, self.base, self.upload, self.step.log, recheck=recheck)
+
+    def running(self, session: LiveSession, reused: bool) -> SessionPayload:
+        announcement, capacity = session.announcement, session.manifest.capacity
+        name = job_name(f"session-{self._setup.name}", announcement.cluster_id.removeprefix(CLUSTER))
         parts = [JobRequest(name, "", partition=queue["partition"], component_id=part) for part, queue in capacity.queues.items()]
         request = dataclasses.replace(parts[0], further_components=tuple(parts[1:]))
-        reattached = self._step.reattached
+        # After a reattach, this process does not know whether the session was reused or how long the wait was.
+        reattached = self.step.reattached
         return SessionPayload(
             connection=self.connection,
-            job=self._slurm_job(request, SubmittedJob(session.announcement.job_id, 0.0), session.directory),
-            cluster_id=cluster_id,
-            name=f"{key}/{session.manifest.generation}",
-            run_dir=run_dir,
-            nonce=self._upload.plan.payload.nonce,
-            # After a reattach, this process does not know whether the session was reused or how long the wait was.
+            job=self._slurm_job(request, SubmittedJob(announcement.job_id, 0.0), session.directory),
+            cluster_id=announcement.cluster_id,
+            name="/".join(session.directory.split("/")[-2:]),
+            run_dir=self.run_dir,
+            nonce=self.plan.payload.nonce,
             reused=None if reattached else reused,
-            waited=None if reattached else time.monotonic() - self._began,
+            waited=None if reattached else time.monotonic() - self.began,
             poll_interval=self._setup.slurm.poll_interval,
             describe=lambda: self.send(session, {"op": Operation.DESCRIBE}),
-            step=self._step,
+            step=self.step,
         )
 
-    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Hold) -> bool:
-        step, setup, base, plan = self._step, self._setup, self._base, self._upload.plan
-        with remote_base_errors(base):
-            ray, kept = target.created_with.ray or plan.ray, str(self._backend.layout.environments)
-            interpreter = check_environment_on(self.connection, setup.environment, ray, plan.uses_pipes, kept)
-            runtime = deliver(self.connection, base, self._upload, step.log)
+    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
+        step, setup, created_with = self.step, self._setup, target.created_with
+        with remote_base_errors(self.base):
+            ray, kept = created_with.ray or self.plan.ray, str(self.backend.layout.environments)
+            interpreter = check_environment_on(self.connection, setup.environment, ray, self.plan.uses_pipes, kept)
+            runtime = deliver(self.connection, self.base, self.upload, step.log)
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{setup.name}", nonce)
-        request = target.created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
+        request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
         directory = registry.generation_dir(number)
-        manifest = SessionManifest(number, target.capacity, tuple(interpreter.start("-I", runtime, "ask")))
+        script = job_script(request, interpreter, runtime, directory, setup.slurm, "session")
         files = {
-            RUNTIME: to_json(setup.runtime_spec(f"{CLUSTER}{nonce}", target.created_with, request, plan)).encode("utf-8"),
-            JOB_SCRIPT: setup.script(request, interpreter, runtime, directory).encode("utf-8", "surrogateescape"),
-            MANIFEST: manifest.to_json(),
+            RUNTIME: to_json(setup.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
+            JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
+            MANIFEST: SessionManifest(number, target.capacity, tuple(interpreter.start("-I", runtime, "ask"))).to_json(),
             SESSION: b"",
             EXIT: b"",
         }
+        needs = required_files(self.connection, self.base, [self.upload], step.log)
+        arguments = self.connection, directory, files, request, self._queue.clock, step.log.warning
         try:
-            submitted = submit(
-                self.connection,
-                directory,
-                files,
-                request,
-                self._queue.clock,
-                step.log.warning,
-                claim=True,
-                patience=self._backend.patience,
-                needs=required_files(self.connection, base, [self._upload], step.log),
-            )
+            submitted = submit(*arguments, claim=True, patience=self.patience, needs=needs)
             hold(self._slurm_job(request, submitted, directory))
         except ClaimTaken:
             return False
-        except SubmissionRefused:
-            with contextlib.suppress(OSError):  # If the mark cannot be made, other processes wait until the claim expires.
-                registry.abandon(number)
-            raise
-        except BaseException:
+        except BaseException as error:
             with deferred_interrupts():
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # If the mark cannot be made, other processes wait until the claim expires.
                     registry.abandon(number)
-                cancel_named(self.connection, name, step.log)
+                if not isinstance(error, SubmissionRefused):
+                    cancel_named(self.connection, name, step.log)
             raise
         where = f"{request.partitions_text} on {self.connection.place}"
         step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where}")
         return True
 
-    def watch(self, registry: SessionRegistry, target: Target, job_id: str, newest: NewestGeneration) -> SlurmJob:
-        request = dataclasses.replace(target.created_with.job_request(), job_name=newest.creator)
+    def watch(self, target: Target, newest: Generation) -> SlurmJob:
+        request = dataclasses.replace(target.created_with.job_request(), job_name=newest.job_name)
         now = self._queue.clock.now()
-        submitted = SubmittedJob(job_id, now - newest.age)
-        return self._slurm_job(request, submitted, registry.generation_dir(newest.number), now - (time.monotonic() - self._began))
+        submitted = SubmittedJob(str(newest.job_id), now - newest.age)
+        return self._slurm_job(request, submitted, newest.directory, now - (time.monotonic() - self.began))
 
     def _slurm_job(self, request: JobRequest, submitted: SubmittedJob, directory: str, since: float | None = None) -> SlurmJob:
         return SlurmJob(
@@ -399,10 +305,10 @@ class SlurmSite:
             request=request,
             submitted=submitted,
             directory=directory,
-            queue_timeout=self._backend.queue_timeout,
+            queue_timeout=self.backend.queue_timeout,
             over_ssh=self._setup.slurm.ssh is not None,
-            log=self._step.log,
-            make_way=make_way_for(self.connection, self._base, self._step.log),
+            log=self.step.log,
+            make_way=IdleSessions(self.connection, self.base, self.step.log),
             waiting_since=since,
         )
 
@@ -429,9 +335,6 @@ class SlurmSite:
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
         carrier, command = self._setup.session.carrier, session.manifest.ask_command
         return send_request(self.connection, session.announcement, request, carrier, session.directory, command)
-
-    def end_command(self, job_id: str) -> str:
-        return f"scancel {job_id}"
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:

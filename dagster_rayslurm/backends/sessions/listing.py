@@ -7,27 +7,22 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ...edge import sessions
-from ...edge.sessions import ABANDONED, CREATOR, JOB_ID, MANIFEST
+from ...edge.sessions import ABANDONED
 from ...errors import FailureKind, StartError
 from ...runtime.protocol.messages import Operation, Refusal
-from ...runtime.protocol.record import EXIT, SESSION
-from ...slurm.script import parse_exit
+from ...runtime.protocol.record import SESSION
 from ...slurm.shared_queue import QueueRow, QueueSnapshot, fetch_queue
 from ...slurm.states import TERMINAL, WAITING
 from ...slurm.submit import cancel_named, wait_until_gone
 from ...ssh.base import Connection
-from ..slurm_job import MakeWay
 from .matching import run_suffix
-from .registry import MOST_BYTES, Announcement, check_owner, parse_announcement, parse_manifest
+from .registry import MOST_BYTES, Generation, list_generations, parse_announcement
 from .request import AnswerLost, Unreachable, send_request
 
-_TIMEOUT = 120.0
-"""Seconds for the command that lists sessions."""
 _END_TIMEOUT = 45.0
 """Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled."""
 
@@ -62,67 +57,9 @@ class SessionState(str, Enum):
         return self.value
 
 
-@dataclass(frozen=True)
-class Generation:
-    """One allocation of a session, as its directory shows it; what is not written yet is None or empty.
-
-    Attributes:
-        key: the name of the session's directory.
-        exit_code: exit code of the job's script; None before its end.
-        ask_command: the command that hands a request to the session from within its allocation; the directory is appended.
-        components: names of the allocation's components, the head's first; empty where all nodes are alike.
-    """
-
-    key: str
-    number: int
-    directory: str
-    job_id: int | None
-    job_name: str
-    exit_code: int | None
-    announcement: Announcement | None
-    ask_command: tuple[str, ...]
-    components: tuple[str, ...] = ()
-
-
-def list_generations(connection: Connection, base: str, key: str = "*") -> list[Generation]:
-    """All generations of sessions below a base directory, sorted by session and number; one command.
-
-    `key` is the name of a session's directory, or a pattern of names. Raises OSError if the cluster cannot be reached, or the
-    directory is another user's.
-    """
-    directory = os.path.join(base, "sessions")
-    try:
-        check_owner(connection, base, directory)
-    except StartError as error:
-        raise PermissionError(str(error)) from None
-    found = connection.call(sessions.listing, directory, key, repeat=True, timeout=_TIMEOUT)
-    generations = [_generation(base, *os.path.split(which), files) for which, files in found.items()]
-    return sorted(generations, key=lambda each: (each.key, each.number))
-
-
-def _generation(base: str, key: str, number: str, files: Mapping[str, str]) -> Generation:
-    text = files[JOB_ID].strip()
-    job_id = int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
-    announcement = parse_announcement(files[SESSION])
-    if job_id is None and announcement is not None:
-        job_id = int(announcement.job_id)
-    manifest = parse_manifest(files[MANIFEST])
-    return Generation(
-        key=key,
-        number=int(number),
-        directory=os.path.join(base, "sessions", key, number),
-        job_id=job_id,
-        job_name=files[CREATOR].strip(),
-        exit_code=None if job_id is None else parse_exit(files[EXIT].encode(), job_id),
-        announcement=announcement,
-        ask_command=manifest.ask_command if manifest is not None else (),
-        components=tuple(manifest.capacity.components) if manifest is not None else (),
-    )
-
-
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
     """The row of a generation's job (its first component) in the queue; None if the job has ended or is not in the queue."""
-    if generation.exit_code is not None:
+    if generation.ended:
         return None
     if generation.job_id is not None:
         row = snapshot.job(generation.job_id)
@@ -136,7 +73,7 @@ def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
     """The state of a session, derived from its files and the row of its job in the queue (see `job_of`)."""
     announcement = generation.announcement
     if row is None:
-        dead = generation.exit_code is None and announcement is not None and announcement.closing is None
+        dead = not generation.ended and announcement is not None and announcement.closing is None
         return SessionState.DEAD if dead else SessionState.ENDED
     if row.state in WAITING:
         return SessionState.PENDING
@@ -149,14 +86,15 @@ def ask_session(connection: Connection, generation: Generation, request: Mapping
     """Send a request to a session and return the session's answer; raises what `send_request` raises."""
     if generation.announcement is None:
         raise Unreachable(f"the session {generation.key} does not say where it is")
-    command, directory = generation.ask_command, generation.directory
-    return send_request(connection, generation.announcement, request, "auto" if command else "direct", directory, command)
+    command = generation.manifest.ask_command if generation.manifest is not None else ()
+    carrier = "auto" if command else "direct"
+    return send_request(connection, generation.announcement, request, carrier, generation.directory, command)
 
 
 def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None:
     """Ask the sessions that belong to a Dagster run to end; one that cannot be asked ends by its idle timeout."""
     for each in list_generations(connection, base, f"*{run_suffix(run_id)}"):
-        if each.announcement is not None and each.announcement.closing is None and each.exit_code is None:
+        if each.announcement is not None and each.announcement.closing is None and not each.ended:
             with contextlib.suppress(Unreachable, AnswerLost):
                 ask_session(connection, each, {"op": Operation.STOP})
 
@@ -191,37 +129,22 @@ def _end(connection: Connection, generation: Generation, row: QueueRow) -> None:
         raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`")
 
 
-@dataclass(frozen=True)
-class _Holder:
-    """A running session and the nodes that it holds."""
-
-    generation: Generation
-    nodes: str
-
-
-def make_way_for(connection: Connection, base: str, log: Any) -> MakeWay:
-    """The function that ends idle sessions for one waiting job, see `IdleSessions`."""
-    return IdleSessions(connection, base, log).make_way
-
-
+@dataclass(eq=False)
 class IdleSessions:
-    """The sessions of the same user and base directory that can give up their nodes to one waiting job.
+    """A `MakeWay`: ends idle sessions of the same user and base directory for one waiting job.
 
     The shared snapshot of the queue tells which sessions hold nodes, so no request goes to Slurm.
     """
 
-    def __init__(self, connection: Connection, base: str, log: Any) -> None:
-        self._connection = connection
-        self._base = base
-        self._log = log
-        self._holders: list[_Holder] = []
-        self._snapshot_began = 0.0
-        """When the snapshot of the queue began from which `_holders` was made."""
-        self._next_check = 0.0
-        self._keep: set[int | None] = set()
-        """Job ids of sessions that have refused to yield."""
+    connection: Connection
+    base: str
+    log: Any
+    _holders: list[tuple[Generation, str]] = field(default_factory=list, init=False)  # Running sessions with their nodes.
+    _snapshot_began: float = 0.0  # When the snapshot of the queue began from which `_holders` was made.
+    _next_check: float = 0.0
+    _keep: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have refused to yield.
 
-    def make_way(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
+    def __call__(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
         """Ask one idle session to end if it holds nodes for which the job waits; to be called again while the job waits."""
         now = time.monotonic()
         wanted = {name for row in waiting if row.reason in _WAITS_FOR_NODES for name in row.partition.split(",")}
@@ -230,37 +153,32 @@ class IdleSessions:
         self._next_check = now + _INTERVAL
         if snapshot.began != self._snapshot_began:
             self._holders, self._snapshot_began = self._find(snapshot, wanted), snapshot.began
-        for holder in self._holders:
-            if holder.generation.job_id not in self._keep and self._is_idle(holder) and self._yields(holder):
+        for generation, nodes in self._holders:
+            announced = self.connection.read(os.path.join(generation.directory, SESSION), 0, MOST_BYTES)
+            said = parse_announcement(announced)
+            idle = said is not None and said.idle and said.closing is None
+            if idle and generation.job_id not in self._keep and self._yields(generation, nodes):
                 self._next_check = now + _START_TIMEOUT
                 return
 
-    def _find(self, snapshot: QueueSnapshot, partitions: set[str]) -> list[_Holder]:
+    def _find(self, snapshot: QueueSnapshot, partitions: set[str]) -> list[tuple[Generation, str]]:
         nodes: dict[str, list[str]] = {}
         for row in snapshot.rows:
             if row.name.startswith(_SESSION_JOBS) and row.state == "RUNNING" and row.partition in partitions:
                 nodes.setdefault(row.leader_label, []).append(row.nodes)
-        if not nodes:
-            return []
-        found = [each for each in list_generations(self._connection, self._base) if str(each.job_id) in nodes]
-        return [_Holder(each, ",".join(nodes[str(each.job_id)])) for each in found if each.announcement is not None]
+        found = list_generations(self.connection, self.base) if nodes else []
+        return [(each, ",".join(nodes[str(each.job_id)])) for each in found if each.announcement and str(each.job_id) in nodes]
 
-    def _is_idle(self, holder: _Holder) -> bool:
-        path = os.path.join(holder.generation.directory, SESSION)
-        announcement = parse_announcement(self._connection.read(path, 0, MOST_BYTES))
-        return announcement is not None and announcement.idle and announcement.closing is None
-
-    def _yields(self, holder: _Holder) -> bool:
+    def _yields(self, generation: Generation, nodes: str) -> bool:
         """Ask an idle session to end for this job; returns whether it will. It refuses if a payload has come meanwhile."""
-        key = holder.generation.key
-        answer = ask_session(self._connection, holder.generation, {"op": Operation.YIELD})
+        answer = ask_session(self.connection, generation, {"op": Operation.YIELD})
         if answer.get("ok"):
-            self._log.info(f"[rayslurm] session {key} was idle and held {holder.nodes}: it ends, so that this job can start")
+            self.log.info(f"[rayslurm] session {generation.key} was idle and held {nodes}: it ends, so that this job can start")
             return True
         if answer.get("error") != Refusal.BUSY:
-            self._keep.add(holder.generation.job_id)
-            self._log.warning(
-                f"[rayslurm] session {key} is idle and holds {holder.nodes}, while this job waits; "
-                f"`rayslurm session stop {key}` ends it"
+            self._keep.add(generation.job_id)
+            self.log.warning(
+                f"[rayslurm] session {generation.key} is idle and holds {nodes}, while this job waits; "
+                f"`rayslurm session stop {generation.key}` ends it"
             )
         return False

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,23 +27,21 @@ from ...errors import FailureKind, StartError
 from ...follow import Cadence, Evidence
 from ...interrupts import delayed_interrupts
 from ...plan import Plan
-from ...runtime.node import resources
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.messages import Operation
 from ...runtime.protocol.record import RUNTIME, RUNTIME_LOG, SESSION, tail_file
 from ...runtime.protocol.rpc import NotConnected, call
 from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ...slurm.states import JobPhase, JobStatus
-from ...ssh.base import Connection
 from ...ssh.local import LocalConnection
 from ..base import Register, RunningPayload, Step
 from ..local import LocalBackend, LocalPayload, reap_later, runtime_command, start_process
 from ..run_dir import Layout, write_cancel_request
-from .acquire import Hold
-from .backend import SessionStart
-from .listing import Generation, ask_session, list_generations
+from .acquire import Allocation, Site
+from .backend import start_in_session
+from .listing import ask_session
 from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
-from .registry import LiveSession, NewestGeneration, SessionManifest, SessionRegistry
+from .registry import Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import PROOF_TIMEOUT, AnswerLost, Unreachable, send_request
 
 _START_TIMEOUT = 60.0
@@ -72,14 +70,12 @@ class LocalSessionBackend(LocalBackend):
             return super().start(plan, run_dir, context, step, register)
         ray = self.on_this_machine(plan.ray, plan.components)
         plan = replace(plan, ray=ray)
-        site = LocalSite(self, plan)
         # If the session has an activated environment, the payload gets that one; otherwise it gets this process's variables,
         # as a payload without a session does.
         environ = dict(os.environ) if self.interpreter.activate is None else None
-        return SessionStart(
-            site=site,
+        site = LocalSite(
+            connection=self.connection,
             base=sessions_base(self.layout),
-            choice=self._choice(plan, ray, step.run_id),
             plan=plan,
             run_dir=run_dir,
             context=context,
@@ -87,13 +83,14 @@ class LocalSessionBackend(LocalBackend):
             register=register,
             start_timeout=_START_TIMEOUT,
             patience=0.0,
-            running=lambda session, _: LocalSessionPayload(session, run_dir, site.bound),
             members={"bound": True, "environ": environ},
-        ).run()
+            backend=self,
+        )
+        return start_in_session(site, self._choice(plan, ray, step.run_id))
 
     def _choice(self, plan: Plan, ray: RaySpec, run_id: str) -> Choice:
         shared = ray if self.offered is None else self.on_this_machine(self.offered, self.components)
-        problem = misfit(Requirements(ray, (), head=self.head), Capacity(_with_counts(shared, ray), True))
+        problem = misfit(Requirements(ray, (), head=self.head), Capacity(shared, True))
         what = {"interpreter": self.interpreter.start(), "runtime": [PROTOCOL_VERSION, runtime_name()]}
 
         def target(cluster: RaySpec, apart: bool) -> Target:
@@ -117,30 +114,19 @@ def sessions_base(layout: Layout) -> str:
     return str(layout.base / "local" / socket.gethostname())
 
 
-def _with_counts(ray: RaySpec, wanted: RaySpec) -> RaySpec:
-    """Returns the Ray cluster with this machine's CPUs and GPUs filled in if `ray` names none and `wanted` requires some."""
-    cpus, gpus = ray.num_cpus, ray.num_gpus
-    if cpus is None and wanted.num_cpus:
-        cpus = resources.count_cpus(os.environ)
-    if gpus is None and wanted.num_gpus:
-        gpus = resources.count_gpus(os.environ)
-    return replace(ray, num_cpus=cpus, num_gpus=gpus)
-
-
-class LocalSite:
-    """Sessions as processes of this machine; a `Site` for one payload."""
+@dataclass(kw_only=True, eq=False)
+class LocalSite(Site):
+    """Sessions as processes of this machine."""
 
     noun = "process"
+    end_command = "kill"
     cadence = Cadence(busy=0.02, idle=0.2, waiting=0.2)
 
-    def __init__(self, backend: LocalSessionBackend, plan: Plan) -> None:
-        self.connection: Connection = backend.connection
-        self.bound: socket.socket | None = None
-        """The connection to which the payload is bound: the session ends the payload when it closes."""
-        self._backend, self._plan = backend, plan
+    backend: LocalSessionBackend
+    bound: socket.socket | None = None  # The session ends the payload when this connection closes.
 
-    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Hold) -> bool:
-        backend, ray, directory = self._backend, target.created_with.ray, registry.generation_dir(number)
+    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
+        backend, ray, directory = self.backend, target.created_with.ray, registry.generation_dir(number)
         assert ray is not None
         spec = RuntimeSpec(
             cluster_id=f"local-{secrets.token_hex(4)}",
@@ -148,8 +134,8 @@ class LocalSite:
             idle_timeout=backend.session.idle_timeout,
             max_concurrent_payloads=backend.session.max_concurrent_payloads,
             control_key=secrets.token_hex(32),
-            worker_env=shared_variables(self._plan.payload),
-            preload=self._plan.payload.preload,
+            worker_env=shared_variables(self.plan.payload),
+            preload=self.plan.payload.preload,
             components=[ComponentSpec(node.component_id) for node in ray.components],
         )
         manifest = SessionManifest(number, target.capacity, ())
@@ -173,8 +159,8 @@ class LocalSite:
         reap_later(process)
         return True
 
-    def watch(self, registry: SessionRegistry, target: Target, job_id: str, newest: NewestGeneration) -> LocalProcess:  # noqa: ARG002
-        return LocalProcess(job_id, registry.generation_dir(newest.number))
+    def watch(self, target: Target, newest: Generation) -> LocalProcess:  # noqa: ARG002
+        return LocalProcess(str(newest.job_id), newest.directory)
 
     def find(self, creator: str) -> str | None:  # noqa: ARG002
         return None  # Its creator was killed before it started the process.
@@ -188,8 +174,7 @@ class LocalSite:
             return send_request(self.connection, announcement, request, "direct", session.directory, ())
         try:
             with contextlib.ExitStack() as stack:
-                where = announcement.hosts[0], announcement.port
-                sock = stack.enter_context(socket.create_connection(where, PROOF_TIMEOUT))
+                sock = stack.enter_context(socket.create_connection((announcement.hosts[0], announcement.port), PROOF_TIMEOUT))
                 answer = call(sock, announcement.key, dict(request), PROOF_TIMEOUT)
                 if answer.get("ok"):
                     stack.pop_all()
@@ -200,8 +185,8 @@ class LocalSite:
         except OSError as error:
             raise Unreachable(f"the session in process {announcement.job_id} cannot be reached: {error}") from None
 
-    def end_command(self, job_id: str) -> str:
-        return f"kill {job_id}"
+    def running(self, session: LiveSession, reused: bool) -> LocalSessionPayload:  # noqa: ARG002
+        return LocalSessionPayload(session, self.run_dir, self.bound)
 
 
 def is_alive(pid: int | None, directory: str) -> bool:
@@ -217,23 +202,20 @@ def is_alive(pid: int | None, directory: str) -> bool:
     return directory in LocalConnection().run(["ps", "-ww", "-o", "args=", "-p", str(pid)]).stdout.decode("utf-8", "replace")
 
 
+@dataclass(eq=False)
 class LocalProcess:
     """The process of a session on this machine; an `Allocation`."""
 
+    job_id: str
+    directory: str
+    cancelled = False
     place = ""
-
-    def __init__(self, job_id: str, directory: str) -> None:
-        self.job_id = job_id
-        self.directory = directory
-        self.cancelled = False
-        self.status = JobStatus(JobPhase.RUNNING)
+    status = JobStatus(JobPhase.RUNNING)
 
     def observe(self) -> bool:
         if not is_alive(int(self.job_id), self.directory):
             self.status = JobStatus(JobPhase.ENDED)
         return True
-
-    def report_waiting(self) -> None: ...
 
     def check_waiting(self) -> None: ...
 

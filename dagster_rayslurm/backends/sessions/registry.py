@@ -11,30 +11,24 @@ from __future__ import annotations
 import json
 import os
 import re
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ...edge import sessions
-from ...edge.sessions import ABANDONED, CURRENT, JOB_ID, MANIFEST
-from ...errors import FailureKind, StartError
-from ...runtime.protocol.record import SESSION
+from ...edge.sessions import ABANDONED, CREATOR, JOB_ID, MANIFEST
+from ...runtime.protocol.record import EXIT, SESSION
 from ...runtime.protocol.spec import PROTOCOL_VERSION
+from ...slurm.script import parse_exit
 from ...ssh.base import Connection
 from ..payload_files import remote_base_errors
 from .matching import Capacity, capacity_from_json, capacity_to_json
-
-T = TypeVar("T")
 
 TOUCH_INTERVAL = 60.0
 """Seconds between two confirmations that a process waits; one that is silent three times as long counts as gone."""
 MOST_BYTES = 1024 * 1024
 """Most bytes of a file that are read."""
-_MOST_GENERATIONS = 999_999_999
-"""Largest number of a generation; longer names in the directory are ignored."""
 _TIMEOUT = 120.0
-"""Seconds for an operation on a session's directory."""
+"""Seconds for an operation on the directories of sessions."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +54,9 @@ def parse_manifest(data: bytes | str) -> SessionManifest | None:
     """The manifest in the content of a file; None if it is empty, damaged or of another version."""
     try:
         found = json.loads(data)
-        number, command = found["generation"], found["ask"]
-        if found["protocol"] != PROTOCOL_VERSION or type(number) is not int or not 0 < number <= _MOST_GENERATIONS:
+        if found["protocol"] != PROTOCOL_VERSION:
             return None
-        if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
-            return None
-        return SessionManifest(number, capacity_from_json(found["offer"]), tuple(command))
+        return SessionManifest(int(found["generation"]), capacity_from_json(found["offer"]), tuple(map(str, found["ask"])))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -120,24 +111,6 @@ def parse_announcement(data: bytes | str) -> Announcement | None:
 
 
 @dataclass(frozen=True)
-class NewestGeneration:
-    """The newest generation of a session, as one look at the session's directory shows it; number 0 if there is none.
-
-    Attributes:
-        age: seconds since the generation was claimed.
-        creator: name of the job that the creator submits; "" if that was never written.
-        ended: whether the batch script of the job has ended.
-    """
-
-    number: int
-    age: float = 0.0
-    creator: str = ""
-    job_id: str | None = None
-    abandoned: bool = False
-    ended: bool = False
-
-
-@dataclass(frozen=True)
 class LiveSession:
     """A session that accepts requests, in its newest generation; `directory` is the generation's, absolute."""
 
@@ -146,111 +119,121 @@ class LiveSession:
     announcement: Announcement
 
 
-_own_directories: weakref.WeakKeyDictionary[Connection, set[str]] = weakref.WeakKeyDictionary()
-"""For each connection, the session directories that were found to belong to this user, with their parents."""
+@dataclass(frozen=True)
+class Generation:
+    """One allocation of a session, as one look at its directory shows it; what is not written yet is None or empty.
 
-
-class SessionRegistry:
-    """The generations of one session, read from and written to its directory, which is absolute.
-
-    Methods raise `StartError` if the directory belongs to another user, and `OSError` if it cannot be used.
+    Attributes:
+        key: the name of the session's directory.
+        job_name: name of the job that the creator submits.
+        ended: whether the batch script of the job has ended.
+        abandoned: whether the generation was given up; if its creator submits the job after all, the creator cancels it.
+        age: seconds since the generation was claimed; 0 if the session has announced itself.
     """
 
-    def __init__(self, connection: Connection, directory: str) -> None:
-        self.directory = directory
-        self._connection = connection
+    key: str
+    number: int
+    directory: str
+    job_id: int | None = None
+    job_name: str = ""
+    ended: bool = False
+    announcement: Announcement | None = None
+    manifest: SessionManifest | None = None
+    abandoned: bool = False
+    age: float = 0.0
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the allocation's components, the head's first; empty where all nodes are alike."""
+        return tuple(self.manifest.capacity.components) if self.manifest is not None else ()
+
+    @property
+    def live(self) -> LiveSession | None:
+        """The session, if it accepts requests that this process can make."""
+        said, manifest = self.announcement, self.manifest
+        if manifest is None or said is None or said.protocol != PROTOCOL_VERSION or said.closing is not None:
+            return None
+        return LiveSession(self.directory, manifest, said)
+
+
+def list_generations(connection: Connection, base: str, key: str = "*", newest: bool = False) -> list[Generation]:
+    """All generations of sessions below a base directory, sorted by session and number, or only the newest one of a session.
+
+    `key` is the name of a session's directory, or a pattern of names. Raises OSError if the cluster cannot be reached, or a
+    directory is another user's.
+    """
+    try:
+        found = connection.call(sessions.generations, base, key, newest, repeat=True, timeout=_TIMEOUT)
+    except PermissionError as error:
+        raise PermissionError(f"{connection.place}: {error.filename} {error.strerror}") from None
+    return sorted((_generation(base, each) for each in found), key=lambda each: (each.key, each.number))
+
+
+def _generation(base: str, found: dict[str, Any]) -> Generation:
+    key, number, files = found["session"], found["number"], found["files"]
+    announcement = parse_announcement(files[SESSION])
+    text = files[JOB_ID].strip() if announcement is None else announcement.job_id
+    job_id = int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+    return Generation(
+        key=key,
+        number=number,
+        directory=os.path.join(base, "sessions", key, str(number)),
+        job_id=job_id,
+        job_name=files[CREATOR].partition("\n")[0].strip()[:300],
+        ended=job_id is not None and parse_exit(files[EXIT].encode(), job_id) is not None,
+        announcement=announcement,
+        manifest=parse_manifest(files[MANIFEST]),
+        abandoned=found["abandoned"],
+        age=found["age"],
+    )
+
+
+@dataclass(frozen=True)
+class SessionRegistry:
+    """The generations of one session, read from and written to its directory. Methods raise OSError if that cannot be used."""
+
+    connection: Connection
+    base: str
+    key: str
+
+    @property
+    def directory(self) -> str:
+        """The directory of the session, absolute."""
+        return os.path.join(self.base, "sessions", self.key)
 
     def generation_dir(self, number: int) -> str:
         """The directory of a generation."""
         return os.path.join(self.directory, str(number))
 
-    def current(self) -> LiveSession | None:
-        """The session, if it accepts requests, found by the last creator's hint in `current`: two reads and no search."""
-        manifest = parse_manifest(self._read(CURRENT)[0])
-        return self._live(manifest, self._read(f"{manifest.generation}/{SESSION}")[0]) if manifest is not None else None
-
-    def session(self, number: int) -> LiveSession | None:
-        """The session in a generation, if it accepts requests; corrects the hint that `current` follows."""
-        text, announced, hint = self._read(f"{number}/{MANIFEST}", f"{number}/{SESSION}", CURRENT)
-        manifest = parse_manifest(text)
-        if manifest is None or manifest.generation != number:
-            return None
-        session = self._live(manifest, announced)
-        if session is not None and parse_manifest(hint) != manifest:
-            self._connection.write(os.path.join(self.directory, CURRENT), manifest.to_json())
-        return session
-
-    def _live(self, manifest: SessionManifest, announced: str) -> LiveSession | None:
-        announcement = parse_announcement(announced)
-        if announcement is None or announcement.protocol != PROTOCOL_VERSION or announcement.closing is not None:
-            return None
-        return LiveSession(self.generation_dir(manifest.generation), manifest, announcement)
+    def newest(self) -> Generation:
+        """The newest generation, with number 0 if there is none; raises StartError if a directory belongs to another user."""
+        try:
+            found = list_generations(self.connection, self.base, self.key, newest=True)
+        except PermissionError as error:
+            with remote_base_errors(self.base):
+                raise error from None
+        return found[0] if found else Generation(self.key, 0, self.generation_dir(0))
 
     def announcement(self, number: int) -> Announcement | None:
         """The announcement of a generation, whether or not it accepts requests."""
-        return parse_announcement(self._read(f"{number}/{SESSION}")[0])
-
-    def newest(self) -> NewestGeneration:
-        """The newest generation and its state."""
-        self._check_owner()
-        number, age, creator, job_id, *flags = self._call(sessions.newest, self.directory)
-        if number >= _MOST_GENERATIONS:
-            where = f"{self._connection.place}:{self.generation_dir(number)}"
-            sentence = f"{where} leaves no number for another allocation of this session: remove it"
-            raise StartError(FailureKind.CONFIGURATION, sentence)
-        known = job_id if re.fullmatch("[0-9]{1,18}", job_id) else None
-        return NewestGeneration(number, age, creator, known, *flags)
+        return parse_announcement(self.connection.read(os.path.join(self.generation_dir(number), SESSION), 0, MOST_BYTES))
 
     def wait_for(self, number: int, waiter: str) -> None:
         """Record that a process waits for a generation to start; to be repeated every `TOUCH_INTERVAL` seconds."""
-        self._call(sessions.wait_for, self.generation_dir(number), waiter)
+        self.connection.call(sessions.wait_for, self.generation_dir(number), waiter, repeat=True, timeout=_TIMEOUT)
 
     def stop_waiting(self, number: int, waiter: str) -> bool:
         """Record that a process no longer waits for a generation; if True, the caller must cancel the generation's job.
 
         Then no process waits any more, the session has not announced itself, and the generation is marked as abandoned.
         """
-        return self._call(sessions.stop_waiting, self.generation_dir(number), waiter, 3 * TOUCH_INTERVAL)
+        arguments = self.generation_dir(number), waiter, 3 * TOUCH_INTERVAL
+        return self.connection.call(sessions.stop_waiting, *arguments, repeat=True, timeout=_TIMEOUT)
 
     def abandon(self, number: int) -> None:
         """Mark a generation as abandoned: if its creator submits the job after all, the creator cancels it."""
-        self._connection.make_dir(os.path.join(self.generation_dir(number), ABANDONED))
-
-    def is_abandoned(self, number: int) -> bool:
-        """Whether a generation is marked as abandoned."""
-        return self._connection.stat(os.path.join(self.generation_dir(number), ABANDONED)) is not None
+        self.connection.make_dir(os.path.join(self.generation_dir(number), ABANDONED))
 
     def write_job_id(self, number: int, job_id: str) -> None:
         """Write down the id of a generation's job, in place of a creator that was cut off before it did so."""
-        self._connection.write(os.path.join(self.generation_dir(number), JOB_ID), f"{job_id}\n".encode())
-
-    def _check_owner(self) -> bool:
-        """Check that the session's directory and its parents belong to this user, once per process; returns whether they exist.
-
-        The names of sessions are predictable: the owner of a parent directory could put a session of their own there, with a
-        command that every process runs that finds the session.
-        """
-        known = _own_directories.setdefault(self._connection, set())
-        if self.directory not in known:
-            parent = os.path.dirname(self.directory)
-            if not check_owner(self._connection, os.path.dirname(parent), parent, self.directory):
-                return False
-            known.add(self.directory)
-        return True
-
-    def _read(self, *names: str) -> list[str]:
-        if not self._check_owner():
-            return [""] * len(names)
-        return self._call(sessions.read, self.directory, list(names))
-
-    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        return self._connection.call(function, *arguments, repeat=True, timeout=_TIMEOUT)
-
-
-def check_owner(connection: Connection, base: str, *directories: str) -> bool:
-    """Whether these directories exist; raises StartError if one of them, or `base`, belongs to another user."""
-    exist, foreign, owner = connection.call(sessions.owner, [base, *directories], repeat=True, timeout=_TIMEOUT)
-    if foreign:
-        with remote_base_errors(base):
-            raise PermissionError(f"{connection.place}: {foreign} belongs to {owner}, who could change what runs there")
-    return exist
+        self.connection.write(os.path.join(self.generation_dir(number), JOB_ID), f"{job_id}\n".encode())

@@ -37,8 +37,10 @@ _PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between two tries of a request; the last number repeats."""
 _ANSWER_DEADLINE = 600.0
 """Seconds in which a session must answer while the edge node is in reach."""
-_SECRETS_REWRITES = 5
-"""How often secrets are written again for a session that does not see them."""
+_VISIBILITY_TIMEOUT = 90.0
+"""Seconds in which a node sees uploaded files: on NFS a name that was looked up in vain stays missing for up to a minute."""
+_DELIVERIES = 3
+"""Most uploads for one session of bundles that disappear again."""
 _WITHDRAWALS, _WITHDRAW_TIMEOUT = 3, 20.0
 """Most tries to withdraw a request, and seconds after which none begins; a person has pressed Ctrl-C and waits."""
 
@@ -142,42 +144,38 @@ def _send_by_srun(
     raise Unreachable(f"{name} cannot be reached by srun: {error_text}")
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class RunRequest:
-    """The request to run one payload: submit it to a session, or withdraw it."""
+    """The request to run the payload of a step: submit it to a session, or withdraw it."""
 
     site: Site
-    run_dir: str
-    nonce: str  # The request's idempotency key.
-    patience: float  # Seconds for which the edge node may be out of reach once a session may have accepted the payload.
     on_accepted: Callable[[LiveSession], None]  # Called before an interrupt can come.
-    log: Any
     secrets: bytes = b""  # Content of the payload's file of secret variables; empty if it has none.
-    members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the request.
     unsettled: bool = field(default=False, init=False)  # Whether a session may have accepted the payload without our knowledge.
     _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)  # By the id of their Ray cluster.
     _problem: str = field(default="", init=False)  # Why the last try failed.
     _alive: bool | None = field(default=None, init=False)  # Whether the session lived after it; None if that is not known.
 
-    def submit(self, session: LiveSession, files: Mapping[str, str], needs: Sequence[str]) -> dict[str, Any]:
-        """Ask a session to run the payload, with the first files of its run directory and the bundles that it needs.
+    def submit(self, session: LiveSession, files: Mapping[str, str]) -> dict[str, Any]:
+        """Ask a session to run the payload, with the first files of its run directory.
 
         Returns the session's answer. It is {"ok": True} also if an earlier session had accepted the payload, and has the error
         "gone" if this session has ended.
 
         Raises:
-            StartError: the session does not answer, or cannot write to the run directory.
+            StartError: the session does not answer, or cannot write to the run directory or see what was written for it.
             ConnectionFailed: the edge node cannot be reached; no session got the request.
-            OSError: the secrets cannot be written.
+            OSError: the secrets or bundles cannot be written.
         """
-        request = self._message(Operation.RUN, files=dict(files), needs=list(needs), **self.members)
+        site, needs = self.site, list(self.site.needs)
         if self.secrets:
-            request["secrets"] = True
+            needs.append(os.path.join(site.run_dir, SECRETS))
             self._write_secrets()
+        request = self._message(Operation.RUN, files=dict(files), needs=needs, **site.members)
         self._tried[session.announcement.cluster_id] = session
         pauses = iter(_PAUSES)
-        in_reach, since = True, time.monotonic()
-        rewrites, logged = 0, ""
+        in_reach, since, missing_since = True, time.monotonic(), 0.0
+        deliveries, logged = 0, ""
         while True:
             was_in_reach, in_reach, answer = in_reach, True, None
             try:
@@ -186,26 +184,32 @@ class RunRequest:
                 if not self.unsettled:
                     raise
                 in_reach, self._problem = False, str(error)
-            if answer is not None:
-                message = str(answer.get("message"))
-                if answer.get("error") == Refusal.RECORD:
-                    raise StartError(FailureKind.RECORD, f"{self._name(session)}, {self.site.connection.place}: {message}")
-                if answer.get("error") != Refusal.MISSING_SECRETS:
-                    return answer
-                # A cleanup removed the file; or the file is new and the session's node does not see it yet.
-                self._problem = message
-                rewrites += 1
-                if rewrites > _SECRETS_REWRITES:
-                    raise StartError(FailureKind.RECORD, f"{self._name(session)} cannot read what was written for it: {message}")
-                self._write_secrets()
             now = time.monotonic()
-            if in_reach is not was_in_reach:
+            if answer is not None:
+                if answer.get("error") == Refusal.RECORD:
+                    sentence = f"{self._name(session)}, {site.connection.place}: {answer.get('message')}"
+                    raise StartError(FailureKind.RECORD, sentence)
+                if answer.get("error") != Refusal.MISSING:
+                    return answer
+                missing_since = missing_since or now
+                if now - missing_since > _VISIBILITY_TIMEOUT:
+                    unseen = ", ".join(map(str, answer.get("missing") or ()))
+                    raise StartError(FailureKind.RUNTIME, f"{self._name(session)} does not see {unseen}")
+                if deliveries < _DELIVERIES:
+                    site.deliver(deliveries > 0)
+                    self._write_secrets()
+                deliveries += 1
                 since = now
-            if now - since > (_ANSWER_DEADLINE if in_reach else self.patience):
-                raise self._no_answer(session, in_reach)
-            if self._problem != logged:
-                logged = self._problem
-                self.log.warning(f"[rayslurm] {logged}; asking again")
+                if deliveries == 1:
+                    continue  # Later the files are there, but the session's node looked for them too early.
+            else:
+                if in_reach is not was_in_reach:
+                    since = now
+                if now - since > (_ANSWER_DEADLINE if in_reach else site.patience):
+                    raise self._no_answer(session, in_reach)
+                if self._problem != logged:
+                    logged = self._problem
+                    site.step.log.warning(f"[rayslurm] {logged}; asking again")
             time.sleep(next(pauses, _PAUSES[-1]))
 
     def withdraw(self) -> None:
@@ -216,35 +220,50 @@ class RunRequest:
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
             try:
-                acceptor, _ = self._read_acceptor()
-                if acceptor is not None:
+                if (acceptor := self._read_acceptor()[0]) is not None:
                     self._settle(acceptor)
                     return
-                newest = list(self._tried.values())[-1]
-                if self._try(newest, self._message(Operation.WITHDRAW)) is not None:
+                if self._try(list(self._tried.values())[-1], self._message(Operation.WITHDRAW)) is not None:
                     return
             except OSError as error:
                 self._problem = str(error)
             if time.monotonic() > deadline:
                 break
             time.sleep(_PAUSES[0])
-        self.log.error(f"[rayslurm] a session may have accepted the payload, which may run now: see {self.run_dir}")
+        self.site.step.log.error(
+            f"[rayslurm] a session may have accepted the payload, which may run now: see {self.site.run_dir}"
+        )
 
     def _message(self, op: Operation, **more: Any) -> dict[str, Any]:
-        return {"op": op, "request_id": self.nonce, "run_dir": self.run_dir, **more}
+        return {"op": op, "request_id": self.site.plan.payload.nonce, "run_dir": self.site.run_dir, **more}
 
     def _write_secrets(self) -> None:
         """Write the secrets just before the request: while the session waits in the queue, a cleanup may remove them."""
-        self.site.connection.make_dir(self.run_dir)
-        self.site.connection.write(os.path.join(self.run_dir, SECRETS), self.secrets)
+        if self.secrets:
+            self.site.connection.make_dir(self.site.run_dir)
+            self.site.connection.write(os.path.join(self.site.run_dir, SECRETS), self.secrets)
 
     def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Send the request once, and return the answer; None if there is no answer and the session may still live."""
+        before = self.unsettled
+        # From here on an interrupt leaves it open whether the session accepts the payload.
+        self.unsettled = True
         try:
-            return self._send_once(session, request)
+            answer = self.site.send(session, request)
         except (AnswerLost, Unreachable) as error:
-            self._problem = str(error)
-            unreachable = isinstance(error, Unreachable)
+            self._problem, unreachable = str(error), isinstance(error, Unreachable)
+            self.unsettled = before or not unreachable
+        except OSError:
+            self.unsettled = before  # The session did not get this request, so only earlier tries count.
+            raise
+        else:
+            if answer.get("ok"):
+                return self._settle(session)
+            if answer.get("error") == Refusal.DUPLICATE:
+                return self._settle(self._read_acceptor()[0] or session)
+            # Before any other answer, the session has checked that the payload was not accepted before.
+            self.unsettled = False
+            return answer
         # The record names the session that accepted the payload, and costs nothing but a read.
         if self.unsettled and (acceptor := self._read_acceptor()[0]) is not None:
             return self._settle(acceptor)
@@ -259,27 +278,7 @@ class RunRequest:
             self._problem = f"it may have been accepted, but that cannot be read: {read_error}"
             return None
         self.unsettled = False
-        return {"ok": False, "error": Refusal.GONE}
-
-    def _send_once(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send the request once, return the answer, and keep `unsettled` true to what is known."""
-        before = self.unsettled
-        # From here on an interrupt leaves it open whether the session accepts the payload.
-        self.unsettled = True
-        try:
-            answer = self.site.send(session, request)
-        except AnswerLost:
-            raise
-        except OSError:
-            self.unsettled = before  # The session did not get this request, so only earlier tries count.
-            raise
-        if answer.get("ok"):
-            return self._settle(session)
-        if answer.get("error") == Refusal.DUPLICATE:
-            return self._settle(self._read_acceptor()[0] or session)
-        # Before any other answer, the session has checked that the payload was not accepted before.
-        self.unsettled = False
-        return answer
+        return {"ok": False, "error": Refusal.GONE, "message": "it was gone before it could be asked"}
 
     def _settle(self, acceptor: LiveSession) -> dict[str, Any]:
         """Called when it is known which session accepted the payload; returns the answer {"ok": True}."""
@@ -291,14 +290,13 @@ class RunRequest:
     def _read_acceptor(self) -> tuple[LiveSession | None, OSError | None]:
         """The session that began the payload's record, or None; and the error if the record cannot be read."""
         try:
-            data = self.site.connection.read(os.path.join(self.run_dir, JOURNAL), 0, MOST_BYTES)
+            data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
         except ConnectionFailed:
             raise
         except OSError as error:
             return None, error
-        starts = (record for record in LineReader().feed(data) if record.get("type") == "start")
-        start = next(starts, None)
-        return (None if start is None else self._tried.get(str(start.get("cluster_id")))), None
+        starts = [record for record in LineReader().feed(data) if record.get("type") == "start"]
+        return (self._tried.get(str(starts[0].get("cluster_id"))) if starts else None), None
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool | None:
         """Whether a session may still answer a request; None if that is not known."""
@@ -320,7 +318,7 @@ class RunRequest:
     def _no_answer(self, session: LiveSession, in_reach: bool) -> StartError:
         """The error to raise when a session has not answered for too long."""
         name, place = self._name(session), self.site.connection.place
-        command = f"`{self.site.end_command(session.announcement.job_id)}`"
+        command = f"`{self.site.end_command} {session.announcement.job_id}`"
         if not self.unsettled:
             remedy = f"it still runs; run {command} on {place}" if self._alive else "whether it lives cannot be found out"
             message = f"{name} does not answer within {_ANSWER_DEADLINE:g} s: {self._problem}; {remedy}, then try again"
@@ -328,7 +326,7 @@ class RunRequest:
         silence = f"has not answered for {_ANSWER_DEADLINE:g} s"
         message = (
             f"{name} was asked to run the payload, which may run, and "
-            f"{silence if in_reach else f'the edge node was out of reach for {self.patience:g} s'}: {self._problem}; "
-            f"see {self.run_dir} on {place}, where {command} ends the session and all it runs"
+            f"{silence if in_reach else f'the edge node was out of reach for {self.site.patience:g} s'}: {self._problem}; "
+            f"see {self.site.run_dir} on {place}, where {command} ends the session and all it runs"
         )
         return StartError(FailureKind.RUNTIME if in_reach else FailureKind.CONNECTION, message, retry=False)

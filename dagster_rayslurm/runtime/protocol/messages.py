@@ -103,7 +103,6 @@ class Refusal(TextEnum):
     CLOSING = "closing"  # The runtime takes no more payloads.
     MISFIT = "misfit"  # The payload needs more resources than Slurm granted on the nodes.
     MISSING = "missing"  # Files that the payload needs are not on the cluster; `missing` lists them.
-    MISSING_SECRETS = "missing-secrets"  # The file with the payload's secrets is missing.
     RECORD = "record"  # The run directory cannot be written.
     WITHDRAWN = "withdrawn"  # A request to withdraw this payload came before.
     REFUSED = "refused"  # The request or the payload is invalid, or the runtime failed to handle it.

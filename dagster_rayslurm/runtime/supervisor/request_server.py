@@ -16,9 +16,9 @@ from typing import Any, Dict, List, Mapping, Optional, Set
 from ..node.allocation import Allocation
 from ..payload.payload import Payload
 from ..protocol.messages import End, EndReason, Operation, Refusal, answer_safely, refuse
-from ..protocol.record import CANCEL, JOURNAL, SECRETS, SESSION, split_lines, write_atomically
+from ..protocol.record import CANCEL, JOURNAL, SESSION, split_lines, write_atomically
 from ..protocol.rpc import Channel, Listener, Message, RpcServer
-from ..protocol.spec import PROTOCOL_VERSION, SpecError, is_passable
+from ..protocol.spec import PROTOCOL_VERSION, SpecError
 from .queue import Closing, Misfit
 from .supervisor import Supervisor
 
@@ -100,11 +100,12 @@ class RequestServer(Listener):
         self._bound: Dict[Channel, Payload] = {}
         # 0 lets the kernel choose a port. A firewall may close that port to other nodes, but clients on this node reach it.
         self._server = RpcServer(supervisor.loop, key, [*ports, 0], self, loopback=allocation is None)
+        hosts = ["127.0.0.1"] if allocation is None else [allocation.nodes[0], *allocation.head_addresses]
         self._announcement: Dict[str, Any] = {
             "protocol": PROTOCOL_VERSION,
             "cluster_id": supervisor.spec.cluster_id,
             "job_id": allocation.job_id if allocation is not None else str(os.getpid()),
-            "hosts": ["127.0.0.1"],
+            "hosts": list(dict.fromkeys(hosts)),
             "port": self._server.port,
             "key": key,
             "pid": os.getpid(),
@@ -114,57 +115,44 @@ class RequestServer(Listener):
             "served": 0,
             "idle": False,
         }
-        if allocation is not None:
-            self._announcement["hosts"] = list(dict.fromkeys([allocation.nodes[0], *allocation.head_addresses]))
-        self._announce()
+        self._announce({})
         self._poll()
 
     def close(self) -> None:
-        """Take no more requests, and say so in the announcement, unless another session has announced itself there since."""
+        """Take no more requests, and say so in the announcement."""
         self._server.close()
-        self._update(self._supervisor.closing or self._announcement["closing"] or "it has ended")
         with contextlib.suppress(OSError):  # Clients also learn the end of the session from Slurm or the kernel.
-            if not self._is_displaced():
-                self._announce()
-
-    def _update(self, closing: Optional[str]) -> bool:
-        """Update the announcement in memory, and log why the session closes. Returns whether the announcement has changed."""
-        before, served = dict(self._announcement), self._supervisor.queue.served
-        self._announcement.update(closing=closing, served=served, idle=served > 0 and not self._supervisor.payloads)
-        if closing != before["closing"]:
-            said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
-            print(said, file=sys.stderr, flush=True)
-        return self._announcement != before
-
-    def _announce(self) -> None:
-        write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
+            self._announce(self._read(), self._announcement["closing"] or "it has ended")
 
     def _poll(self) -> None:
         """Keep the announcement file up to date; take no more payloads if it is gone or belongs to another session."""
-        changed = self._update(self._supervisor.closing)
         try:
-            if self._is_displaced():
-                self._supervisor.drain("another session stands in its place in %s" % os.path.dirname(self._path))
-            elif changed or self._read() != self._announcement:
-                self._announce()
+            self._announce(self._read())
         except FileNotFoundError:
             self._supervisor.drain("nobody can find it: %s is gone" % os.path.dirname(self._path))
         except OSError:
             pass  # A full disk, or a file system that does not answer: the next poll may succeed.
         self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
-    def _is_displaced(self) -> bool:
-        """Whether another session has announced itself in this directory, as may happen after a user removed directories."""
-        found = self._read()
-        return found is not None and found.get("cluster_id") not in (None, self._announcement["cluster_id"])
+    def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
+        """Update the announcement and write it, unless the one that was `found` is the same, or that of another session."""
+        closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
+        if closing != self._announcement["closing"]:
+            said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
+            print(said, file=sys.stderr, flush=True)
+        self._announcement.update(closing=closing, served=served, idle=served > 0 and not self._supervisor.payloads)
+        if found.get("cluster_id", self._announcement["cluster_id"]) != self._announcement["cluster_id"]:
+            self._supervisor.drain("another session stands in its place in %s" % os.path.dirname(self._path))
+        elif found != self._announcement:
+            write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
 
-    def _read(self) -> Optional[Dict[str, Any]]:
-        try:
+    def _read(self) -> Dict[str, Any]:
+        """The announcement in the file; empty if the file is missing or damaged."""
+        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             with open(self._path, encoding="utf-8") as file:
                 found = json.load(file)
-            return found if isinstance(found, dict) else None
-        except (FileNotFoundError, ValueError, RecursionError):
-            return None
+            return found if isinstance(found, dict) else {}
+        return {}
 
     def received(self, channel: Channel, message: Message) -> None:
         """Called when a client sent a request: answer it."""
@@ -179,13 +167,12 @@ class RequestServer(Listener):
     def _answer(self, channel: Channel, request: Message) -> Message:
         op = request.get("op")
         if op in (Operation.RUN, Operation.WITHDRAW):
-            if not _is_valid(request):
-                return refuse(Refusal.REFUSED, "the request cannot be understood")
-            if request["request_id"] in self._accepted_ids or _has_started(request["run_dir"]):
+            request_id = request["request_id"]
+            if request_id in self._accepted_ids or _has_started(request["run_dir"]):
                 return refuse(Refusal.DUPLICATE)
             if op == Operation.WITHDRAW:
-                self._withdrawn.add(request["request_id"])
-            if request["request_id"] in self._withdrawn:  # A `run` request may arrive later than the one that withdrew it.
+                self._withdrawn.add(request_id)
+            if request_id in self._withdrawn:  # A `run` request may arrive later than the one that withdrew it.
                 return refuse(Refusal.WITHDRAWN, "the request was withdrawn")
             return self._admit(channel, request)
         if op == Operation.DESCRIBE:
@@ -203,13 +190,11 @@ class RequestServer(Listener):
         run_dir = request["run_dir"]
         if self._supervisor.closing is not None:
             return refuse(Refusal.CLOSING, self._supervisor.closing)
-        missing = [path for path in request.get("needs", []) if not _use(path)]
+        missing = [path for path in request["needs"] if not _use(path)]
         if missing:
             return refuse(Refusal.MISSING, missing=missing)
-        if request.get("secrets") and not _use(os.path.join(run_dir, SECRETS)):
-            return refuse(Refusal.MISSING_SECRETS, "%s has no %s" % (run_dir, SECRETS))
         try:
-            lay_out(run_dir, request.get("files", {}))
+            lay_out(run_dir, request["files"])
             payload = serve_run_dir(self._supervisor, run_dir, request.get("environ"))
         except Closing as error:
             return refuse(Refusal.CLOSING, error)
@@ -221,44 +206,16 @@ class RequestServer(Listener):
             return refuse(Refusal.RECORD, "the run directory %s cannot be written: %s" % (run_dir, error))
         self._accepted_ids.add(request["request_id"])
         if request.get("bound"):
-            self._bind(channel, payload)
+            # The payload ends with its client's connection, and the connection with the payload, whose record may be lost.
+            self._bound[channel] = payload
+            payload.on_ended.append(lambda: self._hang_up(channel))
+            if payload.ended:
+                self._supervisor.loop.call_later(0.0, lambda: self._hang_up(channel))
         return {"ok": True, "cluster_id": self._supervisor.spec.cluster_id}
 
-    def _bind(self, channel: Channel, payload: Payload) -> None:
-        """End a payload with its client's connection, and the connection with the payload, whose record may be lost."""
-        self._bound[channel] = payload
-
-        def hang_up() -> None:
-            self._bound.pop(channel, None)
-            channel.close()
-
-        if payload.ended:
-            self._supervisor.loop.call_later(0.0, hang_up)
-        else:
-            payload.on_ended.append(hang_up)
-
-
-def _is_valid(request: Message) -> bool:
-    """Whether the fields of a `run` or `withdraw` request have their types."""
-    request_id, run_dir = request.get("request_id"), request.get("run_dir")
-    files, needs = request.get("files", {}), request.get("needs", [])
-    if not isinstance(files, dict) or not isinstance(needs, list) or not isinstance(request.get("secrets", False), bool):
-        return False
-    paths = all(isinstance(text, str) and text and is_passable(text) for text in [request_id, run_dir, *needs])
-    return (
-        paths
-        and os.path.isabs(str(run_dir))
-        and all(isinstance(text, str) and _is_text(name, text) for name, text in files.items())
-    )
-
-
-def _is_text(name: str, text: str) -> bool:
-    """Whether the last part of `name` can be a file name, and `text` can be written in UTF-8."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return is_passable(name) and os.path.basename(name) not in ("", ".", "..")
+    def _hang_up(self, channel: Channel) -> None:
+        self._bound.pop(channel, None)
+        channel.close()
 
 
 def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
