@@ -46,49 +46,44 @@ class Step:
 
 
 class RunningPayload(Protocol):
-    """A payload whose runtime was started, or waits in Slurm's queue."""
+    """A payload whose runtime was started, or waits in Slurm's queue. What it does not say is that of a local process."""
 
     cluster_id: str  # Name of the Ray cluster.
-    job_id: str | None  # Slurm's job id; None without Slurm.
+    job_id: str | None = None  # Slurm's job id; None without Slurm.
 
     @property
     def waiting(self) -> bool:
         """Whether the runtime still waits in Slurm's queue."""
-        ...
+        return False
 
     @property
     def place(self) -> str:
         """The host of the run directory; "" for this machine."""
-        ...
+        return ""
 
     @property
     def requeue(self) -> bool:
         """Whether Slurm may requeue the job, and so run the payload again."""
-        ...
+        return False
 
     def poll(self, evidence: Evidence) -> str | None:
         """How the runtime ended, in words; None while it lives. RunFailure: it can never start, or waited for too long."""
-        ...
 
     def cancel(self, now: bool = False) -> None:
         """Ask the runtime to end the payload, at once or after its grace period."""
-        ...
 
     def kill(self) -> None:
         """End the runtime and all its processes at once."""
-        ...
 
     def explain(self, evidence: Evidence) -> None:
         """Add logs and Slurm's accounting to the evidence; called if the record alone does not explain the end."""
-        ...
 
-    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
-        """Returns what this backend adds to the Dagster metadata of a result or failure, such as the Slurm job id."""
-        ...
+    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
+        """What this backend adds to the Dagster metadata of a result or failure, such as the Slurm job id."""
+        return {}
 
     def release(self, evidence: Evidence) -> None:
         """Stop watching the runtime; first end a runtime that must not go on, such as one that never started."""
-        ...
 
 
 Register = Callable[[RunningPayload], None]
@@ -104,21 +99,17 @@ class Backend(Protocol):
     @property
     def connection(self) -> Connection:
         """Reaches the files on the machine or cluster where runtimes run."""
-        ...
 
     @property
     def layout(self) -> Layout:
         """The directories on that machine or cluster; the first access may ask the cluster."""
-        ...
 
     @property
     def cadence(self) -> Cadence:
         """How often records are read."""
-        ...
 
     def check(self, plan: Any, /) -> None:
         """Refuse a plan that this backend cannot run, by a ValueError that names the field, before anything starts."""
-        ...
 
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
         """Write the run directory, which is new unless the step reattached, and start the runtimes.
@@ -127,15 +118,12 @@ class Backend(Protocol):
             StartError: no runtime can be started.
             OSError: a file cannot be written.
         """
-        ...
 
     def example(self, plan: Any, /) -> str:
-        """Returns the command or batch script of a plan, to read; words in capitals stand for values known only at the start."""
-        ...
+        """The command or batch script of a plan, to read; words in capitals stand for values known only at the start."""
 
     def sweep(self, retention_days: float) -> None:
         """Remove files that were not used for `retention_days` from the machine or cluster where runtimes run."""
-        ...
 
 
 @runtime_checkable
@@ -144,4 +132,3 @@ class CanReattach(Protocol):
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         """Whether the payload of a run directory runs this plan and has not failed, so that `start` can continue it."""
-        ...

@@ -10,10 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from dagster_pipes import PipesContextData
 
@@ -28,16 +27,14 @@ from ..runtime.node.resources import Footprint, footprint_error, node_footprint
 from ..runtime.payload.environment import shared_variables
 from ..runtime.process import processes
 from ..runtime.protocol.messages import Operation
-from ..runtime.protocol.record import RUNTIME_LOG, STATUS, tail_file
+from ..runtime.protocol.record import RUNTIME, RUNTIME_LOG, STATUS, tail_file
 from ..runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ..ssh.local import LocalConnection
 from .base import Register, RunningPayload, Step
-from .run_dir import Layout, run_files, write_run_dir, write_runtime_spec
+from .run_dir import Layout, run_files, write_run_dir
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """How often records on this machine are read: often, because reads of local files cost next to nothing."""
-_LARGE_STORE = 10**10
-"""Bytes up to which Ray 2.60 accepts an object store that does not fit into /dev/shm (REQUIRE_SHM_SIZE_THRESHOLD)."""
 _KEEPER_TIMEOUT = 5.0
 """Seconds in which the keeper (the process that watches a runtime) ends all processes of a killed runtime."""
 
@@ -57,7 +54,7 @@ class LocalBackend:
     cadence: Cadence = LOCAL_CADENCE
 
     def check(self, plan: Plan) -> None:
-        problem = lacking(plan, "GiB") or _too_large_for_shared_memory(plan)
+        problem = lacking(plan, "GiB")
         if problem:
             raise ValueError(f"{problem}; lower it")
         problem = None if self.simulate else lacking(plan, "CPUs", "GPUs")
@@ -74,8 +71,7 @@ class LocalBackend:
             step.log.info(f"[rayslurm] {problem}; local mode starts the payload all the same")
         worker_env, components = shared_variables(plan.payload), list(plan.components)
         spec = RuntimeSpec(f"local-{plan.payload.nonce}", plan.ray, worker_env=worker_env, components=components)
-        write_run_dir(self.connection, run_dir, run_files(plan, context))
-        write_runtime_spec(self.connection, run_dir, spec)
+        write_run_dir(self.connection, run_dir, {**run_files(plan, context), RUNTIME: to_json(spec).encode()})
         running = OwnRuntime(self.layout, self.interpreter, run_dir, spec.cluster_id)
         register(running)
         return running
@@ -94,19 +90,7 @@ class LocalBackend:
         return replace(on_one_machine(ray, components, resources.count_cpus(os.environ)), simulate=self.simulate)
 
 
-class LocalPayload:
-    """Base class of running payloads on this machine, without Slurm; see `RunningPayload`."""
-
-    job_id: str | None = None
-    waiting = False
-    place = ""
-    requeue = False
-
-    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
-        return {}
-
-
-class OwnRuntime(LocalPayload):
+class OwnRuntime(RunningPayload):
     """The runtime of one payload, as a child process; it ends when its standard input closes, so at the latest with Dagster."""
 
     def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
@@ -119,13 +103,9 @@ class OwnRuntime(LocalPayload):
         return None if code is None else exit_in_words(code)
 
     def cancel(self, now: bool = False) -> None:
-        self._request(op=Operation.CANCEL, now=now)
-
-    def _request(self, **request: Any) -> None:
-        """Write a request to the runtime's standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # The runtime has ended, which `poll` reports.
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(json.dumps({"op": Operation.CANCEL, "now": now}).encode() + b"\n")
             self._process.stdin.flush()
 
     def kill(self) -> None:
@@ -174,23 +154,6 @@ def lacking(plan: Plan, *units: str) -> str | None:
         problem = footprint_error(asked, resources.detect(with_gpus="GPUs" in units)) if asked else None
         if problem:
             return label + problem
-    return None
-
-
-def _too_large_for_shared_memory(plan: Plan) -> str | None:
-    """Returns a sentence if an object store is too large for /dev/shm, else None.
-
-    Ray 2.60 keeps a smaller store that does not fit in files, and refuses to start with a large one.
-    """
-    try:
-        status = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    free = status.f_bsize * status.f_bavail
-    for label, footprint in _footprints(plan):
-        for want in footprint:
-            if want.unit == "GiB" and want.amount is not None and want.amount * 2**30 > max(free, _LARGE_STORE):
-                return f"{label}{want.field}={want.amount:g} does not fit into /dev/shm, which has {free / 2**30:.3g} GiB free"
     return None
 
 

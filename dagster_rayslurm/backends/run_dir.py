@@ -1,11 +1,11 @@
-"""Run directories: the files that they have before a runtime starts, and the removal of old directories on this machine."""
+"""Run directories: the files that they have before a runtime starts, requests to end a payload, and the sweep of a base."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,38 +17,24 @@ from dagster_pipes import PipesContextData
 from ..edge.sweep import SWEPT, sweep
 from ..follow import Evidence
 from ..plan import Plan
-from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STDIO
-from ..runtime.protocol.spec import RuntimeSpec, to_json
+from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, SECRETS, STDIO
+from ..runtime.protocol.spec import to_json
 from ..slurm.shared_queue import fetch_queue
 from ..ssh.base import Connection
-
-BOOKMARK = ".followed"
-"""Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster."""
-
-
-class _Below:
-    """Descriptor of an attribute of `Layout`: the path of the directory of this name below the base directory."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, layout: Layout, owner: object) -> Path:
-        return layout.base / self._name
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of the directories below the base directory, the same on this machine and on a cluster."""
+    """The directories below the base directory, the same on this machine and on a cluster."""
 
     base: Path
 
-    runs = _Below("runs")
-    sessions = _Below("sessions")
-    runtimes = _Below("runtime")
-    outputs = _Below("outputs")
-    data = _Below("data")
-    queue = _Below("queue")
-    environments = _Below("environments")
+    runs = property(lambda self: self.base / "runs")
+    outputs = property(lambda self: self.base / "outputs")
+    runtimes = property(lambda self: self.base / "runtime")
+    data = property(lambda self: self.base / "data")
+    queue = property(lambda self: self.base / "queue")
+    environments = property(lambda self: self.base / "environments")
 
 
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
@@ -56,12 +42,7 @@ def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
 
     Empty files for the record are among them: on NFS, a file that was once looked for in vain stays missing for a minute.
     """
-    files = {
-        PAYLOAD: to_json(plan.payload),
-        CONTEXT: json.dumps(context),
-        JOURNAL: "",
-        STDIO: "",
-    }
+    files = {PAYLOAD: to_json(plan.payload), CONTEXT: json.dumps(context), JOURNAL: "", STDIO: ""}
     if plan.secret_env:
         files[SECRETS] = json.dumps(plan.secret_env)
     return {name: content.encode("utf-8") for name, content in files.items()}
@@ -72,36 +53,6 @@ def write_run_dir(connection: Connection, run_dir: str, files: Mapping[str, byte
     connection.make_dir(run_dir)
     for name, content in files.items():
         connection.write(os.path.join(run_dir, name), content)
-
-
-def write_runtime_spec(connection: Connection, directory: str, spec: RuntimeSpec) -> None:
-    """Write `runtime.json`, with which a runtime starts; raises OSError if the file cannot be written."""
-    connection.make_dir(directory)
-    connection.write(os.path.join(directory, RUNTIME), to_json(spec).encode("utf-8"))
-
-
-def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
-    """Remove old run directories and outputs from this machine; returns their paths.
-
-    Old is what was not touched for `retention_days`. A runtime touches the directories of its payloads every few minutes.
-    """
-    oldest = time.time() - retention_days * 86400
-    removed = []
-    for entry in [*layout.runs.glob("*"), *layout.outputs.glob("*")]:
-        try:
-            newest = max(path.stat().st_mtime for path in (entry, *entry.glob("*.json*")))
-            if newest >= oldest:
-                continue
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name.endswith(BOOKMARK):
-                entry.unlink()
-            else:
-                continue
-            removed.append(entry)
-        except OSError:
-            continue  # Another process removed the entry, or the entry belongs to another user.
-    return removed
 
 
 _INTERVAL = 1.0  # Seconds between two attempts to deliver a request.
@@ -118,11 +69,7 @@ def cancel_request_json(now: bool) -> str:
 
 
 def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> None:
-    """Ask the runtime of a run directory to end its payload, at once or after its grace period.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Ask the runtime of a run directory to end its payload, at once or after its grace period."""
     connection.write(cancel_path(run_dir), cancel_request_json(now).encode())
 
 
@@ -136,35 +83,31 @@ class CancelRequest:
     delivered: bool = False
     error: OSError | None = None  # Why the last delivery failed; None if it worked.
     sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
-    _warned: bool = False
 
     def send(self, now: bool) -> None:
         """Send a request, unless an equal one was sent; a request without a grace period replaces one with a grace period."""
         if self.now is None or now > self.now:
-            self.now, self.delivered = now, False
-            self._try(now)
+            self.now, self.delivered, self.sent_at = now, False, -math.inf
+            self.resend()
 
     def resend(self) -> None:
         """Repeat a request that was not delivered, at most once a second."""
-        if self.now is not None and not self.delivered and time.monotonic() - self.sent_at >= _INTERVAL:
-            self._try(self.now)
+        if self.now is None or self.delivered or time.monotonic() - self.sent_at < _INTERVAL:
+            return
+        try:
+            self.deliver(self.now)
+            self.delivered, self.error = True, None
+        except OSError as error:
+            if self.error is None:
+                self.log.warning(f"[rayslurm] the payload cannot be told to end, which is tried again: {error}")
+            self.error = error
+        self.sent_at = time.monotonic()
 
     def resend_for(self, evidence: Evidence) -> None:
         """Resend the request; mark the payload unreachable in the evidence if a request without grace period cannot arrive."""
         self.resend()
         if self.now and self.error is not None:
             evidence.unreachable = str(self.error)
-
-    def _try(self, now: bool) -> None:
-        try:
-            self.deliver(now)
-            self.delivered, self.error = True, None
-        except OSError as error:
-            self.error = error
-            if not self._warned:
-                self._warned = True
-                self.log.warning(f"[rayslurm] the payload cannot be told to end, which is tried again: {error}")
-        self.sent_at = time.monotonic()
 
 
 def sweep_remote(

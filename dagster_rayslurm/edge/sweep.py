@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SWEPT = ".swept"
 """File in the base directory that each sweep touches, so that its age tells when the last sweep was."""
+BOOKMARK = ".followed"
+"""Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster."""
 _LOCK = ".sweeping"
 _LOCK_EXPIRES = 15 * 60.0
 """Seconds after which a lock directory was left by a killed process, so that another process may sweep."""
@@ -48,6 +50,11 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
             os.rmdir(lock)
 
 
+def sweep_runs(base: str, age: float) -> "list[str]":
+    """Remove the run directories, outputs and bookmarks not used for `age` seconds, and nothing else; returns their paths."""
+    return _Sweep(base, age, None).runs()
+
+
 def _is_recent(path: str, age: float) -> bool:
     """Whether a path changed less than `age` seconds ago; False for a missing path."""
     with contextlib.suppress(OSError):
@@ -77,12 +84,19 @@ class _Sweep:
         self._grave = ".rs-" + os.urandom(8).hex() + ".gone"
         self._removed = []  # type: list[str]
 
-    def run(self) -> "list[str]":
-        for name in self._names("runs", _RUN, directory=True):
-            if self._is_old("runs", name) and not any(
-                ".json" in os.path.basename(path) and _is_recent(path, self._age) for path in _below(self._path("runs", name))
-            ):
+    def runs(self) -> "list[str]":
+        for place in ("runs", "outputs"):
+            for name in self._names(place, _RUN, directory=True):
+                inside = [path for path in _below(self._path(place, name)) if ".json" in os.path.basename(path)]
+                if self._is_old(place, name) and not any(_is_recent(path, self._age) for path in inside):
+                    self._remove(place, name)
+        for name in self._names("runs", _RUN + re.escape(BOOKMARK)):
+            if self._is_old("runs", name):
                 self._remove("runs", name)
+        return self._removed
+
+    def run(self) -> "list[str]":
+        self.runs()
         for name in self._names("sessions", _RUN, directory=True):
             self._sweep_session(os.path.join("sessions", name))
         unused = [(place, name) for place, form in _NAMED for name in self._names(place, form) if self._is_old(place, name)]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..backends.base import Backend
-from ..backends.run_dir import Layout, sweep_old
+from ..backends.run_dir import Layout
+from ..edge.sweep import sweep_runs
 from ..runtime.protocol.record import Record
 from ..runtime.protocol.spec import is_passable
 from ..ssh.base import Connection, ConnectionFailed
@@ -104,5 +105,5 @@ def sweep(backend: Backend, settings: RunSettings) -> None:
     now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
         _last_sweep[base] = now
-        sweep_old(settings.home, settings.retention_days)
+        sweep_runs(str(settings.home.base), settings.retention_days * 86400)
         backend.sweep(settings.retention_days)

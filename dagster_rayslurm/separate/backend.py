@@ -25,7 +25,7 @@ from ..backends.batch import (
 )
 from ..backends.local import LOCAL_CADENCE, OwnRuntime, runtime_command
 from ..backends.payload_files import deliver, pack, remote_base_errors, required_files
-from ..backends.run_dir import Layout, run_files, write_run_dir, write_runtime_spec
+from ..backends.run_dir import Layout, run_files, write_run_dir
 from ..backends.slurm_job import BatchJob, SlurmJob
 from ..components import Component, component_specs, request_for
 from ..environments import Interpreter
@@ -144,8 +144,7 @@ class SeparateLocalBackend:
         specs = local_specs(f"local-{nonce}", plans, self.components)
         for component, plan in plans.items():
             directory, spec = component_dir(run_dir, component), specs[component]
-            write_run_dir(self.connection, directory, run_files(plan, context))
-            write_runtime_spec(self.connection, directory, spec)
+            write_run_dir(self.connection, directory, {**run_files(plan, context), RUNTIME: to_json(spec).encode()})
             register(OwnRuntime(self.layout, self.interpreter, directory, spec.cluster_id))
 
     def example(self, plans: Plans) -> str:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dagster_rayslurm.backends.local import runtime_command
-from dagster_rayslurm.backends.run_dir import Layout, write_runtime_spec
+from dagster_rayslurm.backends.run_dir import Layout, write_run_dir
 from dagster_rayslurm.backends.sessions import request as session_request
 from dagster_rayslurm.backends.sessions.registry import Announcement, parse_announcement
 from dagster_rayslurm.backends.sessions.request import Unreachable, send_request
@@ -40,7 +40,8 @@ class Session:
         self.path = path
         self.directory = path / "sessions" / "default-0" / "1"
         fields = {"idle_timeout": 30.0, "control_key": KEY, "control_ports": control_ports(None), **spec}
-        write_runtime_spec(LocalConnection(), str(self.directory), RuntimeSpec("slurm-1", **fields))
+        spec = RuntimeSpec("slurm-1", **fields)
+        write_run_dir(LocalConnection(), str(self.directory), {"runtime.json": to_json(spec).encode()})
         role = "serve" if local else "session"
         self.command = runtime_command(Layout(path), resolve_environment(InheritedEnvironment()), role, str(self.directory))
         tools = path / "bin"

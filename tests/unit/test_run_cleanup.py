@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.run_dir import Layout, sweep_old
+from dagster_rayslurm.edge.sweep import sweep_runs
 from dagster_rayslurm.execution.cleanup import fetch_outputs
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -48,16 +48,17 @@ def test_one_output_that_cannot_be_copied_does_not_affect_the_others(tmp_path: P
     assert os.listdir(tmp_path / "outputs") == ["good"] and end["outputs_failed"] == ["secret: Permission denied"]
 
 
-def test_a_sweep_skips_unreadable_entries(tmp_path: Path) -> None:
-    layout, old = Layout(tmp_path), time.time() - 3 * 86400
-    for name in ("a", "z"):
-        (layout.runs / name).mkdir(parents=True)
-        os.utime(layout.runs / name, (old, old))
-    for name, at in (("old.followed", old), ("new.followed", time.time()), ("other", old)):
-        (layout.runs / name).write_text("")
-        os.utime(layout.runs / name, (at, at))
-    (layout.runs / "loop").symlink_to("loop")  # It cannot be looked at, as what belongs to another user may not be.
-    assert sorted(path.name for path in sweep_old(layout, 1)) == ["a", "old.followed", "z"]
+def test_a_sweep_of_this_machine_removes_old_runs_and_skips_unreadable_entries(tmp_path: Path) -> None:
+    old, names = time.time() - 3 * 86400, [f"0123abcd-{step}-0123456789ab" for step in ("a", "b", "c", "d")]
+    for place, name in (("runs", names[0]), ("outputs", names[1])):
+        (tmp_path / place / name).mkdir(parents=True)
+        os.utime(tmp_path / place / name, (old, old))
+    for name, at in ((f"{names[2]}.followed", old), (f"{names[3]}.followed", time.time()), ("other", old)):
+        (tmp_path / "runs" / name).write_text("")
+        os.utime(tmp_path / "runs" / name, (at, at))
+    (tmp_path / "runs" / names[1]).symlink_to(names[1])  # It cannot be looked at, as what belongs to another user may not be.
+    removed = sweep_runs(str(tmp_path), 86400.0)
+    assert sorted(removed) == [f"outputs/{names[1]}", f"runs/{names[0]}", f"runs/{names[2]}.followed"]
 
 
 def test_an_incomplete_removal_raises(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, R
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.local import LocalConnection
 from ..base import Register, RunningPayload, Step
-from ..local import LocalBackend, LocalPayload, reap_later, runtime_command, start_process
+from ..local import LocalBackend, reap_later, runtime_command, start_process
 from ..run_dir import Layout, write_cancel_request
 from .acquire import Allocation, Site
 from .backend import start_in_session
@@ -234,7 +234,7 @@ class LocalProcess:
                 os.kill(int(self.job_id), signal.SIGTERM)
 
 
-class LocalSessionPayload(LocalPayload):
+class LocalSessionPayload(RunningPayload):
     """A payload that a session on this machine has accepted. The session ends it when `bound` closes, and closes `bound` then."""
 
     def __init__(self, session: LiveSession, run_dir: str, bound: socket.socket | None) -> None:
