@@ -48,7 +48,9 @@ class Command:
             self.begun(loop, pool, pipes, pid)
 
         if order["modules"]:
-            pool.fork(order["modules"], argv, self.ended, begin, secrets=secrets, streams=streams, **options)
+            forking = pool.fork(order["modules"], argv, self.ended, begin, secrets=secrets, streams=streams, **options)
+            if isinstance(forking, str):
+                begin(forking)
         else:
             begin(None)
 
@@ -73,10 +75,6 @@ class Command:
             self.finish()
 
     def ended(self, code, usage):
-        mark = "RAYSLURM_RUN_DIR=" + self.order.get("env", {}).get("RAYSLURM_RUN_DIR", "none")
-        below = [process.pid for process in processes.descendants(os.getpid())]
-        self.result["marked"] = sum(processes.has_environment(pid, mark) for pid in below)
-        processes.kill_all(pid for pid in below if processes.has_environment(pid, mark))
         self.result.update(code=code, cpu=usage.ru_utime + usage.ru_stime, maxrss=usage.ru_maxrss)
         self.finish()
 

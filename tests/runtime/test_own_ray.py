@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.runtime.node.resources import NodeResources
-from dagster_rayslurm.runtime.payload import measurement
+from dagster_rayslurm.runtime.payload import environment
 from dagster_rayslurm.runtime.ray.ray_node import granted_defaults
 
 from .test_supervisor import Runtime
@@ -20,16 +20,16 @@ HERE = NodeResources("c1", num_cpus=4, num_gpus=0, memory=64 * GIB, memory_limit
 
 def test_what_a_raylet_counts_stands_in_its_command_line() -> None:
     command = b"raylet\0--raylet_name=x\0--static_resource_list=node:10.0.0.1,1.0,CPU,64,memory,1024,accelerator_type:H200,1\0"
-    assert measurement.raylet_resources(command) == {
+    assert environment.raylet_resources(command) == {
         "node:10.0.0.1": 1.0,
         "CPU": 64.0,
         "memory": 1024.0,
         "accelerator_type:H200": 1.0,
     }
     assert (
-        measurement.raylet_resources(b"raylet\0")
+        environment.raylet_resources(b"raylet\0")
         == {}
-        == measurement.raylet_resources(b"raylet\0--static_resource_list=CPU,many\0")
+        == environment.raylet_resources(b"raylet\0--static_resource_list=CPU,many\0")
     )
 
 
@@ -44,7 +44,7 @@ def test_what_a_raylet_counts_stands_in_its_command_line() -> None:
     ],
 )
 def test_the_warning_about_a_payloads_own_ray(resources: dict[str, float], has_cluster: bool, words: list[str] | None) -> None:
-    said = measurement.own_ray_warning(resources, HERE, has_cluster)
+    said = environment.own_ray_warning(resources, HERE, has_cluster)
     assert said is None if words is None else said is not None and all(word in said for word in words)
 
 

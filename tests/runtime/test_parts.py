@@ -342,7 +342,7 @@ def test_bytes_of_any_kind_cut_anywhere_decode_alike(data: bytes, cuts: list[int
     os.close(writer)
     calls[0]()
     assert "".join(texts) == data.decode("utf-8", "replace")
-    assert received == [Awaited.OUTPUT] and not process.streams_open
+    assert received == [Awaited.OUTPUT] and not process.streams
 
 
 def test_a_signal_just_after_the_runtimes_end_is_no_error() -> None:

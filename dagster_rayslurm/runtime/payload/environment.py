@@ -1,4 +1,4 @@
-"""What a payload's process finds when it starts: environment variables, working directory and Ray cluster."""
+"""What a payload's process finds when it starts: environment variables and working directory; and the Ray that it adds itself."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import base64
 import json
 import os
 import zlib
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
+from typing import Any, Dict, Mapping, Optional
 
-from ..node.usage import GpuMonitor
-from ..node.worker_nodes import WorkerNodes
+from ..node.resources import NodeResources
+from ..process import processes
 from ..protocol.record import CONTEXT
 from ..protocol.spec import JOB_MARK, RAY_COORDINATES, PayloadSpec
 
@@ -21,23 +20,10 @@ _SCRUBBED = ("DAGSTER_PIPES_", "RAYSLURM_")
 # The environment variable from which `ray.init` takes the configuration of a driver's Ray job.
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
+# What a raylet's argument with its resources begins with; amounts follow as in "CPU,2,memory,1024" (Ray 2.60).
+_RESOURCES = b"--static_resource_list="
+
 Environment = Dict[str, str]  # Environment variables of a process, by name.
-
-
-@dataclass(frozen=True)
-class LaunchContext:
-    """What the runtime provides for one payload: its Ray cluster, if it has one, and what measures its usage."""
-
-    messages_path: str  # File for the payload's Pipes messages.
-    gpus: GpuMonitor
-    foreign_pids: Callable[[], Iterable[int]]  # Ids of processes that, with all below them, belong to other payloads.
-    ray_env: Environment = field(default_factory=dict)  # Variables by which the payload reaches its Ray cluster.
-    worker_env: Mapping[str, str] = field(default_factory=dict)  # Variables that the cluster's workers have anyway.
-    ray_temp_dir: Optional[str] = None
-    shared_ray_pid: Optional[Callable[[], Optional[int]]] = None  # Id of the process above a Ray cluster that payloads share.
-    workers: Optional[WorkerNodes] = None  # The worker nodes of the Ray cluster, which measure usage as well.
-    # Looks for what the payload leaves in a shared Ray cluster, and calls back with a sentence about each thing.
-    leak_check: Optional[Callable[[Callable[[List[str]], None]], None]] = None
 
 
 def pipes_param(params: Dict[str, Any]) -> str:
@@ -61,7 +47,8 @@ def payload_environment(
 ) -> Environment:
     """The environment of a payload: inherited variables, those for Ray and Dagster Pipes, and the variables of its configuration.
 
-    The directory of `python`, the environment's Python, comes first in PATH. For the others see `LaunchContext`.
+    The directory of `python`, the environment's Python, comes first in PATH. By `ray_env` the payload reaches its Ray cluster;
+    `worker_env` are the variables that the cluster's workers have anyway.
     """
     env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
     env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
@@ -110,3 +97,45 @@ def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
         if os.path.islink(link):
             os.unlink(link)  # An extra file replaces the entry of the same name.
         os.symlink(source, link)
+
+
+def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: float) -> Optional[str]:
+    """The warning about Ray that a payload has started itself; see `own_ray_warning`. It is found by the run directory.
+
+    /proc is read again if it was read more than `max_age` seconds ago.
+    """
+    for process in processes.descendants(os.getpid(), processes.recent_table(max_age)[1]):
+        if process.name == "raylet" and processes.has_environment(process.pid, "RAYSLURM_RUN_DIR=" + run_dir):
+            message = own_ray_warning(raylet_resources(processes.command_line(process.pid)), node, has_cluster)
+            if message is not None:
+                return message
+    return None
+
+
+def raylet_resources(command: bytes) -> Dict[str, float]:
+    """The amounts by resource name that a raylet's command line gives; empty if it gives none. NUL separates the arguments."""
+    listed = next((word for word in command.split(b"\0") if word.startswith(_RESOURCES)), _RESOURCES)
+    words = listed[len(_RESOURCES) :].decode("utf-8", "replace").split(",")
+    try:
+        return {name: float(amount) for name, amount in zip(words[::2], words[1::2])}
+    except ValueError:
+        return {}
+
+
+def own_ray_warning(resources: Dict[str, float], node: NodeResources, has_cluster: bool) -> Optional[str]:
+    """The warning about Ray that a payload has started itself with these resources; None if there is no reason for one.
+
+    With `has_cluster` the launcher gave the payload a Ray cluster, which idles now.
+    """
+    excess = []
+    if resources.get("CPU", 0.0) > node.num_cpus:
+        excess.append("it counts %g CPUs and node %s grants %d (num_cpus)" % (resources["CPU"], node.name, node.num_cpus))
+    memory = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
+    if node.memory_limit is not None and memory > node.memory_limit:
+        figures = (memory / 2**30, node.name, node.memory_limit / 2**30)
+        excess.append("it counts %.1f GiB of memory and node %s grants %.1f (object_store_memory)" % figures)
+    if has_cluster:
+        idle = "the payload has started a Ray of its own, so its launcher's cluster idles; call ray.init() without an address"
+        return "; ".join([idle, *excess])
+    limits = "the payload's own Ray takes more than is granted: %s; set the arguments of ray.init or `ray start`"
+    return limits % " and ".join(excess) if excess else None

@@ -16,17 +16,21 @@ import time
 import traceback
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, FrozenSet, List, Optional, Set, Tuple
 
+from ..node.resources import NodeResources
 from ..process import processes
 from ..process.loop import Loop, Timers
 from ..protocol.messages import End, EndReason, defect
 from ..protocol.record import RunRecord, tail_lines
 from ..protocol.spec import PayloadSpec
-from .environment import Environment, LaunchContext, lay_out_work_dir, payload_environment
-from .measurement import UsageMeasurement
-from .preload_server import ForkRequest, ForkResult, PreloadServer
-from .record import OutputSearch, PayloadRecord
+from .environment import Environment, find_own_ray, lay_out_work_dir
+from .record import OutputSearch, PayloadRecord, UsageMeasurement
+
+if TYPE_CHECKING:
+    from .preload_server import ForkRequest, ForkResult, PreloadServer
+
+LeakCheck = Callable[[Callable[[List[str]], None]], None]  # Calls back with a sentence about each thing that is left.
 
 _MESSAGE_POLL = 0.1  # Seconds between two looks for new Pipes messages of the payload.
 # Seconds for which messages are copied, or outputs searched for, at a stretch: other payloads must not wait longer.
@@ -140,8 +144,8 @@ class Life:
 class Payload:
     """Runs one payload and writes its run record.
 
-    The payload inherits the environment variables `environ`. Only its own process gets `secret_env`; they are in no record. The
-    preload server, if there is one, forks the process of a payload with modules to preload.
+    Only the payload's own process gets the environment variables `secret_env`; they are in no record. The preload server, if
+    there is one, forks the process of a payload with modules to preload.
     """
 
     loop: Loop
@@ -149,7 +153,7 @@ class Payload:
     spec: PayloadSpec
     secret_env: Environment
     files: RunRecord
-    environ: Environment
+    environ: Environment  # The environment on which that of the process is based.
     preload_server: Optional[PreloadServer] = None
     ending: Life = field(default_factory=Life)
     # Facts about the Ray cluster and the nodes; the `end` record repeats them, so that metadata needs no other record.
@@ -164,18 +168,17 @@ class Payload:
 
     def __post_init__(self) -> None:
         # If the run record cannot be written, the payload must end, because its results would be lost.
-        def unrecorded(why: str) -> None:
-            self.end_early(End(EndReason.RECORD, why))
-
-        self.record = PayloadRecord(self.loop, self.files, self.spec.nonce, unrecorded)
+        failed: Callable[[str], None] = lambda why: self.end_early(End(EndReason.RECORD, why))  # noqa: E731
+        self.record = PayloadRecord(self.loop, self.files, self.spec.nonce, failed)
         self._work_dir = os.path.join(self.run_dir, "work")
         self._process = PayloadProcess(self.loop, self)
         self._timers = Timers(self.loop, self.safely)
         # Signals that came before the process had started; the process gets them when it starts.
         self._early_signals: List[int] = []
+        self._warned = False
         self._started_at: Optional[float] = None
         self._ended_at: Optional[float] = None
-        self._leak_check: Optional[Callable[[Callable[[List[str]], None]], None]] = None
+        self._leak_check: Optional[LeakCheck] = None
         self._measurement: Optional[UsageMeasurement] = None
         self._outputs = OutputSearch(self._work_dir, self.spec.outputs, self.spec.max_output_bytes)
 
@@ -211,20 +214,21 @@ class Payload:
 
     # ---- What others ask of the payload
 
-    def start(self, launch: LaunchContext) -> None:
-        """Start the payload's process; if it cannot be started, the payload ends with an error message."""
+    def start(
+        self, env: Environment, messages_path: str, measurement: UsageMeasurement, leak_check: Optional[LeakCheck] = None
+    ) -> None:
+        """Start the payload's process; if it cannot be started, the payload ends with an error message.
+
+        The process appends its Pipes messages to `messages_path`. `leak_check` looks for what it leaves in a shared Ray cluster.
+        """
+        self._measurement, self._leak_check = measurement, leak_check
         self.ending = replace(self.ending, phase=Phase.STARTING)
         self._started_at = time.time()
-        self._leak_check = launch.leak_check
         try:
-            self.record.open_messages(launch.messages_path)
+            self.record.open_messages(messages_path)
             lay_out_work_dir(self._work_dir, self.spec)
         except OSError as error:
             return self.end_early(End(EndReason.RECORD, "the run cannot be laid out: %s" % error))
-        env = payload_environment(
-            self.spec, self.environ, sys.executable, self.run_dir, launch.messages_path, launch.ray_env, launch.worker_env
-        )
-        self._measurement = UsageMeasurement(self.loop, self.spec.nonce, launch, self.record.note)
         self._process.start({**env, **self.component_env}, self._work_dir)
 
     def signal(self, signum: int) -> bool:
@@ -256,6 +260,13 @@ class Payload:
                 release()
         self._conclude()
 
+    def check_own_ray(self, node: NodeResources) -> None:
+        """Warn in the Dagster log, once, if the payload has started Ray itself and its node does not grant that or has one."""
+        warning = None if self._warned else find_own_ray(self.run_dir, node, self.spec.uses_ray, max_age=1.0)
+        if warning is not None:
+            self._warned = True
+            self.phase("own-ray", warning)
+
     # ---- What the process does
 
     def process_started(self, error: Optional[str], not_forked_because: Optional[str]) -> None:
@@ -283,7 +294,7 @@ class Payload:
         assert self._process.pid is not None and self._measurement is not None
         end = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
         self.ending = replace(self.ending, exit=end)  # From here on, another process may get its id.
-        awaited = {Awaited.OUTPUT} if self._process.streams_open else set()
+        awaited = {Awaited.OUTPUT} if self._process.streams else set()
         usage_complete = functools.partial(self.received, Awaited.USAGE)
         if self._measurement.finish(self._process.pid, rusage, str(self.context.get("hostname")), usage_complete):
             awaited.add(Awaited.USAGE)
@@ -401,18 +412,10 @@ class PayloadProcess:
     loop: Loop
     payload: Payload
     pid: Optional[int] = None  # Id of the process and of its process group; None before the process has started.
-
-    def __post_init__(self) -> None:
-        self._fork: Optional[ForkRequest] = None
-        # File descriptors of all ends of the output pipes; empty once the process has started.
-        self._pipes: List[int] = []
-        # Name and decoder of each open output pipe, by file descriptor.
-        self._streams: Dict[int, Tuple[str, codecs.IncrementalDecoder]] = {}
-
-    @property
-    def streams_open(self) -> bool:
-        """Whether there may be more output to read."""
-        return bool(self._streams)
+    # Name and decoder of each output pipe that may have more to read, by file descriptor.
+    streams: Dict[int, Tuple[str, codecs.IncrementalDecoder]] = field(default_factory=dict)
+    _fork: Optional[ForkRequest] = None
+    _ends: List[int] = field(default_factory=list)  # The ends of the pipes for the process, until it has started.
 
     def start(self, env: Environment, work_dir: str) -> None:
         """Start the process, or request a fork of a preload process if the payload has modules to preload."""
@@ -420,43 +423,45 @@ class PayloadProcess:
         argv = list(spec.argv)
         if argv[0] in ("python", "python3"):
             argv[0] = sys.executable  # The environment's Python started this runtime.
-        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        self._pipes = [out, err, out_end, err_end]
         options: Dict[str, Any] = {"cwd": work_dir, "env": {**env, **payload.secret_env}}
+        for name in ("stdout", "stderr"):
+            reader, writer = os.pipe()
+            self._ends.append(writer)
+            self.read_stream(name, reader)
+        out, err = self._ends
 
         def exited(code: int, rusage: Any) -> None:
             payload.safely(lambda: payload.process_exited(code, rusage))
 
         def begin(result: Optional[ForkResult]) -> None:
-            self._fork, self._pipes, error = None, [], None
+            self._fork, error = None, None
             if isinstance(result, int):
                 self.pid = result
             else:
-                options.update(stdin=subprocess.DEVNULL, stdout=out_end, stderr=err_end)
+                options.update(stdin=subprocess.DEVNULL, stdout=out, stderr=err, preexec_fn=processes.die_with_parent())
                 try:
-                    self.pid = self.loop.spawn(argv, exited, preexec_fn=processes.die_with_parent(), **options)
+                    self.pid = self.loop.spawn(argv, exited, **options)
                 except Exception as failure:
                     why = _spawn_error(failure, argv[0], work_dir)
                     error = "the command %r cannot be started: %s" % (argv[0], why)
-            os.close(out_end)
-            os.close(err_end)
-            self.read_stream("stdout", out)
-            self.read_stream("stderr", err)
+            self._close_ends()
             payload.safely(lambda: payload.process_started(error, result if isinstance(result, str) else None))
 
         if payload.preload_server is None or not spec.preload:
             return begin(None)
-        self._fork = payload.preload_server.fork(
-            spec.preload, argv, exited, begin, streams=(out_end, err_end), secrets=payload.secret_env, **options
+        forking = payload.preload_server.fork(
+            spec.preload, argv, exited, begin, streams=(out, err), secrets=payload.secret_env, **options
         )
+        if isinstance(forking, str):
+            return begin(forking)
+        self._fork = forking
 
     def cancel_start(self) -> None:
         """Cancel a start that is still under way, such as a requested fork; afterwards no process starts."""
         if self._fork is not None:
             self._fork.cancel()
-        for fd in self._pipes:
-            os.close(fd)
-        self._fork, self._pipes = None, []
+        self._fork = None
+        self._close_ends()
         self.close_streams()
 
     def signal(self, signum: int) -> None:
@@ -474,24 +479,28 @@ class PayloadProcess:
 
     def read_stream(self, name: str, fd: int) -> None:
         """Pass on the text of an output pipe until the pipe ends. Bytes that are not UTF-8 become U+FFFD."""
-        self._streams[fd] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
+        self.streams[fd] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
         self.loop.on_readable(fd, lambda: self.payload.safely(lambda: self._read(fd)))
 
     def close_streams(self) -> None:
         """Close the output pipes without reading the rest; some other process may hold them open."""
-        for fd in list(self._streams):
+        for fd in list(self.streams):
             self._close_stream(fd)
+
+    def _close_ends(self) -> None:
+        while self._ends:
+            os.close(self._ends.pop())
 
     def _close_stream(self, fd: int) -> None:
         self.loop.forget(fd)
         os.close(fd)
-        del self._streams[fd]
-        if not self._streams:
+        del self.streams[fd]
+        if not self.streams:
             self.payload.received(Awaited.OUTPUT)
 
     def _read(self, fd: int) -> None:
         data = os.read(fd, _CHUNK)
-        name, decoder = self._streams[fd]
+        name, decoder = self.streams[fd]
         text = decoder.decode(data, final=not data)
         if text:
             self.payload.record.output(name, text)

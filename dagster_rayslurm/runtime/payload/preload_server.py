@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from ..process import processes
@@ -23,22 +23,15 @@ from ..process.loop import ExitCallback, Loop
 from ..protocol.spec import PayloadSpec, RaySpec
 from ..ray.ray_node import ray_environment
 from .environment import Environment, payload_environment
-from .preload_child import PADDING, RUN_DIR_PADDING, RUN_DIR_VARIABLE
+from .preload_child import PADDING
 
 ForkResult = Union[int, str]  # The process id of a forked payload, or why the payload needs a fresh interpreter.
 
 # Seconds for which a payload waits to be forked; a fresh interpreter takes about as long to import such modules.
 _TIMEOUT = 1.5
-_POLL = 0.01  # Seconds between two looks whether the imports are done.
 _NO_ANSWER = "the preloaded one does not answer"
-
-# The script that a preload process runs; it notes what every interpreter has at its first line.
-_SCRIPT = b"""\
-import sys
-bare, startup = {name: value for name, value in globals().items() if name.startswith("__")}, frozenset(sys.modules)
-from rayslurm_preload import main
-main(bare, startup)
-"""
+# The script that a preload process runs. It leaves no names in the module `__main__`, which becomes that of the payload.
+_SCRIPT = b'__import__("rayslurm_preload").main()\n'
 
 # Prefixes of environment variables that an interpreter reads when it starts, or a library when it is imported.
 _IMPORT_PREFIXES = (
@@ -60,13 +53,10 @@ def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
     """Why a payload with a command cannot be forked; None if it can be, as a script or module that `python` runs."""
     if not argv or argv[0] not in ("python", "python3", python):
         return "the command is none of the environment's Python"
-    if len(argv) > 1 and argv[1] == "-m":
-        return None if len(argv) > 2 and argv[2] else "the command names no module"
-    if len(argv) < 2 or argv[1].startswith("-"):
+    is_module = len(argv) > 2 and argv[1] == "-m" and bool(argv[2])
+    if not is_module and (len(argv) < 2 or argv[1].startswith("-")):
         return "the command is neither `python SCRIPT` nor `python -m MODULE`"
-    if argv[1].endswith(".pyc"):
-        return "the script is bytecode"
-    return None
+    return "the script is bytecode" if argv[1].endswith(".pyc") else None
 
 
 def affects_imports(name: str) -> bool:
@@ -89,151 +79,70 @@ def preload_environment(base: Environment, payload: Environment, secrets: Iterab
 
 
 @dataclass(eq=False)
-class PreloadProcess:
-    """The runtime's side of one preload process, which imports modules and is forked for payloads.
+class _Process:
+    """A preload process, which imports modules and is forked for payloads."""
 
-    `problem` says why the process cannot be forked now, `served` whether it could be before. `pid` is None when it does not run:
-    another process may get its id.
-    """
-
-    loop: Loop
-    modules: str
+    modules: Tuple[str, ...]
     env: Environment
-    problem: Optional[str] = None
-    importing: bool = True
-    served: bool = False
-    closed: bool = False
-    pid: Optional[int] = None
-
-    def start(self, python: str, script: str, modules: Sequence[str]) -> None:
-        """Start the process; raises `OSError` if that fails."""
-        self.problem = "importing %s is not done yet" % self.modules
-        self.control, child_end = socket.socketpair()
-        self.control.setblocking(False)
-        with child_end:
-            self.pid = self.loop.spawn(
-                [python, script, str(child_end.fileno()), *modules, PADDING],
-                self._exited,
-                cwd=os.path.dirname(script),
-                env={**self.env, RUN_DIR_VARIABLE: RUN_DIR_PADDING},
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,  # What modules print when they are imported belongs to no payload.
-                pass_fds=(child_end.fileno(),),
-                preexec_fn=processes.die_with_parent(),
-            )
-        self.loop.on_readable(self.control.fileno(), self._receive)
-
-    def close(self, why: str) -> None:
-        """End the process; payloads that were forked from it go on."""
-        if self.closed:
-            return
-        self.closed = True
-        self.loop.forget(self.control.fileno())
-        self.control.close()
-        if self.pid is not None:
-            processes.signal_group(self.pid, signal.SIGKILL)
-        if self.importing or self.problem is None:
-            self.importing, self.problem = False, why
-
-    def _receive(self) -> None:
-        """Read the process's only message, whether it can be forked, or notice that the process has ended."""
-        try:
-            data = self.control.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            return self.close("the process that imports %s ended" % self.modules)
-        self.importing, self.problem = False, json.loads(data.decode("ascii"))["problem"]
-        self.served = self.problem is None
-
-    def _exited(self, *_: Any) -> None:
-        self.pid = None
+    control: socket.socket
+    pid: Optional[int] = None  # None once it has ended, because another process may get its id.
+    imported: bool = False  # Whether a payload could be forked from it.
+    problem: Optional[str] = None  # Why no payload can be, and neither from a successor.
 
 
 @dataclass(eq=False)
 class ForkRequest:
-    """Has one payload forked: waits until the preload process is ready, sends the request, reads the answer.
+    """The request to fork one payload, from when it is sent to its answer."""
 
-    Instead of a process, `process` may be the reason why the payload needs a fresh interpreter.
-    """
-
-    loop: Loop
-    process: Union[PreloadProcess, str]
-    request: Dict[str, Any]
+    server: PreloadServer
+    process: _Process
+    connection: socket.socket
     streams: Tuple[int, int]
     on_exit: ExitCallback
-    done: Optional[Callable[[ForkResult], None]]
+    done: Callable[[ForkResult], None]
 
     def __post_init__(self) -> None:
-        self._connection: Optional[socket.socket] = None
-        self._deadline = self.loop.now() + _TIMEOUT
-        self._timer = self.loop.call_later(0.0, self._begin)
+        self.server.loop.on_readable(self.connection.fileno(), self._receive)
+        self._timer = self.server.loop.call_later(_TIMEOUT, self._give_up)
 
     def cancel(self) -> None:
-        """Cancel the request: no payload runs and `done` is not called. A process that is already forked ends by itself."""
-        self.done = None
+        """Cancel the request: no payload runs, and `done` is not called. A process that is already forked ends by itself."""
         self._timer.cancel()
-        if self._connection is not None:
-            self.loop.forget(self._connection.fileno())
-            self._connection.close()
-            self._connection = None
+        self.server.loop.forget(self.connection.fileno())
+        self.connection.close()
 
     def _finish(self, result: ForkResult) -> None:
-        done = self.done
         self.cancel()
-        if done is not None:
-            done(result)
+        self.done(result)
 
-    def _begin(self) -> None:
-        """Request the fork as soon as the imports are done."""
-        process = self.process
-        if isinstance(process, str):
-            return self._finish(process)
-        if process.importing and self.loop.now() < self._deadline:
-            self._timer = self.loop.call_later(_POLL, self._begin)
-            return
-        if process.problem is not None:
-            return self._finish(process.problem)
-        self._timer = self.loop.call_later(self._deadline - self.loop.now(), self._replace_process)
-        self._connection, child_end = socket.socketpair()
-        self._connection.setblocking(False)
-        self.loop.on_readable(self._connection.fileno(), self._receive)
-        request = json.dumps(self.request).encode("ascii") + b"\n"
-        try:
-            with child_end:
-                fds = array("i", [child_end.fileno(), *self.streams])
-                process.control.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-            if self._connection.send(request) < len(request):  # Its buffer takes some 200 KiB.
-                self._finish("its environment is too large to be sent to the preloaded one")
-        except OSError:
-            self._replace_process()
-
-    def _replace_process(self, why: str = _NO_ANSWER) -> None:
-        """End a preload process that hangs or is outdated, and have the payload run in a fresh interpreter.
-
-        The payload cannot run twice: a forked process begins only at the word "go".
-        """
-        assert isinstance(self.process, PreloadProcess)
-        self.process.close(why)
-        self._finish(why)
+    def _give_up(self) -> None:
+        """Have the payload run in a fresh interpreter. It cannot run twice: a forked process begins only at the word "go"."""
+        if self.process.imported:
+            return self._finish(self.server.end_process(self.process))
+        self._finish("importing %s is not done yet" % ", ".join(self.process.modules))
 
     def _receive(self) -> None:
-        """Receive the forked process's answer, and tell it to begin unless it has a problem."""
-        assert self._connection is not None
+        """Receive the forked process's answer, and tell it to begin unless there is a problem."""
         try:
-            data = self._connection.recv(65536)
-            answer: Dict[str, Any] = json.loads(data.decode("ascii")) if data else {"problem": _NO_ANSWER, "stale": False}
-            if answer["problem"] is None:
-                self._connection.send(b"go")  # Its parent cannot have collected it yet: it waits for this word.
+            data = self.connection.recv(65536)
         except OSError:
-            return self._finish(_NO_ANSWER)
-        if answer["stale"]:
-            self._replace_process(answer["problem"])
-        elif answer["problem"] is not None:
-            self._finish(str(answer["problem"]))
-        else:
-            self.loop.adopt(answer["pid"], self.on_exit)
-            self._finish(int(answer["pid"]))
+            data = b""
+        if not data:
+            return self._finish(self.server.end_process(self.process))
+        answer = json.loads(data.decode("ascii"))
+        pid, problem = answer["pid"], answer["problem"]
+        self.process.imported = pid is not None
+        if problem is None:
+            try:
+                # The process cannot have ended, and its id be another's: it waits for this word.
+                self.connection.sendmsg([b"go"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", self.streams))])
+            except OSError:
+                return self._finish(_NO_ANSWER)
+            self.server.loop.adopt(pid, self.on_exit)
+            return self._finish(int(pid))
+        if pid is None or answer["stale"]:
+            self.server.end_process(self.process, problem)
+        self._finish(problem)
 
 
 @dataclass(eq=False)
@@ -246,9 +155,7 @@ class PreloadServer:
     loop: Loop
     directory: str
     python: str = sys.executable
-
-    def __post_init__(self) -> None:
-        self._processes: Dict[Tuple[str, ...], PreloadProcess] = {}
+    _processes: Dict[Tuple[str, ...], _Process] = field(default_factory=dict)
 
     def preload(self, modules: Sequence[str], ray_env: Optional[Environment], environ: Environment) -> None:
         """Start a preload process, if there are modules to import, for payloads that come when its imports are done.
@@ -271,15 +178,53 @@ class PreloadServer:
         env: Environment,
         secrets: Iterable[str] = (),
         streams: Tuple[int, int],
-    ) -> ForkRequest:
-        """Request a fork for one payload from a process that has imported these modules; its stdin is /dev/null.
+    ) -> Union[ForkRequest, str]:
+        """Request a fork for one payload from a process that has imported these modules; or why that is not possible.
 
         `done` is called with the result, after this returns; until then the payload's stdout and stderr, `streams`, must stay
-        open. `on_exit` is called when the forked process has ended. No other process may have the variables `secrets`.
+        open; its stdin is /dev/null. `on_exit` is called when the forked process has ended. No other process may have the
+        variables `secrets`.
         """
-        process = self._process_for(tuple(modules), argv, env, secrets)
+        if sys.platform != "linux":
+            return "only Linux has what forking from a preloaded one takes"
+        problem = command_problem(argv, self.python)
+        if problem is not None:
+            return problem
+        process = self._processes.get(tuple(modules)) or self._start(tuple(modules), env, secrets)
+        if process is None:
+            return "no interpreter can be preloaded"
+        problem = process.problem or environment_problem(process.env, env)
+        if problem is not None:
+            return problem
         request = {"argv": [self.python, *argv[1:]], "cwd": cwd, "env": env, "parent": os.getpid()}
-        return ForkRequest(self.loop, process, request, streams, on_exit, done)
+        line = json.dumps(request).encode("ascii") + b"\n"
+        connection, child_end = socket.socketpair()
+        connection.setblocking(False)
+        with child_end:
+            if connection.send(line) < len(line):  # Its buffer takes some 200 KiB.
+                connection.close()
+                return "its environment is too large to be sent to the preloaded one"
+            try:
+                # The process handles the request when its imports are done.
+                process.control.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [child_end.fileno()]))])
+            except OSError:
+                connection.close()
+                return self.end_process(process)
+        return ForkRequest(self, process, connection, streams, on_exit, done)
+
+    def end_process(self, process: _Process, why: Optional[str] = None) -> str:
+        """End a preload process that is outdated, hangs or has ended; the payloads that were forked from it go on.
+
+        Another one replaces it if payloads could be forked from this one. Returns `why` not now, by default what its state says.
+        """
+        process.control.close()
+        if process.pid is not None:
+            processes.signal_group(process.pid, signal.SIGKILL)
+        if not process.imported:
+            process.problem = process.problem or why or "the process that imports %s ended" % ", ".join(process.modules)
+        elif self._processes.get(process.modules) is process:
+            del self._processes[process.modules]
+        return process.problem or _NO_ANSWER
 
     def pids(self) -> List[int]:
         """Process ids of the preload processes that run; they belong to no payload."""
@@ -287,38 +232,41 @@ class PreloadServer:
 
     def close(self) -> None:
         """End all preload processes."""
-        for process in self._processes.values():
-            process.close("the runtime ends")
+        for process in list(self._processes.values()):
+            self.end_process(process)
 
-    def _process_for(
-        self, modules: Tuple[str, ...], argv: Sequence[str], env: Environment, secrets: Iterable[str]
-    ) -> Union[PreloadProcess, str]:
-        """The preload process for a payload, started if need be; or why the payload needs a fresh interpreter."""
-        if sys.platform != "linux":
-            return "only Linux has what forking from a preloaded one takes"
-        problem = command_problem(argv, self.python)
-        if problem is not None:
-            return problem
-        process = self._processes.get(modules)
-        if process is None or (process.closed and process.served):  # One that never served would not serve the next time.
-            process = self._start(modules, env, secrets)
-        if process is None:
-            return "no interpreter can be preloaded"
-        return environment_problem(process.env, env) or process
-
-    def _start(self, modules: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> Optional[PreloadProcess]:
+    def _start(self, modules: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> Optional[_Process]:
         """A new preload process for payloads with the environment `env`; None if it cannot be started."""
-        process = PreloadProcess(self.loop, ", ".join(modules), preload_environment(dict(os.environ), env, secrets))
         script = os.path.join(self.directory, "python.py")
+        control, child_end = socket.socketpair()
+        control.setblocking(False)
+        process = _Process(modules, preload_environment(dict(os.environ), env, secrets), control)
+
+        def exited(*_: Any) -> None:
+            process.pid = None
+            self.end_process(process)
+
         try:
             os.makedirs(self.directory, 0o700, exist_ok=True)
             source = pkgutil.get_data(__package__ or "", "preload_child.py") or b""
             for path, content in ((os.path.join(self.directory, "rayslurm_preload.py"), source), (script, _SCRIPT)):
                 with open(path, "wb") as file:
                     file.write(content)
-            process.start(self.python, script, modules)
+            process.pid = self.loop.spawn(
+                [self.python, script, str(child_end.fileno()), *modules, PADDING],
+                exited,
+                cwd=self.directory,
+                env=process.env,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,  # What modules print when they are imported belongs to no payload.
+                pass_fds=(child_end.fileno(),),
+                preexec_fn=processes.die_with_parent(),
+            )
         except OSError as error:
             print("rayslurm: no interpreter can be preloaded: %s" % error, file=sys.stderr)
+            control.close()
             return None
+        finally:
+            child_end.close()
         self._processes[modules] = process
         return process

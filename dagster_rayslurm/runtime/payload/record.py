@@ -1,4 +1,4 @@
-"""What a payload leaves: its run record with the Pipes messages, and the output files that Dagster fetches."""
+"""What a payload leaves: its run record with the Pipes messages, the usage on all its nodes, and the output files for Dagster."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import stat
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Sequence, Union
+from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Union
 
+from ..node.ray_jobs import RayJobs, logs_of
+from ..node.usage import GpuMonitor, UsageSampler, merge_usage
+from ..node.worker_nodes import WorkerNodes
 from ..process.loop import Loop
 from ..protocol.record import STATUS, Record, RunRecord, split_lines, write_atomically
 
@@ -19,6 +22,9 @@ _CHUNK = 256 * 1024  # Most bytes of messages that are read at a time.
 _RETRY = 1.0  # Seconds between two tries to write the `end`.
 # Most sentences in `left_out`; the `end` record must fit into a fixed amount of reserved disk space.
 _MAX_SENTENCES = 50
+# Usage is recorded again when the elapsed time or the peak memory has grown by such a factor; a long run has some hundred
+# usage records.
+_TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05
 
 
 @dataclass(eq=False)
@@ -37,11 +43,6 @@ class PayloadRecord:
     _messages: Optional[BinaryIO] = None
     _partial: bytes = b""
     _unwritten_end: Optional[Record] = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the `end` record is written."""
-        return self.files.ended
 
     def keep(self, *records: Record) -> None:
         """Write records that must not be lost into the journal."""
@@ -105,13 +106,8 @@ class PayloadRecord:
     def end(self, end: Record) -> None:
         """Write the `end` record, and retry every second until that succeeds."""
         self._unwritten_end = end
-        self._try_to_end()
-        if self._unwritten_end is not None:
-            print("rayslurm: %s: the end of the run cannot be recorded yet" % self.files.run_dir, file=sys.stderr)
-
-    def _try_to_end(self) -> None:
         if not self.write_end():
-            self.loop.call_later(_RETRY, self._try_to_end)
+            print("rayslurm: %s: the end of the run cannot be recorded yet" % self.files.run_dir, file=sys.stderr)
 
     def write_end(self) -> bool:
         """Write the `end` record if it is due and not written yet. Returns whether no `end` remains to be written."""
@@ -123,6 +119,7 @@ class PayloadRecord:
         try:
             self.files.end(end)
         except OSError:
+            self.loop.call_later(_RETRY, self.write_end)
             return False
         self._unwritten_end = None
         return True
@@ -137,6 +134,86 @@ class PayloadRecord:
             write()
         except OSError as error:
             self.failed("%s cannot be written: %s" % (self.files.run_dir, error.strerror))
+
+
+@dataclass(eq=False)
+class UsageMeasurement:
+    """Measures the usage of a payload on this node and on the worker nodes, from its construction to `finish` or `cancel`.
+
+    `note` writes a record of the usage so far, so that a run leaves its figures even if Slurm kills the job.
+    """
+
+    loop: Loop
+    nonce: str
+    note: Callable[[Record], None]
+    gpus: GpuMonitor
+    foreign_pids: Callable[[], Iterable[int]]  # Ids of processes that, with all below them, belong to other payloads.
+    ray_temp_dir: Optional[str] = None
+    shared_ray_pid: Optional[Callable[[], Optional[int]]] = None  # Id of the process above a Ray cluster that payloads share.
+    workers: Optional[WorkerNodes] = None  # The worker nodes of the Ray cluster, which measure usage as well.
+    sampled: Callable[[], None] = lambda: None  # Called after each sample on this node.
+
+    def __post_init__(self) -> None:
+        self._noted = (0.0, 0)
+        self._total: Dict[str, Any] = {}
+        self._jobs: Optional[RayJobs] = None
+        if self.shared_ray_pid is not None and self.ray_temp_dir is not None:
+            self._jobs = RayJobs(logs_of(self.ray_temp_dir), self.shared_ray_pid)
+        self._announced: Optional[Set[str]] = None
+        self._sampler = UsageSampler(
+            self.loop, self.gpus, self.ray_temp_dir, self.foreign_pids, jobs=self._jobs, sampled=self._sampled
+        )
+        self._announce_jobs()
+
+    def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
+        """Take the last figures after the payload's process `pid` has ended; `rusage` are the kernel's (getrusage(2)).
+
+        Returns whether there are worker nodes; then `done` is called when they have sent their figures or the time for that is
+        over. In their usage this node is called `hostname`.
+        """
+        own = self._total = self._sampler.stop(pid, rusage)
+        self._announce_jobs()
+
+        def collected(others: Dict[str, Dict[str, Any]]) -> None:
+            with contextlib.suppress(Exception):  # Malformed figures of a worker node must not fail the payload.
+                self._total = merge_usage({hostname: own, **others})
+            done()
+
+        return self._collect(collected)
+
+    def cancel(self) -> None:
+        """Stop measuring on all nodes."""
+        self._sampler.cancel()
+        self._collect(lambda _: None)
+
+    def current(self) -> Dict[str, Any]:
+        """The usage of all nodes, or of this node alone until the other nodes have sent theirs; empty before the first sample."""
+        usage = self._total or self._sampler.meter.summary()
+        return usage if usage["elapsed"] else {}
+
+    def _sampled(self) -> None:
+        self._announce_jobs()
+        self.sampled()
+        usage = self._sampler.meter.summary()
+        points = usage.pop("points")
+        elapsed, peak = self._noted
+        if points and (usage["elapsed"] > _TIME_GROWTH * elapsed or usage["peak_memory"] > _MEMORY_GROWTH * peak):
+            self._noted = usage["elapsed"], usage["peak_memory"]
+            self.note({"type": "usage", "usage": usage, "memory": points[-1][2]})
+
+    def _announce_jobs(self) -> None:
+        """Have the worker nodes measure usage too, and tell them of new Ray jobs of the payload in a shared Ray cluster."""
+        jobs = set() if self._jobs is None else self._jobs.job_ids
+        if self.workers is not None and jobs != self._announced:
+            self._announced = set(jobs)
+            self.workers.measure(self.nonce, None if self._jobs is None else sorted(jobs))
+
+    def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
+        """Have the worker nodes stop measuring and pass their figures to `done`; returns whether there are worker nodes."""
+        workers, self.workers = self.workers, None
+        if workers is not None:
+            workers.collect(self.nonce, done)
+        return workers is not None
 
 
 @dataclass(eq=False)

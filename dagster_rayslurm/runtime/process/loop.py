@@ -23,8 +23,8 @@ ExitCallback = Callable[[int, Any], None]
 class Timer:
     """One call that the loop makes later, unless it is cancelled; made by `Loop.call_later`."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call: Optional[Callable[[], None]] = call
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call: Optional[Callable[[], object]] = call
 
     def cancel(self) -> None:
         self.call = None
@@ -65,7 +65,7 @@ class Loop:
         """Seconds on the monotonic clock."""
         return time.monotonic()
 
-    def call_later(self, delay: float, call: Callable[[], None]) -> Timer:
+    def call_later(self, delay: float, call: Callable[[], object]) -> Timer:
         """Make a call once, after a delay in seconds; returns the timer, which can cancel it."""
         timer = Timer(call)
         heapq.heappush(self._timers, (time.monotonic() + delay, next(self._order), timer))

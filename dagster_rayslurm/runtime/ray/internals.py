@@ -8,7 +8,7 @@ Each function imports the modules of Ray when it is called, because the runtime 
 depend on Ray's internals, because they run in a payload's process, which cannot import the runtime:
 `payload/preload_child.py` (modules that Ray imports lazily, the exit of a driver). Formats
 that are only read stay with their readers: names of worker logs (`node/ray_jobs.py`) and the raylet's command line
-(`payload/measurement.py`).
+(`payload/environment.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 from ..node import resources
 from ..node.allocation import Allocation, head_address
@@ -23,10 +23,9 @@ from ..node.resources import NodeResources, count_cpus, footprint_error, may_nee
 from ..node.usage import GpuMonitor
 from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..nodes import simulated
-from ..payload.environment import LaunchContext
-from ..payload.measurement import watch_own_ray
+from ..payload.environment import payload_environment
 from ..payload.payload import Payload
-from ..payload.preload_server import PreloadServer
+from ..payload.record import UsageMeasurement
 from ..process import processes
 from ..process.loop import Loop, Timers
 from ..process.processes import StrayProcesses
@@ -41,6 +40,9 @@ from ..ray.leak_check import LeakCheck
 from ..ray.membership import nodes_expected
 from ..ray.ray_node import ClusterDir, clean_up_cluster, granted_defaults
 from .queue import Closing, Misfit, Next, Queue, capacities_of, misfit
+
+if TYPE_CHECKING:
+    from ..payload.preload_server import PreloadServer
 
 # Seconds between SIGTERM and SIGKILL for a payload whose Ray cluster was lost; `ray.init` may hang for 40 s (Ray 2.60).
 _LOST_GRACE = 1.0
@@ -120,14 +122,18 @@ class Supervisor(RayListener):
         self.is_session = timeout is not None
         self.queue = Queue(limit, margin, timeout, allocation is not None, idle_since=loop.now())
         self._fresh: Dict[str, RayCluster] = {}  # The payloads' own Ray clusters, by the payload's nonce.
-        self._unwritten: List[Payload] = []  # Payloads that have ended, but whose `end` record could not be written yet.
+        self._unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
         self._signalled = False
         self._timers = Timers(loop)
         self._gpus = GpuMonitor(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
         loop.call_later(_REFRESH_INTERVAL, self._refresh)
-        self._preload_server = PreloadServer(loop, self.scratch.join("preload"))
+        self._preload_server: Optional[PreloadServer] = None
+        if self.is_session:
+            from ..payload.preload_server import PreloadServer
+
+            self._preload_server = PreloadServer(loop, self.scratch.join("preload"))
         self._ray_version = installed_version() if self.is_session else None
         self._leaks = LeakCheck(loop, lambda: self.cluster)
         self._strays = StrayProcesses(loop)
@@ -171,7 +177,7 @@ class Supervisor(RayListener):
         try:
             if self.cluster is not None:
                 self.cluster.start()
-            if self.is_session:
+            if self._preload_server is not None:
                 ray_env = self.cluster.environment if self.cluster is not None else None
                 self._preload_server.preload(self.spec.preload, ray_env, self._payload_environ(dict(os.environ)))
             if self.cluster is None:
@@ -186,7 +192,8 @@ class Supervisor(RayListener):
         finally:
             for cluster in self._clusters:
                 cluster.end()
-            self._preload_server.close()
+            if self._preload_server is not None:
+                self._preload_server.close()
             self.workers.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             self._write_ends()
@@ -238,11 +245,7 @@ class Supervisor(RayListener):
     def _write_ends(self) -> None:
         """Try for some seconds to write the `end` records that could not be written before."""
         deadline = self.loop.now() + _END_TIMEOUT
-        left = [payload for payload in {*self._unwritten, *self.payloads} if payload.ended]
-        while True:
-            left = [payload for payload in left if not payload.record.write_end()]
-            if not left or self.loop.now() > deadline:
-                return
+        while [payload for payload in self._unrecorded if not payload.record.write_end()] and self.loop.now() < deadline:
             time.sleep(_END_TIMEOUT / 10)
 
     def _abort(self, error: BaseException) -> None:
@@ -304,9 +307,10 @@ class Supervisor(RayListener):
         except BaseException:
             record.withdraw()
             raise
-        environ, preload_server = self._payload_environ(environ or dict(os.environ)), self._preload_server
-        payload = Payload(self.loop, run_dir, spec, secrets, record, environ, preload_server if self.is_session else None)
+        environ = self._payload_environ(environ or dict(os.environ))
+        payload = Payload(self.loop, run_dir, spec, secrets, record, environ, self._preload_server)
         payload.on_ended.append(lambda: self._ended(payload))
+        self._unrecorded = [each for each in self._unrecorded if not each.files.ended] + [payload]
         self.queue = self.queue.added(payload, self._is_fresh(spec), self.loop.now())
         self._timers.cancel("idle")
         payload.record.keep(
@@ -390,26 +394,25 @@ class Supervisor(RayListener):
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
-        watch_own_ray(self.loop, payload, self.machine)
-        messages = self.scratch.join("messages-%s.jsonl" % payload.spec.nonce)
-        launch = LaunchContext(messages, self._gpus, lambda: self._foreign_pids(payload))
-        if cluster is not None:
-            is_warm = cluster is self.cluster
-            launch = replace(
-                launch,
-                ray_env=cluster.environment,
-                worker_env=self.spec.worker_env,
-                ray_temp_dir=cluster.ray_temp_dir,
-                shared_ray_pid=(lambda: cluster.pid) if is_warm and self.is_session else None,
-                workers=self.workers if self.workers.members else None,
-                leak_check=self._leaks.at_end(payload.spec.nonce) if is_warm else None,
-            )
-        payload.start(launch)
+        spec, is_warm = payload.spec, cluster is not None and cluster is self.cluster
+        messages = self.scratch.join("messages-%s.jsonl" % spec.nonce)
+        ray_env, worker_env = ({}, {}) if cluster is None else (cluster.environment, self.spec.worker_env)
+        env = payload_environment(spec, payload.environ, sys.executable, payload.run_dir, messages, ray_env, worker_env)
+        measurement = UsageMeasurement(
+            self.loop,
+            spec.nonce,
+            payload.record.note,
+            self._gpus,
+            foreign_pids=lambda: self._foreign_pids(payload),
+            ray_temp_dir=None if cluster is None else cluster.ray_temp_dir,
+            shared_ray_pid=(lambda: cluster.pid) if cluster is not None and is_warm and self.is_session else None,
+            workers=None if cluster is None or not self.workers.members else self.workers,
+            sampled=lambda: payload.check_own_ray(self.machine),
+        )
+        payload.start(env, messages, measurement, self._leaks.at_end(spec.nonce) if is_warm else None)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.ending.exit_code
-        if not payload.record.ended:
-            self._unwritten = [each for each in self._unwritten if not each.record.ended] + [payload]
         if self.spec.requeue and not payload.ending.terminated and self.spec.meeting is None:
             with contextlib.suppress(OSError, SpecError):
                 take_secrets(payload.run_dir, keep=False)  # Slurm will not run this job again, so nobody needs them.
@@ -483,7 +486,6 @@ class Supervisor(RayListener):
         own = {"name": self._name, "cpus": here.num_cpus, "gpus": here.num_gpus, "here": True, "component": here.component}
         cluster = self.cluster.facts() if self.cluster is not None else {}
         idle = queue.idle_for(now)
-        unwritten = [each for each in self._unwritten if not each.record.ended and each not in self.payloads]
 
         def facts(payload: Payload, state: str, since: float) -> Dict[str, Any]:
             own = {"run_dir": payload.run_dir, "run_id": payload.spec.run_id, "step": payload.spec.step}
@@ -491,7 +493,7 @@ class Supervisor(RayListener):
 
         payloads = [facts(each.payload, "waiting", each.since) for each in queue.waiting]
         payloads += [facts(each.payload, "running", each.since) for each in queue.running]
-        payloads += [facts(each, "ended", now) for each in unwritten]
+        payloads += [facts(each, "ended", now) for each in self._unrecorded if each.ended and not each.files.ended]
         return {
             "cluster_id": self.spec.cluster_id,
             "protocol": PROTOCOL_VERSION,
@@ -564,7 +566,8 @@ class Supervisor(RayListener):
         own = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
         clusters = [cluster.pid for cluster in self._clusters if cluster is not own and cluster.pid is not None]
         drivers = [pid for pid in self._driver_pids() if pid != payload.pid]
-        return [*drivers, *self._preload_server.pids(), *clusters, *self.workers.pids]
+        preloading = [] if self._preload_server is None else self._preload_server.pids()
+        return [*drivers, *preloading, *clusters, *self.workers.pids]
 
 
 class _FreshListener(RayListener):
