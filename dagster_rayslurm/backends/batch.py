@@ -99,7 +99,8 @@ class BatchBackend:
             rows = queue.named(request.job_name)
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
-        job_id = reattachable_job(self.connection, run_dir, plan.payload.nonce, request_files, job_of, step.log)
+        nonce = plan.payload.nonce
+        job_id = reattachable_job(self.connection, run_dir, nonce, request_files, job_of, step.log, request.requeue)
         if job_id is not None:
             # An attempt that was killed may not have written the id, without which `submit` would submit again.
             self.connection.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")

@@ -146,6 +146,7 @@ def reattachable_job(
     request: Mapping[str, bytes],
     job_of: Callable[[Record | None], str | None],
     log: Any,
+    requeue: bool = False,
 ) -> str | None:
     """Returns the id of the job whose payload a retry may continue: same request, and not failed; None if there is none.
 
@@ -153,12 +154,13 @@ def reattachable_job(
         request: the files of the run directory as they would be written now.
         job_of: finds the id of the payload's job from the record's `start`, or from None; returns None if the job is gone.
         log: the step's Dagster log, for a warning if the job runs for another request.
+        requeue: whether Slurm may run the job again, so that an `end` after a signal from outside is not final.
     """
     if connection.stat(os.path.join(run_dir, JOURNAL)) is None:
         return None
     same = same_request({name: connection.read(os.path.join(run_dir, name), 0, _MOST_BYTES) for name in request}, request)
     start, end = _start_and_end(connection, run_dir, nonce)
-    if end is not None:
+    if end is not None and not (requeue and end["reason"] == EndReason.TERMINATED):
         succeeded = end["reason"] == EndReason.EXIT and end["exit_code"] == 0
         return str(start["allocation"]["job_id"]) if start is not None and succeeded and same else None
     job_id = job_of(start)
@@ -193,13 +195,13 @@ def _normalized(files: Mapping[str, bytes]) -> list[Any] | None:
 
 
 def _start_and_end(connection: Connection, run_dir: str, nonce: str) -> tuple[Record | None, Record | None]:
-    """Returns the last `start` and the `end` of a payload's record; None for each that is missing."""
+    """Returns the last `start` of a payload's record, and the `end` that follows it; None for each that is missing."""
     reader = LineReader()
     start, end = None, None
     while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _MOST_BYTES):
         for record in reader.feed(data):
             if record.get("type") == "start":
-                start = record
+                start, end = record, None
             elif record.get("type") == "end" and record.get("nonce") == nonce:
                 end = record
     return start, end

@@ -65,6 +65,7 @@ def end(**fields: Any) -> dict[str, Any]:
         pytest.param([START, end()], {"time": "6"}, None, id="something else has succeeded"),
         pytest.param([START, end(exit_code=1)], {}, None, id="has failed"),
         pytest.param([START, end(reason="terminated")], {}, None, id="was ended"),
+        pytest.param([START, end(reason="terminated"), START], {}, "13", id="runs again after a requeue"),
         pytest.param([START, end(nonce="another")], {}, "13", id="another one has ended"),
     ],
 )
@@ -77,6 +78,14 @@ def test_a_job_is_found_for_the_same_request_only(
     assert reattachable_job(LocalConnection(), str(tmp_path), "n", files(), lambda _: "13", log) == job
     missing = str(tmp_path / "swept")
     assert reattachable_job(LocalConnection(), missing, "n", files(), lambda _: "13", log) is None
+
+
+def test_a_job_that_slurm_runs_again_is_found(tmp_path: Path) -> None:
+    ended = {**files(), JOURNAL: encode(START) + encode(end(reason="terminated"))}
+    for name, content in ended.items():
+        (tmp_path / name).write_bytes(content)
+    found = reattachable_job(LocalConnection(), str(tmp_path), "n", files(), lambda _: "13", Log(), requeue=True)
+    assert found == "13", "the job waits to run again"
 
 
 @pytest.mark.parametrize("patience", [60.0, 0.0])
