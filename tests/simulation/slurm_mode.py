@@ -558,6 +558,8 @@ class SlurmMode(History):
             raise Violation("success, but the payload has not succeeded")
         if not succeeded and payload.ended_well and not self.faults:
             raise Violation(f"failure without a fault: {last.verdict or last.failure}")
+        if last.ended == "record" and last.not_started and not self._has("fill_disk"):
+            raise Violation(f"a failure of the record without a full disk: {last.failure}")
         names = [job["name"] for job in self.cluster.state["jobs"].values()]
         if len(names) > len(set(names)):
             raise Violation("two jobs have the same name")

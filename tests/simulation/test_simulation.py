@@ -19,6 +19,7 @@ KEPT = {
         ("slurm", 2015, ""),
         ("slurm", 2312, ""),
     ],
+    "a retry failed with the kind `record` while slurmctld was down": [("slurm", 2619, "")],
 }
 """Scenario, seed and left-out faults of histories that broke a promise once, by the defect."""
 
