@@ -156,8 +156,9 @@ def end_sessions(base: Path) -> None:
 
 
 def small_ray(**fields: Any) -> RayLauncher:
-    """A Ray launcher for tests, with a small object store and without dashboard. `fields` override its fields."""
-    defaults = {"object_store_memory_gb": 0.1, "dashboard": False, "startup_timeout": 120, "grace_period": 2}
+    """A Ray launcher for tests, with a small object store, no dashboard and no autoscaler. `fields` override its fields."""
+    small = {"object_store_memory_gb": 0.1, "dashboard": False, "ray_args": ["--no-monitor"]}
+    defaults = {**small, "startup_timeout": 120, "grace_period": 2}
     return RayLauncher(**{**defaults, **fields})
 
 

@@ -24,7 +24,7 @@ from .test_supervisor import NAP, Runtime
 pytestmark = pytest.mark.ray
 
 KEY = "cc" * 32
-SMALL = RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, startup_timeout=140.0)
+SMALL = RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, ray_args=["--no-monitor"], startup_timeout=140.0)
 
 SHOW = """
 import json, os, ray, sys

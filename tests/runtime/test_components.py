@@ -59,7 +59,7 @@ TASK = {
 STORE = 100 * 2**20
 CPU = NodeSpec("cpu", num_cpus=1, object_store_memory=STORE)
 GPU = NodeSpec("gpu", num_gpus=2, object_store_memory=STORE, resources={"shelf": 1.0}, labels={"disk": "fast"})
-RAY = RaySpec(dashboard=False, startup_timeout=100.0, components=[CPU, GPU])
+RAY = RaySpec(dashboard=False, ray_args=["--no-monitor"], startup_timeout=100.0, components=[CPU, GPU])
 C1, G1 = (NodeResources(name, 4, gpus, 2**33, None, component) for name, gpus, component in (("c1", 0, "cpu"), ("g1", 2, "gpu")))
 
 

@@ -271,7 +271,7 @@ def test_a_task_that_grows_too_large_raises_and_the_payload_goes_on(tmp_path: Pa
     for name in Nodes.task(None, 0):  # type: ignore[arg-type]
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "1500")
-    ray = RaySpec(num_cpus=1, object_store_memory=100 * MIB, dashboard=False, startup_timeout=100.0)
+    ray = RaySpec(num_cpus=1, object_store_memory=100 * MIB, dashboard=False, ray_args=["--no-monitor"], startup_timeout=100.0)
     node = Nodes(tmp_path, idle_timeout=60.0, ray=ray)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")

@@ -97,6 +97,15 @@ def test_the_dashboard_gets_a_tmpdir_of_its_own(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+def test_the_process_of_the_dashboard_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = importlib.import_module("ray._private.node").Node
+    parameters = inspect.signature(node.start_api_server).parameters
+    assert set(parameters) == {"self", "include_dashboard", "raise_on_failure"}
+    monkeypatch.setattr(node, "start_api_server", node.start_api_server)
+    internals.skip_dashboard()
+    assert node.start_api_server(None, include_dashboard=False, raise_on_failure=False) is None
+
+
 def test_a_worker_can_be_told_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     node = importlib.import_module("ray._private.node")
     name = "get_all_node_info_until_retrieved"

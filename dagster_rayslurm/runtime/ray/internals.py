@@ -79,6 +79,7 @@ _DASHBOARD = "get_dashboard_dependency_error"  # Function that says what the das
 _HEAD_INFO = (
     "get_all_node_info_until_retrieved"  # Function of `ray start --address` that asks for the head's row of the node table.
 )
+_START_DASHBOARD = "start_api_server"  # Method of Ray's `Node` that starts the dashboard's process.
 _START_PROCESS = "start_ray_process"  # Function that starts each of Ray's daemons.
 _TEMP_DIR_KEY = b"rayslurm_temp_dir"  # Key under which the head writes its temporary directory to the GCS, for the worker nodes.
 _SUBMITTED = (
@@ -126,6 +127,16 @@ def disable_client_server(command: List[str]) -> List[str]:
     if getattr(scripts, _CLIENT_SERVER, lambda: None)() is None:
         return command  # The server will be started, and must not take the default port, which other Ray clusters may use.
     return [word for word in command if not word.startswith("--ray-client-server-port=")]
+
+
+def skip_dashboard() -> None:
+    """Keep `ray start` in this process from starting the dashboard's process, which costs a second of CPU time and 100 MB.
+
+    Ray 2.60 starts it without a dashboard as well, and then it only reports usage statistics.
+    """
+    node = _module("ray._private.node").Node
+    if hasattr(node, _START_DASHBOARD):
+        setattr(node, _START_DASHBOARD, lambda *_, **__: None)
 
 
 def move_dashboard_files(temp_dir: str) -> None:

@@ -69,7 +69,9 @@ def main(argv: List[str]) -> int:
     if order["head"]:
         serve(order["fd"], order["gcs"], order["logs"], order["idle_workers"], report)
         threading.Thread(target=_watch, args=(order, report), daemon=True).start()
-        if command[0] == "start":
+        if "--include-dashboard=false" in command:
+            internals.skip_dashboard()
+        elif command[0] == "start":
             internals.move_dashboard_files(_temp_dir(command))
     else:
         _wait_for_head(order["gcs"], command)
