@@ -168,11 +168,11 @@ def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)
 
-    from .nodes import worker
     from .process import loop, scratch
+    from .ray import agent
 
     scratch.sweep()
-    helper = worker.Worker(loop.Loop(), spec, here, scratch.Scratch(), lambda: _dispensable.__setitem__(0, 1))
+    helper = agent.Worker(loop.Loop(), spec, here, scratch.Scratch(), lambda: _dispensable.__setitem__(0, 1))
     helper.run()
     if helper.exit_code:
         _dispensable[0] = 0

@@ -342,8 +342,8 @@ def test_leaks_in_a_warm_cluster_are_reported(runtime: Runtime) -> None:
     for name, code in codes.items():
         runtime.add(name, "import ray; ray.init(log_to_driver=False, namespace='mine')" + code, uses_ray=True)
     said = runtime.run("""
-        from dagster_rayslurm.runtime.ray import leak_check
-        leak_check._IDLE = 1.0
+        from dagster_rayslurm.runtime.ray import cluster
+        cluster._IDLE = 1.0
         session(ray=RaySpec(num_cpus=2, object_store_memory=100 * 2**20))
         [submit(name) for name in ("data", "one", "two", "three")]
         def cleaned():

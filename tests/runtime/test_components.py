@@ -20,12 +20,13 @@ from dagster_rayslurm.runtime.node.network import choose_ports, control_ports
 from dagster_rayslurm.runtime.node.resources import (
     GPU_VARIABLES,
     NodeResources,
+    component_shares,
     count_gpus,
     footprint_error,
     runtime_footprint,
+    single_node_share,
     visible_gpus,
 )
-from dagster_rayslurm.runtime.nodes import simulated as simulated_nodes
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.process.scratch import Scratch
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, STDIO, LineReader
@@ -204,7 +205,7 @@ def test_gpus_of_a_machine_are_shared_out(
 ) -> None:
     components = [ComponentSpec(name, 1, 64, gpus) for name, gpus in zip("ab", wanted, strict=True)]
     here = NodeResources("h", 2, len(devices), 8 * 2**30, None)
-    roles = simulated_nodes.component_shares(RuntimeSpec("c", RaySpec(), components=components), here, ("X", devices))
+    roles = component_shares(RuntimeSpec("c", RaySpec(), components=components), here, ("X", devices))
     assert tuple(role.environ for role in roles) == shown
     assert {place: role.remark for place, role in enumerate(roles) if role.remark} == simulated
     assert [(role.machine.num_cpus, role.machine.num_gpus, role.machine.memory_limit) for role in roles] == [
@@ -231,7 +232,7 @@ def test_ray_counts_what_a_machine_lacks(
 ) -> None:
     """Nobody is shown a device that was hidden from this process."""
     here = NodeResources("h", 2, len(devices), 2**33, 2**32)
-    role = simulated_nodes.single_node_share(RuntimeSpec("c", asked), here, ("X", devices))
+    role = single_node_share(RuntimeSpec("c", asked), here, ("X", devices))
     assert (role.machine.num_cpus, role.machine.num_gpus) == counted and role.machine.memory_limit == here.memory_limit
     assert role.environ == shown
     assert role.remark == (remark and f"Ray counts {remark} for it: the others are simulated, no device is behind them")
@@ -239,9 +240,7 @@ def test_ray_counts_what_a_machine_lacks(
 
 def test_a_launcher_goes_before_its_queue_where_components_are_simulated() -> None:
     components = [ComponentSpec("cpu", 1, 64, 0), ComponentSpec("gpu", 1, None, 8)]
-    roles = simulated_nodes.component_shares(
-        RuntimeSpec("c", RAY, components=components), NodeResources("h", 2, 0, 2**33, 2**32), ("X", [])
-    )
+    roles = component_shares(RuntimeSpec("c", RAY, components=components), NodeResources("h", 2, 0, 2**33, 2**32), ("X", []))
     assert [(role.machine.name, role.machine.num_cpus, role.machine.num_gpus) for role in roles] == [
         ("h (component cpu)", 1, 0),
         ("h (component gpu)", 2, 2),
@@ -271,9 +270,7 @@ def test_gpus_of_any_maker_are_shared_out(environ: dict[str, str], shown: list[d
     components = [ComponentSpec(name, 1, None, 1) for name in "ab"]
     count = count_gpus(environ)
     here = NodeResources("h", 2, count, 2**33, None)
-    roles = simulated_nodes.component_shares(
-        RuntimeSpec("c", RaySpec(), components=components), here, visible_gpus(environ, count)
-    )
+    roles = component_shares(RuntimeSpec("c", RaySpec(), components=components), here, visible_gpus(environ, count))
     assert count == 2 and [role.environ for role in roles] == shown
     assert [count_gpus({name: value for name, value in role.environ.items() if value is not None}) for role in roles] == [1, 1]
 
@@ -465,8 +462,8 @@ def test_a_component_that_grants_less_is_named(job: Job) -> None:
 HURRIED = """
 import sys
 from dagster_rayslurm.runtime.node.worker_nodes import WorkerNodes
-from dagster_rayslurm.runtime.nodes import worker
-worker._HEAD_SIGNAL_TIMEOUT, introduced = 0.5, WorkerNodes._introduce
+from dagster_rayslurm.runtime.ray import agent
+agent._HEAD_SIGNAL_TIMEOUT, introduced = 0.5, WorkerNodes._introduce
 def noted(*args):
     introduced(*args)
     open(sys.argv[1] + "/joined", "w").close()

@@ -8,8 +8,7 @@ from typing import Any
 
 from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster, RayListener
-from dagster_rayslurm.runtime.ray.leak_check import LeakCheck, left_when_idle
+from dagster_rayslurm.runtime.ray.cluster import HeadNode, LeakCheck, RayCluster, RayListener, left_when_idle
 
 ACTOR = {"kind": "actor", "id": "a1", "job": "01", "name": "model", "namespace": "mine", "class": "Model", "since": 0.0}
 GROUP = {"kind": "group", "id": "ab12", "job": "02", "title": "ab12", "since": 0.0}

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.node.worker_nodes import Identity
-from dagster_rayslurm.runtime.protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
+from dagster_rayslurm.runtime.protocol.messages import ClusterError, EndReason, NodeEvent
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
-from dagster_rayslurm.runtime.ray.membership import Action, Event, Member, Membership, NodeLost, Ready, Report, Say, Send
+from dagster_rayslurm.runtime.ray.membership import Action, Event, Join, Member, Membership, NodeLost, Ready, Report, Say
 
 STARTING = {"event": Report.STARTING, "gcs": "h0:1"}
 DEADLINE = {"event": Report.DEADLINE}
@@ -60,20 +60,18 @@ UP = (STARTING, joined(1), joined(2), table(0, 1, 2))
 
 def test_a_cluster_is_ready_when_all_nodes_are_in_the_table() -> None:
     state, actions = run(STARTING)
-    assert actions == [Send(NodeCommand.START_RAY, [1, 2])] and state.attempt == 1
+    assert actions == [Join([1, 2])] and state.attempt == 1
     state, actions = run(*UP[:-1], table(0, 1))
     assert told(actions) == ["2/3 nodes joined"] and not state.ready
     state, actions = run(*UP)
     assert state.ready and told(actions[:1]) == ["3/3 nodes joined"]
-    assert actions[1] == Send(NodeCommand.RAY_READY, [1, 2]) and isinstance(actions[2], Ready)
+    assert isinstance(actions[1], Ready)
     assert run(*UP, table(0, 1, 2))[1] == run(*UP, DEADLINE)[1] == run(*UP, gone(1))[1] == []
 
 
-def test_a_late_node_of_a_ready_cluster_is_told_so_once() -> None:
-    state, _ = run(STARTING, joined(1), table(0, 1), min_nodes=2)
-    assert state.ready
-    state, actions = run(STARTING, joined(1), table(0, 1), joined(2), table(0, 1, 2), min_nodes=2)
-    assert actions == [Send(NodeCommand.RAY_READY, [2])]
+def test_a_cluster_is_ready_once() -> None:
+    assert run(STARTING, joined(1), table(0, 1), min_nodes=2)[0].ready
+    assert run(STARTING, joined(1), table(0, 1), joined(2), table(0, 1, 2), min_nodes=2)[1] == []
 
 
 def test_symmetric_run_must_have_started_its_command() -> None:
@@ -129,7 +127,7 @@ def test_a_ready_cluster_goes_on_without_a_node() -> None:
     ("event", "why"),
     [
         (table(0, 1, 2, dead=0), "the GCS reports the head node as dead"),
-        ({"event": Report.GCS_LOST}, "the GCS on node h0 is gone"),
+        ({"event": Report.FAILED, "error": ClusterError(EndReason.CLUSTER_LOST, "gone")}, "gone"),
     ],
 )
 def test_the_head_is_needed(event: Event, why: str) -> None:
@@ -155,7 +153,7 @@ def test_the_deadline_says_what_is_missing(events: list[Event], why: str) -> Non
 @given(
     st.lists(
         st.one_of(
-            st.sampled_from([STARTING, DEADLINE, {"event": Report.GCS_LOST}, table(0), table(0, 1), table(0, 1, 2), table(1, 2)]),
+            st.sampled_from([STARTING, DEADLINE, table(0), table(0, 1), table(0, 1, 2), table(1, 2)]),
             st.builds(joined, st.integers(1, 3), st.sampled_from([None, "too small"])),
             st.builds(lost, st.integers(1, 3)),
             st.builds(gone, st.integers(1, 3)),

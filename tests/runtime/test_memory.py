@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.node import memory, resources
 from dagster_rayslurm.runtime.node.memory import KILL, WARN, Group, GroupKind, Sample, State, decide, needs_groups, pause
+from dagster_rayslurm.runtime.node.usage import Shared, memory_of
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
@@ -105,31 +106,29 @@ def test_processes_are_looked_at_only_where_it_matters(warned: bool, share: floa
 
 
 @pytest.mark.parametrize(
-    ("gather", "params", "memory_of", "enforced"),
+    ("gather", "params", "shared", "enforced"),
     [
-        ("jobacct_gather/linux", "OverMemoryKill", memory.resident_memory, True),
-        ("jobacct_gather/linux", "OverMemoryKill,NoShared", memory.private_memory, True),
-        ("jobacct_gather/linux", "UsePss,OverMemoryKill", memory.proportional_memory, True),
-        ("jobacct_gather/cgroup", "OverMemoryKill", memory.private_memory, True),
-        ("jobacct_gather/linux", "NoShared", memory.private_memory, False),
-        ("jobacct_gather/none", "(null)", memory.private_memory, False),
+        ("jobacct_gather/linux", "OverMemoryKill", Shared.EACH, True),
+        ("jobacct_gather/linux", "OverMemoryKill,NoShared", Shared.NEVER, True),
+        ("jobacct_gather/linux", "UsePss,OverMemoryKill", Shared.ONCE, True),
+        ("jobacct_gather/cgroup", "OverMemoryKill", Shared.NEVER, True),
+        ("jobacct_gather/linux", "NoShared", Shared.NEVER, False),
+        ("jobacct_gather/none", "(null)", Shared.NEVER, False),
     ],
 )
-def test_memory_is_counted_as_slurmd_does(gather: str, params: str, memory_of: Any, enforced: bool) -> None:
+def test_memory_is_counted_as_slurmd_does(gather: str, params: str, shared: Shared, enforced: bool) -> None:
     said = f"JobAcctGatherFrequency  = task=1\nJobAcctGatherType       = {gather}\nJobAcctGatherParams     = {params}\nX = y\n"
-    assert memory.memory_accounting(said) == (memory_of, enforced)
+    assert memory.memory_accounting(said) == (shared, enforced)
 
 
 def test_slurm_that_does_not_answer_enforces_nothing() -> None:
     assert not memory.memory_accounting(None).enforced
 
 
-def test_memory_of_a_process() -> None:
-    private, resident, proportional = (
-        count(os.getpid()) for count in (memory.private_memory, memory.resident_memory, memory.proportional_memory)
-    )
-    assert 0 < private < resident and 0 < proportional <= resident
-    assert memory.resident_memory(2**22 + 1) == memory.proportional_memory(2**22 + 1) == 0
+def test_memory_of_processes() -> None:
+    private, once, each = (memory_of([os.getpid(), os.getppid()], shared) for shared in (Shared.NEVER, Shared.ONCE, Shared.EACH))
+    assert 0 < private < once < each
+    assert memory_of([2**22 + 1], Shared.EACH) == memory_of([]) == 0
 
 
 def cgroup(path: Path, current: str, used: int, **stat: int) -> str:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm import archive
 from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
 from dagster_rayslurm.runtime.node import usage
-from dagster_rayslurm.runtime.node.ray_jobs import Attribution
+from dagster_rayslurm.runtime.node.usage import Attribution
 from dagster_rayslurm.runtime.payload import environment
 from dagster_rayslurm.runtime.payload.payload import Awaited, PayloadProcess
 from dagster_rayslurm.runtime.payload.record import OutputSearch

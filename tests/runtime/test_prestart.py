@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
-from dagster_rayslurm.runtime.node.ray_jobs import started_ahead
+from dagster_rayslurm.runtime.node.usage import started_ahead
 from dagster_rayslurm.runtime.ray import internals, node_main
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until

@@ -19,7 +19,7 @@ import pytest
 
 from dagster_rayslurm.runtime.protocol.spec import JOB_MARK
 from dagster_rayslurm.runtime.ray import internals
-from dagster_rayslurm.runtime.ray.node_main import refuse_dashboard, unschedulable
+from dagster_rayslurm.runtime.ray.node_main import refuse_dashboard
 
 from ..conftest import wait_until
 
@@ -183,17 +183,11 @@ def test_the_head_is_published_through_the_gcs(gcs: str) -> None:
 
 
 @pytest.mark.ray
-def test_pending_demand(gcs: str) -> None:
+def test_demand_that_no_node_can_grant(gcs: str) -> None:
     client = internals.connect_gcs(gcs)
-
-    def disk() -> bool:
-        return any(request.resources.get("disk") == 2.0 for request in internals.pending_demand(client).requests)
-
-    assert wait_until(disk, 30)
-    demand = internals.pending_demand(client)
-    assert [node.resources["CPU"] for node in demand.nodes] == [1.0]
-    [said] = unschedulable(demand)
-    assert "disk 2" in said and demand.nodes[0].name in said
+    [node] = internals.node_table(client).values()
+    said = wait_until(lambda: internals.unschedulable(client), 30)
+    assert len(said) == 1 and f"asks for CPU 1, disk 2, and no node has that ({node['hostname']} has CPU 1, GPU 0" in said[0]
 
 
 @pytest.mark.ray

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm.runtime.node.ray_jobs import Attribution, RayJobs
-from dagster_rayslurm.runtime.node.usage import UsageMeter
+from dagster_rayslurm.runtime.node.usage import Attribution, RayJobs, UsageMeter
 from dagster_rayslurm.runtime.process.processes import Process
 
 PARENTS = {10: 1, 11: 10, 20: 1, 21: 20, 30: 21, 31: 30, 32: 21, 33: 21, 34: 21}

@@ -24,12 +24,12 @@ from dagster_rayslurm.runtime.node.network import choose_ports, control_ports, i
 from dagster_rayslurm.runtime.node.resources import footprint_error, runtime_footprint
 from dagster_rayslurm.runtime.node.usage import merge_usage
 from dagster_rayslurm.runtime.node.worker_nodes import WorkerNode, WorkerNodes
-from dagster_rayslurm.runtime.nodes.agent import NodeAgent
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.messages import ClusterError
 from dagster_rayslurm.runtime.protocol.rpc import Channel, Listener, Role, listen
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.ray.agent import NodeAgent
 from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster, RayListener
 from dagster_rayslurm.runtime.ray.membership import nodes_expected
 from dagster_rayslurm.runtime.ray.ray_node import start_arguments, symmetric_arguments
@@ -319,16 +319,15 @@ def test_concurrent_clusters_end_independently(head: Head) -> None:
     head.until(lambda: len(head.heard) == 1)
     for key in ("p", "q"):
         head.team.send_command([1, 2], op="ray", cluster=key, attempt=1)
-        head.team.send_command([1], op="ready", cluster=key, attempt=1)
-    head.until(lambda: len(taken) == 4)
+    head.until(lambda: len(taken) == 2)
     one.close()
     head.until(lambda: ("n2", "lost") in head.heard)
     head.team.send_command([1, 2], op="end-ray", cluster="p")
     again, taken, _ = head.worker()
-    head.until(lambda: len(taken) == 3)
-    assert [(order["op"], order["cluster"]) for order in taken] == [("end-ray", "p"), ("ray", "q"), ("ready", "q")]
+    head.until(lambda: len(taken) == 2)
+    assert [(order["op"], order["cluster"]) for order in taken] == [("end-ray", "p"), ("ray", "q")]
     again.send(event="ended", cluster="p")
-    head.until(lambda: len(head.team.members[1].commands) == 2)
+    head.until(lambda: len(head.team.members[1].commands) == 1)
     late, told, _ = head.worker(node_id=2)
     head.until(lambda: told)
     assert told == [{"op": "ray", "cluster": "q", "attempt": 1}]
@@ -391,42 +390,23 @@ def test_a_worker_that_reconnects_in_time_is_not_gone(head: Head, monkeypatch: p
     assert head.team.members[1].gone
 
 
-def test_a_worker_learns_when_the_cluster_counts_it(head: Head, scratch_base: Any) -> None:
-    """From then on its end is a loss; who comes late is told late."""
+def test_a_worker_joins_a_cluster(head: Head, scratch_base: Any) -> None:
     private = scratch.Scratch()
     listener = Told()
     cluster = head_cluster(head, private, listener, RaySpec(min_nodes=2))
     cluster.start()
     assert cluster._ray is not None
     cluster._ray.end()  # What Ray says is made up here.
-    one, told_one, _ = head.worker(node_id=1)
-    head.until(lambda: {"op": "ray"} in [{"op": order["op"]} for order in told_one])
-
-    def alive(*names: str) -> dict[str, Any]:
-        common = {"alive": True, "address": "127.0.0.1", "resources": {}}
-        return {name: {**common, "hostname": name, "head": name == "host0"} for name in names}
-
-    def ready(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [order for order in told if order["op"] == "ready"]
-
-    cluster.on_event({"event": "nodes", "nodes": alive("host0", "host1")})
+    one, told, _ = head.worker()
+    head.until(lambda: told)
+    assert [(order["op"], order["cluster"], order["attempt"]) for order in told] == [("ray", "", 1)]
+    common = {"alive": True, "address": "127.0.0.1", "resources": {}, "component": None}
+    nodes = {name: {**common, "hostname": name, "head": name == "host0"} for name in ("host0", "host1")}
+    cluster.on_event({"event": "nodes", "nodes": nodes})
     assert cluster.ready and "cluster-ready" in [name for name, _ in listener.phases]
-    head.until(lambda: ready(told_one))
-    two, told_two, _ = head.worker(node_id=2)
-    head.until(lambda: told_two)
-    assert not ready(told_two)
-    cluster.on_event({"event": "nodes", "nodes": alive("host0", "host1", "host2")})
-    head.until(lambda: ready(told_two))
-    two.close()
-    head.until(lambda: ("n3", "lost") in head.heard)
-    again, told_again, _ = head.worker(node_id=2)  # A connection that broke: all of it is said again, in order.
-    head.until(lambda: ready(told_again))
-    assert [order["op"] for order in told_again] == ["ray", "ready"]
-    assert ready(told_one) == [{"op": "ready", "cluster": "", "attempt": 1}]
     cluster.stop()
     private.remove()
     one.close()
-    again.close()
 
 
 def test_ray_that_cannot_be_set_up_fails_in_one_sentence(head: Head, scratch_base: Any) -> None:
@@ -448,7 +428,7 @@ def test_a_failure_is_reported_again_after_a_reconnection(head: Head, scratch_ba
     told: list[dict[str, Any]] = []
     spec = RuntimeSpec("c", RaySpec(health_check="echo unwell; false", min_nodes=1), control_key=KEY)
 
-    worker = NodeAgent(head.loop, spec, node, lambda **event: told.append(event), lambda _: None, lambda _: own)
+    worker = NodeAgent(head.loop, spec, node, lambda **event: told.append(event), own)
     order = {"op": "ray", "cluster": "", "gcs": "127.0.0.1:1", "attempt": 1, "nodes": 2}
     worker.handle(order)
     head.until(lambda: told)
@@ -458,16 +438,17 @@ def test_a_failure_is_reported_again_after_a_reconnection(head: Head, scratch_ba
     own.remove()
 
 
-def test_the_end_of_ray_is_a_loss_once_the_cluster_counted_the_node(tmp_path: Any) -> None:
+def test_the_end_of_ray_is_a_loss_once_ray_was_up(tmp_path: Any) -> None:
     """And its own end is none of the step's business, once the head knew it."""
     port = control_ports(None, 1)[0]
     spec = {"cluster_id": "c", "control_key": KEY, "control_ports": [port], "ray": {}}
     (tmp_path / "runtime.json").write_text(json.dumps(spec))
     program = textwrap.dedent("""
         import os, sys
-        from dagster_rayslurm.runtime.nodes import agent
+        from dagster_rayslurm.runtime.ray import agent
         class Stub(agent.RayNode):
             def start(self, gcs):
+                self._gcs = gcs
                 with open(self._log, "w") as log:
                     log.write("address already in use")
                 self._start_stub()
@@ -478,6 +459,8 @@ def test_the_end_of_ray_is_a_loss_once_the_cluster_counted_the_node(tmp_path: An
                 print(pid, os.getpid(), flush=True)
             def _start_ray(self):
                 print("anew", flush=True)
+                with open(self._log, "a") as log:
+                    log.write("Ray runtime started.")
                 self._start_stub()
         agent.RayNode = Stub
         from dagster_rayslurm.runtime.__main__ import main
@@ -511,15 +494,11 @@ def test_the_end_of_ray_is_a_loss_once_the_cluster_counted_the_node(tmp_path: An
         loop._stopping = False
         loop.call_later(0.5, loop.stop)
         loop.run()
-        assert process.stdout.readline() == "anew\n"  # It never counted: other ports may help.
+        assert process.stdout.readline() == "anew\n"  # It was never up: other ports may help.
         ray, runtime = map(int, process.stdout.readline().split())
-        team.send_command([1], op="ready", cluster="", attempt=1)
-        loop._stopping = False
-        loop.call_later(0.5, loop.stop)
-        loop.run()
         os.kill(ray, signal.SIGKILL)
         failed = until("failed")
-        assert failed["reason"] == "cluster-lost" and "signal 9" in failed["message"] and "before" not in failed["message"]
+        assert "signal 9" in failed["message"] and "before" not in failed["message"]
         os.kill(runtime, signal.SIGKILL)
         assert process.wait(20) == 0
         assert "the other nodes go on without it" in process.stderr.read()
@@ -563,8 +542,8 @@ def test_a_worker_skips_a_foreign_port_and_ends_without_its_head(tmp_path: Any) 
     (tmp_path / "runtime.json").write_text(json.dumps(spec))
     program = textwrap.dedent("""
         import sys
-        from dagster_rayslurm.runtime.nodes import worker
-        worker.HEARTBEAT_TIMEOUT, worker.HEARTBEAT_INTERVAL = 2.0, 0.2
+        from dagster_rayslurm.runtime.ray import agent
+        agent.HEARTBEAT_TIMEOUT, agent.HEARTBEAT_INTERVAL = 2.0, 0.2
         from dagster_rayslurm.runtime.__main__ import main
         sys.exit(main(["node", sys.argv[1]]))
     """)

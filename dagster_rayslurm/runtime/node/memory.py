@@ -13,26 +13,23 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from ..process import processes
 from ..process.loop import Loop
-from ..process.processes import Process, query_program, recent_table, resident_and_shared
+from ..process.processes import Process, command_line, descendants, environment, kill_all, query_program, recent_table
 from ..protocol.messages import TextEnum
 from . import resources
+from .usage import Shared, memory_of
 
 # ---- The decision; pure
 
 # Shares of the memory limit from which the Dagster log shows a warning, and from which a Ray worker is killed.
 WARN, KILL = 0.90, 0.95
-# Share of the limit below which memory must fall before the next warning; it stays below `WARN`, so that memory that hovers
-# around `WARN` causes one warning.
-_REARM = 0.85
+_REARM = 0.85  # Share of the limit below which memory must fall before the next warning.
 # A worker is killed only if it uses at least the smaller of this share of the limit and this many bytes.
 _LEAST_SHARE, _LEAST = 0.05, 256 * 2**20
 # Seconds in which the memory of a killed worker should become free, before another worker is killed; gibibytes take some
 # tenths of a second.
 _SETTLE = 3.0
-# Bytes per second by which memory use is expected to grow at most; one process touches new memory about that fast.
-_FILL_RATE = 2 * 2**30
+_FILL_RATE = 2 * 2**30  # Bytes per second by which memory use grows at most; one process touches new memory about that fast.
 _SHORTEST, _LONGEST = 0.1, 5.0  # The least and the most seconds between two samples.
 
 
@@ -137,34 +134,13 @@ _RECLAIMABLE = {
     "memory.current": ("inactive_file", "active_file", "slab_reclaimable"),
     "memory.usage_in_bytes": ("total_inactive_file", "total_active_file"),
 }
-# The directory in a cgroup's path that Slurm makes for each job, in both cgroup versions.
-_JOB = re.compile(r"/job_\d+(/|$)")
-_SHOW_CONFIG = ("scontrol", "show", "config")  # The command whose output says how slurmd counts memory.
-
-
-def private_memory(pid: int) -> int:
-    """Bytes of memory that become free when a process ends: its resident memory without memory that it may share with others."""
-    resident, shared = resident_and_shared(pid)
-    return resident - shared
-
-
-def resident_memory(pid: int) -> int:
-    """Bytes of resident memory of a process, shared memory included."""
-    return resident_and_shared(pid)[0]
-
-
-def proportional_memory(pid: int) -> int:
-    """Bytes of resident memory of a process, each shared page divided by the number of processes that map it (Linux 4.14)."""
-    with contextlib.suppress(OSError), open("/proc/%d/smaps_rollup" % pid) as file:
-        found = re.search(r"^Pss:\s+(\d+) kB", file.read(), re.MULTILINE)
-        return int(found.group(1)) * 1024 if found else 0
-    return 0
+_JOB = re.compile(r"/job_\d+(/|$)")  # The directory in a cgroup's path that Slurm makes for each job, in both versions.
 
 
 class MemoryAccounting(NamedTuple):
-    """How slurmd counts the memory of a process, and whether it ends a job whose processes exceed the limit in sum."""
+    """How slurmd counts the memory of a job's processes, and whether it ends a job whose processes exceed the limit in sum."""
 
-    memory_of: Callable[[int], int]
+    shared: Shared
     enforced: bool
 
 
@@ -173,16 +149,16 @@ def memory_accounting(config: Optional[str]) -> MemoryAccounting:
     values: Dict[str, str] = dict(re.findall(r"^(\w+)\s*= (.*)$", config or "", re.MULTILINE))
     params = values.get("JobAcctGatherParams", "").lower()
     if "overmemorykill" not in params:
-        return MemoryAccounting(private_memory, enforced=False)
+        return MemoryAccounting(Shared.NEVER, enforced=False)
     if "usepss" in params:
-        return MemoryAccounting(proportional_memory, enforced=True)
+        return MemoryAccounting(Shared.ONCE, enforced=True)
     private = "noshare" in params or values.get("JobAcctGatherType", "").endswith("/cgroup")
-    return MemoryAccounting(private_memory if private else resident_memory, enforced=True)
+    return MemoryAccounting(Shared.NEVER if private else Shared.EACH, enforced=True)
 
 
 def job_cgroups(limits: Iterable[Tuple[str, int]]) -> List[Tuple[str, int]]:
     """Those of this process's cgroups (`resources.cgroup_limits`) that Slurm made for this job and limits."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # Version 1 writes a huge number for no limit.
+    memory = resources.hardware_memory()  # Version 1 writes a huge number for no limit.
     return [(directory, limit) for directory, limit in limits if _JOB.search(directory) and 0 < limit < memory]
 
 
@@ -213,24 +189,25 @@ def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_p
     """
     leaders = {pid: GroupKind.DRIVER for pid in payload_pids}
     for root in ray_pids:
-        leaders.update({each.pid: GroupKind.WORKER for each in processes.descendants(root, table) if _is_worker(each)})
-    children: Dict[int, List[int]] = {}
-    for process in table.values():
-        children.setdefault(process.parent, []).append(process.pid)
-    memory: Dict[int, int] = {}
-    queue = [(os.getpid(), os.getpid())]
-    while queue:
-        pid, leader = queue.pop()
-        memory[leader] = memory.get(leader, 0) + private_memory(pid)
-        for child in children.get(pid, []):
-            queue.append((child, leader if leader in leaders and child not in leaders else child))
-    kinds = {pid: leaders.get(pid, GroupKind.SYSTEM) for pid in memory}
-    return [Group(pid, _name(pid, kinds[pid]), size, kinds[pid]) for pid, size in memory.items()]
+        leaders.update({each.pid: GroupKind.WORKER for each in descendants(root, table) if _is_worker(each)})
+    members: Dict[int, List[int]] = {}
+    for pid in [os.getpid(), *(each.pid for each in descendants(os.getpid(), table))]:
+        leader = pid
+        while leader in table and leader not in leaders:
+            leader = table[leader].parent
+        members.setdefault(leader if leader in leaders else pid, []).append(pid)
+    groups = []
+    for leader, pids in members.items():
+        kind = leaders.get(leader, GroupKind.SYSTEM)
+        name = _title(leader) if kind == GroupKind.WORKER else os.path.basename(_title(leader))
+        name = "the payload's own process" if kind == GroupKind.DRIVER else name
+        groups.append(Group(leader, name, memory_of(pids, Shared.NEVER), kind))
+    return groups
 
 
 def _is_worker(process: Process) -> bool:
     """Whether a process is a Ray worker that runs a payload's tasks or actor, not one of Ray's own processes (Ray 2.60)."""
-    entries = processes.environment(process.pid)
+    entries = environment(process.pid)
     # Ray's agents have a raylet and no job; processes that a worker starts have both, but another parent.
     by_raylet = b"RAY_RAYLET_PID=%d" % process.parent in entries
     return by_raylet and any(each.startswith(b"RAY_JOB_ID=") for each in entries) and "JobSupervisor" not in _title(process.pid)
@@ -238,13 +215,7 @@ def _is_worker(process: Process) -> bool:
 
 def _title(pid: int) -> str:
     """The first word of a process's command line, where a Ray worker writes what it does."""
-    return processes.command_line(pid)[:200].split(b"\0")[0].decode("utf-8", "replace")
-
-
-def _name(pid: int, kind: GroupKind) -> str:
-    if kind == GroupKind.DRIVER:
-        return "the payload's own process"
-    return _title(pid) if kind == GroupKind.WORKER else os.path.basename(_title(pid))
+    return command_line(pid)[:200].split(b"\0")[0].decode("utf-8", "replace")
 
 
 # ---- The watch
@@ -257,8 +228,6 @@ _QUERY_SHARE = 0.5
 _PAUSE_FACTOR = 10
 _TABLE_AGE = 0.1  # Greatest age in seconds of a process table from /proc that a sample may use.
 
-Report = Callable[[str, bool], None]  # Called with a sentence for the Dagster log, and whether a Ray worker was killed.
-
 
 @dataclass(eq=False)
 class MemoryWatch:
@@ -268,7 +237,7 @@ class MemoryWatch:
     node: str  # Name of this node for messages.
     ray_pids: Callable[[], List[int]]  # The processes below which Ray's workers run; nothing is watched while there are none.
     payload_pids: Callable[[], Iterable[int]]  # The payloads' own processes on this node.
-    report: Report
+    report: Callable[[str, bool], None]  # Called with a sentence for the Dagster log, and whether a Ray worker was killed.
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def __post_init__(self) -> None:
@@ -303,22 +272,22 @@ class MemoryWatch:
         self._state, action = decide(self.node, self._state, Sample(used, limit, groups), self.loop.now(), may_kill)
         if action is not None:
             if action.kill is not None:
-                processes.kill_all([action.kill, *(each.pid for each in processes.descendants(action.kill, table))])
+                kill_all([action.kill, *(each.pid for each in descendants(action.kill, table))])
             self.report(action.message, action.kill is not None)
         return pause(used, limit)
 
     def _memory_of_processes(self) -> int:
-        """Bytes that this runtime's processes use; until Slurm has told how it counts, shared memory counts."""
+        """Bytes that this runtime's processes use; until Slurm has told how it counts, shared memory counts in each."""
         _, table = recent_table(_TABLE_AGE)
-        memory_of = resident_memory if self._accounting is None else self._accounting.memory_of
-        return sum(map(memory_of, [os.getpid(), *(process.pid for process in processes.descendants(os.getpid(), table))]))
+        shared = Shared.EACH if self._accounting is None else self._accounting.shared
+        return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], shared)
 
     def _query_slurm(self) -> None:
         """Ask Slurm, once only, how it counts memory."""
         if not self._queried:
             self._queried = True
             try:
-                query_program(self.loop, _SHOW_CONFIG, _SCONTROL_TIMEOUT, self._answered)
+                query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)
             except OSError:  # This node has no scontrol.
                 self._answered(None)
 

@@ -1,9 +1,8 @@
 """Addresses by which the nodes of a Ray cluster reach each other, and ports for Ray's services.
 
-A fixed port is free when it is chosen. It is outside the kernel's ephemeral range, so that no outgoing connection takes it
-before Ray binds it. At a firewalled site, the configured `port_range` is divided into blocks. Each of this user's Ray clusters
-on the node holds one block by a lock while its runtime lives. Ray clusters of other Unix users are noticed by their listening
-ports; because a block is chosen at random, collisions with them are rare.
+A fixed port is free when it is chosen. It is outside the kernel's ephemeral range, so that no outgoing connection takes it before
+Ray binds it. At a firewalled site, the configured `port_range` is divided into blocks. A Ray cluster's runtime on a node holds a
+block by binding its first port.
 """
 
 from __future__ import annotations
@@ -13,19 +12,36 @@ import errno
 import fcntl
 import ipaddress
 import itertools
-import os
 import random
 import re
 import socket
-import stat
 import struct
 from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
 from ..protocol.messages import ClusterError, EndReason
-from ..protocol.spec import RaySpec
 
 _IPV6 = "/proc/net/if_inet6"  # The file with the IPv6 addresses of this node (proc(5)).
+# Number of ports that one Ray cluster gets on one node from a `port_range`: a dozen for services, the others for workers.
+BLOCK = 100
+# Options of `ray start` for ports that only the head of a Ray cluster has (Ray 2.60).
+HEAD_SERVICES = ("port", "ray-client-server-port", "dashboard-port")
+# Options of `ray start` for ports that every node has; without a `port_range` the kernel chooses these (Ray 2.60).
+NODE_SERVICES = (
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+    "node-manager-port",
+    "object-manager-port",
+)
+# Environment variables for two ports of the head that have no option and by default the same number in all Ray clusters.
+HEAD_VARIABLES = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
+
+_chance = random.SystemRandom()
+
+
+# ---- Addresses
 
 
 def is_loopback(address: str) -> bool:
@@ -37,30 +53,20 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface, or else its IPv6 address; raises `ClusterError` if it has none."""
-    request = struct.pack("256s", os.fsencode(interface)[:15])
+    """The IPv4 address of a network interface, or else its global IPv6 address; raises `ClusterError` if it has none."""
+    request = struct.pack("256s", interface.encode()[:15])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR of netdevice(7).
     except OSError as error:
-        address = _ipv6_address(interface)
-        if address is not None:
-            return address
+        with contextlib.suppress(OSError), open(_IPV6) as file:
+            for digits, _, _, scope, _, name in map(str.split, file):
+                if name == interface and scope == "00":  # Global.
+                    return str(ipaddress.IPv6Address(int(digits, 16)))
         known = ", ".join(name for _, name in socket.if_nameindex())
         told = (interface, socket.gethostname(), error.strerror, known)
         message = "network_interface=%r has no address on node %s (%s); it has: %s" % told
         raise ClusterError(EndReason.CLUSTER_START, message) from None
-
-
-def _ipv6_address(interface: str) -> Optional[str]:
-    """The global IPv6 address of a network interface; None if it has none."""
-    try:
-        with open(_IPV6) as file:
-            rows = [line.split() for line in file]
-    except OSError:
-        return None
-    found = (row[0] for row in rows if row[5] == interface and row[3] == "00")  # Scope 00 is global.
-    return next((str(ipaddress.IPv6Address(int(digits, 16))) for digits in found), None)
 
 
 def route_address(host: str) -> Optional[str]:
@@ -74,43 +80,18 @@ def route_address(host: str) -> Optional[str]:
         return None
 
 
-def node_address(spec: RaySpec, gcs: str) -> Optional[str]:
-    """The address that this worker node has in its Ray cluster, whose GCS is at `gcs` ("HOST:PORT"); None without a route there.
-
-    That is the address of the configured network interface, or else the one from which this node reaches the head.
-    """
-    if spec.network_interface:
-        return interface_address(spec.network_interface)
-    return route_address(gcs.rpartition(":")[0].strip("[]"))
-
-
 def join_host_port(host: str, port: int) -> str:
     """ "HOST:PORT", with brackets around an IPv6 address."""
     return "%s:%d" % ("[%s]" % host if ":" in host else host, port)
 
 
-# Number of ports that one Ray cluster gets on one node from a `port_range`: a dozen for services, the others for workers.
-BLOCK = 100
-
-# Options of `ray start` for ports that only the head of a Ray cluster has (Ray 2.60).
-HEAD_SERVICES = ("port", "ray-client-server-port", "dashboard-port")
-
-# Options of `ray start` for ports that every node has; without a `port_range` the kernel chooses these (Ray 2.60).
-NODE_SERVICES = (
-    "dashboard-agent-listen-port",
-    "dashboard-agent-grpc-port",
-    "runtime-env-agent-port",
-    "metrics-export-port",
-    "node-manager-port",
-    "object-manager-port",
-)
+def split_host_port(address: str) -> Tuple[str, int]:
+    """The host and the port of "HOST:PORT", without brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
-# Environment variables for two ports of the head that have no option and by default the same number in all Ray clusters.
-HEAD_VARIABLES = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
-
-# Directories for locks that all users and jobs on this node share; TMPDIR may be another directory for each job.
-_LOCK_BASES = ("/tmp", "/var/tmp", "/dev/shm")
+# ---- Ports
 
 
 @dataclass(frozen=True)
@@ -121,7 +102,12 @@ class Ports:
     dashboard: int  # Of the head's dashboard; 0 on a worker node.
     options: Tuple[str, ...]  # Of `ray start`.
     environ: Tuple[Tuple[str, str], ...] = ()  # Environment variables for `ray start`.
-    lock: Optional[int] = None  # File descriptor that holds the lock of the block of ports; None without a `port_range`.
+    block: Optional[socket.socket] = None  # Holds the block of ports until it is closed; None without a `port_range`.
+
+    def release(self) -> None:
+        """Let other Ray clusters have the block of ports."""
+        if self.block is not None:
+            self.block.close()
 
 
 def parse_range(text: str) -> Tuple[int, int]:
@@ -135,14 +121,16 @@ def parse_range(text: str) -> Tuple[int, int]:
     return low, high
 
 
-def _ephemeral_range() -> Tuple[int, int]:
-    """The first and the last port that the kernel uses for outgoing connections (ip(7), ip_local_port_range)."""
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-            low, high = map(int, file.read().split())
-            return low, high
-    except (OSError, ValueError):
-        return 32768, 65535
+def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
+    """Ports that the head's RPC server may try to bind in turn; they are chosen before the head's node is known.
+
+    With a `port_range`, each is the last port of a block. Those ports are for Ray's workers, not for its services.
+    """
+    if port_range:
+        low, high = parse_range(port_range)
+        ends = list(range(low + BLOCK - 1, high + 1, BLOCK))
+        return _chance.sample(ends, min(count, len(ends)))
+    return _chance.sample(range(10000, 32768), count)  # Below the usual ephemeral range (ip(7)).
 
 
 def is_free(port: int) -> bool:
@@ -159,83 +147,57 @@ def is_free(port: int) -> bool:
     return True
 
 
-def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
-    """Ports that the head's RPC server may try to bind in turn; they are chosen before the head's node is known.
-
-    With a `port_range`, each is the last port of a block. Those ports are for Ray's workers, not for its services.
-    """
-    chance = random.SystemRandom()
-    if port_range:
-        low, high = parse_range(port_range)
-        ends = list(range(low + BLOCK - 1, high + 1, BLOCK))
-        return chance.sample(ends, min(count, len(ends)))
-    return chance.sample(range(10000, 32768), count)  # Below the usual ephemeral range (ip(7)).
-
-
 def choose_ports(port_range: Optional[str] = None, head: bool = True) -> Ports:
     """Free ports for the services and workers of a Ray cluster on this node, in a range "LOW-HIGH" if there is one.
 
     Raises OSError if there are not enough. A worker node has fewer services than the `head`.
     """
     services: Tuple[str, ...] = HEAD_SERVICES if head else ()
-    environ: Tuple[Tuple[str, str], ...] = ()
-    lock = None
+    variables: Tuple[str, ...] = ()
+    block = None
     if port_range:
-        free, lock = _claim_block(port_range)
+        block, free = _claim_block(port_range)
         services, variables = services + NODE_SERVICES, HEAD_VARIABLES if head else ()
-        named = dict(zip(services + variables, free))
-        others = ["--worker-port-list=" + ",".join(map(str, free[len(named) :]))]
-        environ = tuple((variable, str(named[variable])) for variable in variables)
+        others = ["--worker-port-list=" + ",".join(map(str, free[len(services + variables) :]))]
     else:
-        named = dict(zip(services, _free_ports(len(services))))
+        free = _free_ports(len(services))
         others = ["--%s=0" % service for service in NODE_SERVICES] + ["--min-worker-port=0", "--max-worker-port=0"]
-    options = tuple("--%s=%d" % (service, named[service]) for service in services)
-    return Ports(named.get("port", 0), named.get("dashboard-port", 0), (*options, *others), environ, lock)
+    named = dict(zip(services + variables, free))
+    options = ["--%s=%d" % (service, named[service]) for service in services]
+    environ = tuple((variable, str(named[variable])) for variable in variables)
+    return Ports(named.get("port", 0), named.get("dashboard-port", 0), (*options, *others), environ, block)
 
 
 def _free_ports(count: int) -> List[int]:
-    """Some free ports outside the ephemeral range."""
-    low, high = _ephemeral_range()
+    """Some free ports outside the range that the kernel uses for outgoing connections (ip(7))."""
+    low, high = ephemeral_range()
     candidates = [*range(10000, min(low, 65536)), *range(high + 1, 65536)] or list(range(10000, 65536))
-    tried = random.SystemRandom().sample(candidates, min(200, len(candidates)))
-    chosen = list(itertools.islice(filter(is_free, tried), count))
+    chosen = list(itertools.islice(filter(is_free, _chance.sample(candidates, min(200, len(candidates)))), count))
     if len(chosen) < count:
         raise OSError("no free ports outside the ephemeral range %d-%d" % (low, high))
     return chosen
 
 
-def _claim_block(port_range: str) -> Tuple[List[int], int]:
-    """The free ports of a block that is now locked, and the file descriptor that holds the lock."""
+def ephemeral_range() -> Tuple[int, int]:
+    """The first and the last port that the kernel uses for outgoing connections (ip(7), ip_local_port_range)."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            low, high = map(int, file.read().split())
+            return low, high
+    except (OSError, ValueError):
+        return 32768, 65535
+
+
+def _claim_block(port_range: str) -> Tuple[socket.socket, List[int]]:
+    """A socket that is bound to the first port of a block, so that no other Ray cluster takes it, and the block's free ports."""
     low, high = parse_range(port_range)
-    directory = _lock_directory()
     starts = list(range(low, high - BLOCK + 2, BLOCK))
-    random.SystemRandom().shuffle(starts)
-    for start in starts:
-        path = os.path.join(directory, str(start))
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            continue
-        free = [port for port in range(start, start + BLOCK) if is_free(port)]
-        if len(free) > len(HEAD_SERVICES + NODE_SERVICES + HEAD_VARIABLES):
-            return free, lock
-        os.close(lock)
-    raise OSError("every block of %d ports in %s is taken on this node" % (BLOCK, port_range))
-
-
-def _lock_directory() -> str:
-    """The directory for locks that all runtimes of this Unix user share; only this user can write to it.
-
-    The name is predictable, so another Unix user may have made a directory of that name. Then the next base is used.
-    """
-    for base in _LOCK_BASES:
-        path = os.path.join(base, "rayslurm-ports-%d" % os.geteuid())
+    for start in _chance.sample(starts, len(starts)):
+        holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         with contextlib.suppress(OSError):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-            info = os.lstat(path)
-            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022:
-                return path
-    raise OSError("%s must be a directory that only this user can write to" % path)
+            holder.bind(("0.0.0.0", start))
+            free = [port for port in range(start + 1, start + BLOCK) if is_free(port)]
+            if len(free) > len(HEAD_SERVICES + NODE_SERVICES + HEAD_VARIABLES):
+                return holder, free
+        holder.close()
+    raise OSError("every block of %d ports in %s is taken on this node" % (BLOCK, port_range))

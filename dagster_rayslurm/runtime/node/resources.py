@@ -1,4 +1,6 @@
-"""CPUs, GPUs and memory that this node grants, and whether they suffice for what a payload or a Ray cluster requires."""
+"""CPUs, GPUs and memory that this node grants: whether they suffice for what a payload or a Ray cluster requires, and the shares
+of them that simulated nodes get.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from ..protocol.spec import NodeSpec, PayloadSpec, RaySpec, RuntimeSpec, node_spec
@@ -108,7 +110,7 @@ def may_need_gpus(spec: RuntimeSpec) -> bool:
 def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> NodeResources:
     """The resources granted to this process on this node; without `with_gpus`, which takes some time, `num_gpus` is 0."""
     environ = os.environ if environ is None else environ
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = hardware_memory()
     limits = [slurm_memory(environ), *(limit for _, limit in cgroup_limits())]
     return NodeResources(
         hostname=socket.gethostname(),
@@ -117,6 +119,11 @@ def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) 
         memory=memory,
         memory_limit=min((limit for limit in limits if limit is not None and limit < memory), default=None),
     )
+
+
+def hardware_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def count_cpus(environ: Mapping[str, str]) -> int:
@@ -153,11 +160,9 @@ def cgroup_limits() -> List[Tuple[str, int]]:
 
     Reads cgroups of version 1 and 2 (cgroups(7)).
     """
-    try:
-        with open("/proc/self/cgroup") as file:
-            entries = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return []
+    entries: List[List[str]] = []
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        entries = [line.rstrip("\n").split(":", 2) for line in file]
     limits = []
     for _, controllers, path in entries:
         if controllers == "":
@@ -167,8 +172,7 @@ def cgroup_limits() -> List[Tuple[str, int]]:
         else:
             continue
         parts = [part for part in path.split("/") if part]
-        for depth in range(len(parts) + 1):
-            directory = os.path.join(root, *parts[:depth])
+        for directory in [os.path.join(root, *parts[:depth]) for depth in range(len(parts) + 1)]:
             # There may be no such file, or "max" in it.
             with contextlib.suppress(OSError, ValueError), open(os.path.join(directory, name)) as file:
                 limits.append((directory, int(file.read())))
@@ -182,7 +186,6 @@ def cgroup_limits() -> List[Tuple[str, int]]:
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
 # Seconds in which `nvidia-smi` must list the GPUs; it is slow on a node of many GPUs without NVIDIA's persistence daemon.
 _LIST_TIMEOUT = 20.0
-_FIRST_MISSING_DEVICE = 1000  # The first of the GPU indices that stand for missing GPUs: no machine has so many GPUs.
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
@@ -244,22 +247,6 @@ def _devices(visible: str) -> List[str]:
     return [name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")]
 
 
-def gpu_environment(variable: str, devices: Sequence[str]) -> Dict[str, Optional[str]]:
-    """The environment variables with which a process sees only the given GPUs; None for a variable that must be unset.
-
-    `visible_gpus` returns the variable and the names of the devices.
-    """
-    changes: Dict[str, Optional[str]] = {variable: ",".join(devices)}
-    if variable == "ROCR_VISIBLE_DEVICES":
-        changes["HIP_VISIBLE_DEVICES"] = None  # It numbers the devices that were visible before.
-    return changes
-
-
-def missing_gpus(count: int) -> List[str]:
-    """Names of `count` GPUs that no machine has; CUDA ignores such an index, so a process that gets these names sees no GPU."""
-    return [str(_FIRST_MISSING_DEVICE + index) for index in range(count)]
-
-
 def list_gpus() -> List[str]:
     """The names of the GPUs that `nvidia-smi` lists; empty if it does not answer."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -275,3 +262,80 @@ def list_gpus() -> List[str]:
             process.stdout.close()
         return []
     return output.decode("utf-8", "replace").splitlines() if process.returncode == 0 else []
+
+
+# ---- Simulated nodes, in local mode
+
+Variables = Dict[str, Optional[str]]  # Environment variables; a variable with the value None must not be set.
+_FIRST_MISSING_DEVICE = 1000  # The first of the GPU indices that stand for missing GPUs; CUDA ignores an index that is too high.
+
+
+class Share(NamedTuple):
+    """The share of this machine that one Ray node gets."""
+
+    machine: NodeResources  # With simulated CPUs and GPUs.
+    environ: Variables  # For Ray on this node.
+    remark: str  # A sentence for the Dagster log about what is simulated; "" if nothing is.
+
+
+def simulated_shares(spec: RuntimeSpec, here: NodeResources) -> List[Share]:
+    """The shares of this machine for the components of a runtime, or the share of the only node of one without components."""
+    visible = visible_gpus(os.environ, here.num_gpus)
+    return component_shares(spec, here, visible) if spec.components else [single_node_share(spec, here, visible)]
+
+
+def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Share]:
+    """The share of this machine that each component gets, in the order of the start record. Pure.
+
+    Each component may use all CPUs unless it requests fewer, because simulated components are rarely busy at the same time. GPUs
+    are assigned in the order of the components. If too few are left for a component, Ray counts simulated ones. `visible` is
+    what `visible_gpus` returns.
+    """
+    variable, left = visible[0], list(visible[1])
+    nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}
+    # Without a limit, each Ray node would count the memory of the whole machine.
+    memory = (here.memory if here.memory_limit is None else here.memory_limit) // max(1, len(spec.components))
+    shares = []
+    for component in spec.components:
+        name = component.component_id
+        asked = nodes.get(name, NodeSpec(name))
+        # Ray's settings for the component go before what was requested of Slurm.
+        cpus = min(component.asked_cpus or here.num_cpus, here.num_cpus) if asked.num_cpus is None else asked.num_cpus
+        gpus = (component.asked_gpus or 0) if asked.num_gpus is None else asked.num_gpus
+        remark = _remark(cpus, gpus, here.num_cpus, len(left))
+        own, left = left[:gpus], left[gpus:]
+        environ = _gpu_environment(variable, own, gpus) if visible[1] or gpus else {}
+        machine = replace(here, num_cpus=cpus, num_gpus=gpus, memory_limit=memory, component=name)
+        shares.append(Share(machine, environ, remark and "component %s: %s" % (name, remark)))
+    return shares
+
+
+def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> Share:
+    """The share for the only node of a runtime without components, with simulated devices if it requests more. Pure."""
+    if spec.ray is None:
+        return Share(here, {}, "")
+    cpus, gpus = max(here.num_cpus, spec.ray.num_cpus or 0), max(here.num_gpus, spec.ray.num_gpus or 0)
+    environ = _gpu_environment(visible[0], visible[1], gpus) if gpus > here.num_gpus else {}
+    return Share(replace(here, num_cpus=cpus, num_gpus=gpus), environ, _remark(cpus, gpus, here.num_cpus, here.num_gpus))
+
+
+def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
+    """The environment variables with which a process sees only its own GPUs; simulated GPUs have the ids of missing ones."""
+    missing = [str(_FIRST_MISSING_DEVICE + index) for index in range(gpus - len(own))]
+    # Ray refuses a number of GPUs that contradicts any of these variables. HIP's would number the devices visible before.
+    others = GPU_VARIABLES if missing else ("HIP_VISIBLE_DEVICES",) if variable == "ROCR_VISIBLE_DEVICES" else ()
+    return {**dict.fromkeys(others), variable: ",".join([*own, *missing])}
+
+
+def _remark(cpus: int, gpus: int, has_cpus: int, has_gpus: int) -> str:
+    """A sentence about the CPUs and GPUs that Ray counts and this machine does not have; "" if there are none."""
+    units = [("CPU", cpus, has_cpus), ("GPU", gpus, has_gpus)]
+    short = [(_count(counted, unit), _count(has, unit)) for unit, counted, has in units if counted > has]
+    if not short:
+        return ""
+    counted, has = (" and ".join(words) for words in zip(*short))
+    return "Ray counts %s, but this machine has %s for it: the others are simulated, no device is behind them" % (counted, has)
+
+
+def _count(number: int, unit: str) -> str:
+    return "%s %s%s" % (number or "no", unit, "" if number == 1 else "s")

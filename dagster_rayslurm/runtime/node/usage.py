@@ -11,14 +11,15 @@ import contextlib
 import functools
 import json
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from enum import Enum
+from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from ..process import processes
 from ..process.loop import Loop
-from ..process.processes import Process, query_program, recent_table, resident_and_shared
-from .ray_jobs import Attribution, RayJobs
+from ..process.processes import Process, command_line, descendants, query_program, recent_table
 from .resources import granted_gpus
 
 # Seconds until the first sample, the most seconds between two samples, and the factor by which each pause is longer than the
@@ -26,6 +27,9 @@ from .resources import granted_gpus
 # end with their Ray job; for a short payload that is a seventh at most.
 _FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
 _MAX_POINTS = 240  # Most points in the course of usage; when there are more, every second one is dropped.
+
+# ---- GPUs
+
 # Least seconds between two queries of how busy the GPUs are, and after a query that failed.
 _GPU_INTERVAL, _GPU_RETRY = 5.0, 60.0
 _GPU_TIMEOUT = 20.0  # Seconds in which a query must answer.
@@ -112,6 +116,132 @@ def _programs(environ: Mapping[str, str]) -> List[Tuple[Sequence[str], Parse]]:
         return []
     only_amd = "CUDA_VISIBLE_DEVICES" not in environ and not {"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}.isdisjoint(environ)
     return [(_AMD, parse_amd)] if only_amd else [(_NVIDIA, parse_nvidia), (_AMD, parse_amd)]
+
+
+# ---- Memory
+
+
+class Shared(Enum):
+    """How memory counts that several processes share."""
+
+    EACH = "in each process"
+    ONCE = "the largest share of a process, once: all of Ray's processes map the same object store"
+    NEVER = "not at all"
+
+
+def memory_of(pids: Iterable[int], shared: Shared = Shared.ONCE) -> int:
+    """Bytes of resident memory of some processes; with `Shared.NEVER`, those that become free when the processes end."""
+    sizes = [processes.resident_and_shared(pid) for pid in pids]
+    mapped = [size for _, size in sizes]
+    counted = {Shared.EACH: sum(mapped), Shared.ONCE: max(mapped, default=0), Shared.NEVER: 0}
+    return sum(resident for resident, _ in sizes) - sum(mapped) + counted[shared]
+
+
+# ---- Which processes of a shared Ray cluster belong to which payload, as the names of Ray's log files tell
+#
+# In Ray 2.60, every driver is a job of its own, and every worker belongs to one job from its first task to its end. The log of a
+# driver or a worker has the job id and the process id in its name. Ray also starts workers ahead, without a job; such a worker
+# writes the job id into its log once it gets a job.
+
+_DRIVER_LOG = re.compile(r"python-core-driver-([0-9a-f]{8})f+_([0-9]+)\.log")
+_WORKER_LOG = re.compile(r"worker-[0-9a-f]+-([0-9a-f]{8})-([0-9]+)\.out")
+_NO_JOB = "ffffffff"  # The job id in the log name of a worker that was started ahead of its job.
+_JOB_LINE = re.compile(rb":job_id:([0-9a-f]{8})")  # The first line of its log, once it has a job.
+
+
+def logs_of(ray_temp_dir: str) -> str:
+    """The directory in which Ray writes its logs."""
+    return os.path.join(ray_temp_dir, "session_latest", "logs")
+
+
+class StartedAhead(NamedTuple):
+    """The workers of this node that Ray started without a job."""
+
+    ever: int  # How many there were, ended ones included.
+    idle: Set[int]  # Process ids of those that still wait for a job.
+
+
+def started_ahead(log_dir: str) -> StartedAhead:
+    """The workers that Ray started ahead of their jobs. Every worker of Ray changes its command line to say that it is one."""
+    ahead = [(pid, path) for pid, job, path in _logs(log_dir, _WORKER_LOG) if job == _NO_JOB]
+    idle = {pid for pid, path in ahead if command_line(pid).startswith(b"ray::") and not _logged_job(path)}
+    return StartedAhead(len(ahead), idle)
+
+
+class Attribution(NamedTuple):
+    """The processes of a node, sorted by whether they belong to one payload, to no payload or to other payloads."""
+
+    own: List[Process]  # The payload's driver and the workers of its jobs, with all processes below them.
+    shared: List[Process]  # Ray's daemons, and workers that wait for a job.
+    foreign: Set[int]  # Process ids of the workers of other payloads' jobs, with all processes below them.
+
+
+@dataclass
+class RayJobs:
+    """Finds the processes of one payload among those of a shared Ray cluster on this node."""
+
+    log_dir: str
+    ray_pid: Callable[[], Optional[int]]  # The process below which all of Ray's processes run; None while Ray does not run.
+    job_ids: Set[str] = field(default_factory=set)  # The payload's Ray jobs that are known so far.
+
+    def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
+        """Sort processes that are not known to belong to other payloads; `table` has all processes of this machine by id.
+
+        The Ray job of a new driver among the processes is added to `job_ids`.
+        """
+        root = self.ray_pid()
+        ray = set() if root is None else {root, *(process.pid for process in descendants(root, dict(table)))}
+        candidates = list(candidates)
+        outside = {process.pid for process in candidates} - ray
+        self.job_ids.update(job for pid, job, _ in _logs(self.log_dir, _DRIVER_LOG) if pid in outside)
+        jobs = self._jobs_of_workers(ray)
+        result = Attribution([], [], set())
+        for process in candidates:
+            pid = process.pid
+            while pid in table and pid not in jobs:
+                pid = table[pid].parent
+            job = jobs.get(pid) if process.pid in ray else None
+            if process.pid in outside or job in self.job_ids:
+                result.own.append(process)
+            elif job is None:
+                result.shared.append(process)
+            else:
+                result.foreign.add(process.pid)
+        return result
+
+    def _jobs_of_workers(self, ray: Collection[int]) -> Dict[int, str]:
+        """The job ids of Ray's workers by process id."""
+        jobs: Dict[int, str] = {}
+        for pid, named, path in _logs(self.log_dir, _WORKER_LOG):
+            job = (named if named != _NO_JOB else _logged_job(path)) if pid in ray else None
+            if job is not None:
+                jobs[pid] = max(job, jobs.get(pid, job), key=_age)  # The system may reuse a process id.
+        return jobs
+
+
+def _logs(log_dir: str, pattern: "re.Pattern[str]") -> Iterator[Tuple[int, str, str]]:
+    """Process id, job id and path of each log whose name matches; none before Ray has made the directory."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(log_dir):
+            match = pattern.fullmatch(name)
+            if match is not None:
+                yield int(match.group(2)), match.group(1), os.path.join(log_dir, name)
+
+
+def _logged_job(path: str) -> Optional[str]:
+    """The job id that a worker has written into its log; None if the worker still waits for a job."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        match = _JOB_LINE.match(file.read(32))
+        return match.group(1).decode() if match is not None else None
+    return None
+
+
+def _age(job: str) -> int:
+    """The number of a job: Ray numbers its jobs in order and writes the lowest byte first, so a newer job has a larger number."""
+    return int.from_bytes(bytes.fromhex(job), "little")
+
+
+# ---- The usage of one payload
 
 
 @dataclass
@@ -215,7 +345,7 @@ class UsageSampler:
     def __post_init__(self) -> None:
         # The baseline has all processes of this runtime: one that is excluded now may count later, but not for its past.
         self._gpus_read, table = recent_table()
-        self.meter = UsageMeter(processes.descendants(os.getpid(), table), self._gpus_read)
+        self.meter = UsageMeter(descendants(os.getpid(), table), self._gpus_read)
         if self.roots is None:
             self.gpus.query_if_due()
         self._pause = _FIRST
@@ -252,11 +382,12 @@ class UsageSampler:
     def _sample(self, max_age: float = 0.0) -> None:
         at, table = recent_table(max_age)
         candidates = self._candidates(table)
+        sample = Attribution(candidates, [], set()) if self.jobs is None else self.jobs.attribute(candidates, table)
+        own, shared = ([process.pid for process in group] for group in (sample.own, sample.shared))
         if self.jobs is None:
-            self.meter.add(at, Attribution(candidates, [], set()), memory_of(candidates))
+            self.meter.add(at, sample, memory_of(own))
         else:
-            sample = self.jobs.attribute(candidates, table)
-            self.meter.add(at, sample, memory_of(sample.own, mapped=False), memory_of(sample.shared))
+            self.meter.add(at, sample, memory_of(own, Shared.NEVER), memory_of(shared))
         if self.ray_temp_dir:
             self.meter.usage.spilled_bytes = max(self.meter.usage.spilled_bytes, _spilled_bytes(self.ray_temp_dir))
         read, gpus = self.gpus.figures
@@ -266,12 +397,10 @@ class UsageSampler:
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
         """The processes below the roots, without those that belong to other payloads."""
-        excluded = set(self.excluded())
-        for root in list(excluded):
-            excluded.update(process.pid for process in processes.descendants(root, table))
+        others = list(self.excluded())
+        excluded = {*others, *(process.pid for root in others for process in descendants(root, table))}
         roots = [os.getpid()] if self.roots is None else self.roots()
-        below = [process for root in roots for process in processes.descendants(root, table)]
-        return [process for process in below if process.pid not in excluded]
+        return [each for root in roots for each in descendants(root, table) if each.pid not in excluded]
 
 
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
@@ -303,19 +432,9 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
 
 def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[float]:
     """A point of the head merged with the latest earlier point of each other node: the CPUs of all, the memory of the fullest."""
-    at, busy, memory = point
-    for points in others:
-        before = [other for other in points if other[0] <= at]
-        if before:
-            busy, memory = busy + before[-1][1], max(memory, before[-1][2])
-    return [at, round(busy, 2), memory]
-
-
-def memory_of(group: Iterable[Process], mapped: bool = True) -> int:
-    """Bytes of private memory of a group of processes and, if `mapped`, the largest shared memory of one of them, once."""
-    sizes = [resident_and_shared(process.pid) for process in group]
-    largest_shared = max((shared for _, shared in sizes), default=0)
-    return sum(resident - shared for resident, shared in sizes) + (largest_shared if mapped else 0)
+    at = point[0]
+    latest = [point, *(other for points in others for other in [each for each in points if each[0] <= at][-1:])]
+    return [at, round(sum(each[1] for each in latest), 2), max(each[2] for each in latest)]
 
 
 def _spilled_bytes(ray_temp_dir: str) -> int:
@@ -323,8 +442,7 @@ def _spilled_bytes(ray_temp_dir: str) -> int:
     total = 0
     session = os.path.join(ray_temp_dir, "session_latest")
     with contextlib.suppress(OSError):  # Ray has not made the directory yet, or has removed an object meanwhile.
-        for name in os.listdir(session):
-            if name.startswith("ray_spilled_objects"):
-                with os.scandir(os.path.join(session, name)) as entries:
-                    total += sum(entry.stat().st_size for entry in entries)
+        for name in [name for name in os.listdir(session) if name.startswith("ray_spilled_objects")]:
+            with os.scandir(os.path.join(session, name)) as entries:
+                total += sum(entry.stat().st_size for entry in entries)
     return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set
 
 from ..process.loop import Loop, Timer
@@ -22,7 +22,7 @@ _UNDOES = {NodeCommand.REPORT: NodeCommand.MEASURE, NodeCommand.END_RAY: NodeCom
 """Each command that ends something, with the command that began it."""
 
 UsageByHost = Dict[str, Dict[str, Any]]
-"""The measured usage of each node, by hostname."""
+"""The measured usage of each node, by hostname, with its component if it has one."""
 
 
 class Identity(NamedTuple):
@@ -32,18 +32,18 @@ class Identity(NamedTuple):
     component: Optional[str]
 
 
+@dataclass(eq=False)
 class WorkerNode:
     """What the head knows about one worker node, and the connection to it."""
 
-    def __init__(self, node_id: int, name: str, component: Optional[str] = None) -> None:
-        self.node_id = node_id  # Its place in the allocation, which counts from 0, the head.
-        self.name = name
-        self.component = component
-        self.machine: Dict[str, Any] = {}  # The resources that the node reports when it joins (`NodeResources.facts`).
-        self.commands: Dict[str, Message] = {}  # Those to send again when the node reconnects, by subject.
-        self.gone = False  # Whether the node has not reconnected in time after a loss.
-        self.grace: Optional[Timer] = None  # Runs from a loss to that time.
-        self.channel: Optional[Channel] = None  # The newest connection; None while the node is not connected.
+    node_id: int  # Its place in the allocation, which counts from 0, the head.
+    name: str
+    component: Optional[str] = None
+    machine: Dict[str, Any] = field(default_factory=dict)  # The resources that the node reports when it joins.
+    commands: Dict[str, Message] = field(default_factory=dict)  # Those to send again when it reconnects, by subject.
+    gone: bool = False  # Whether the node has not reconnected in time after a loss.
+    grace: Optional[Timer] = None  # Runs from a loss to that time.
+    channel: Optional[Channel] = None  # The newest connection; None while the node is not connected.
 
     @property
     def pids(self) -> List[int]:
@@ -94,13 +94,12 @@ class WorkerNodes(Listener):
     """All worker nodes of an allocation: sends them commands, and passes their events to `on_event`.
 
     A node that reconnects gets all commands again that still hold; its agent ignores those that it has carried out.
-    `log_path` returns the path of a node's own log on the shared file system, given its place.
     """
 
     loop: Loop
     members: Dict[int, WorkerNode]
     on_event: Callable[[WorkerNode, Message], None]
-    log_path: Callable[[int], str] = lambda _: ""
+    log_path: Callable[[int], str] = lambda _: ""  # Path of a node's own log on the shared file system, by its place.
 
     def __post_init__(self) -> None:
         self._node_of_channel: Dict[Channel, WorkerNode] = {}
@@ -124,16 +123,13 @@ class WorkerNodes(Listener):
         command that ends something is kept until the node has confirmed it.
         """
         op = NodeCommand(command["op"])
-        name = command.get("cluster") or command.get("id") or ""
-        for place in places:
-            node = self.members[place]
-            if op == NodeCommand.END_RAY:
-                node.commands.pop(_subject(NodeCommand.RAY_READY, name), None)
+        subject = _subject(op, command.get("cluster") or command.get("id") or "")
+        for node in [self.members[place] for place in places]:
             if op in _UNDOES and not node.joined:
-                node.commands.pop(_subject(op, name), None)  # The node never got the command that began it.
-                continue
-            node.commands[_subject(op, name)] = command
-            node.send(**command)
+                node.commands.pop(subject, None)  # The node never got the command that began it.
+            else:
+                node.commands[subject] = command
+                node.send(**command)
 
     def log_tail(self, place: int) -> str:
         """The last lines of a node's own log."""
@@ -241,11 +237,9 @@ class WorkerNodes(Listener):
             return
         collection.expected.remove(node.node_id)
         if usage is not None:
-            # In a test cluster, or a simulated one, several nodes may run on one machine and so have the same hostname.
-            hostname = node.identity.hostname
-            taken = hostname in collection.usage or hostname == socket.gethostname()
-            other_name = node.name if node.component is None else named(*node.identity)
-            collection.usage[other_name if taken else hostname] = usage
+            name = named(*node.identity)
+            # In a test cluster, several nodes may run on one machine and so have the same hostname.
+            collection.usage[node.name if name in (*collection.usage, socket.gethostname()) else name] = usage
         if not collection.expected:
             self._finish(nonce)
 

@@ -12,8 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Union
 
-from ..node.ray_jobs import RayJobs, logs_of
-from ..node.usage import GpuMonitor, UsageSampler, merge_usage
+from ..node.usage import GpuMonitor, RayJobs, UsageSampler, logs_of, merge_usage
 from ..node.worker_nodes import WorkerNodes
 from ..process.loop import Loop
 from ..protocol.record import STATUS, Record, RunRecord, split_lines, write_atomically

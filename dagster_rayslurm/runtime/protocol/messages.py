@@ -65,7 +65,6 @@ class NodeCommand(TextEnum):
 
     # Start Ray and join the Ray cluster. `attempt` is higher each time that the head had to start Ray again on another port.
     START_RAY = "ray"
-    RAY_READY = "ready"  # Treat an end of Ray as a loss from now on: this node has joined the Ray cluster.
     END_RAY = "end-ray"  # End Ray on this node for one Ray cluster.
     MEASURE = "measure"  # Measure usage for a payload.
     REPORT = "report"  # Stop measuring for a payload, and send its usage.

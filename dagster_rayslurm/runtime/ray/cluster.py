@@ -1,10 +1,13 @@
-"""One Ray cluster, seen from its head: start it, have the worker nodes join, say when it is ready, and notice lost nodes."""
+"""One Ray cluster, seen from its head: start it, have the worker nodes join, say when it is ready, and notice lost nodes; and
+find what payloads leave alive in a warm one: detached actors, placement groups, submitted jobs, used resources.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional
 
 from ..node.network import join_host_port
 from ..node.resources import NodeResources, footprint_error, node_footprint, runtime_footprint
@@ -16,9 +19,6 @@ from ..protocol.spec import RaySpec, RuntimeSpec, node_spec
 from . import membership
 from .membership import Event, Member, Membership, Report
 from .ray_node import RayNode, ray_environment
-
-UNSCHEDULABLE = "unschedulable"
-"""Name of the phase in which a payload waits for resources that no node of its Ray cluster can ever grant."""
 
 Tables = Dict[str, Any]
 """The answer of `internals.living_things`."""
@@ -61,25 +61,24 @@ class RayCluster:
     listener: RayListener
     fresh: Optional[RaySpec] = None  # Describes a payload's own cluster; None for the cluster that the runtime keeps warm.
     key: str = ""  # Names the cluster on its nodes; "" for the warm one.
+    ray_version: Optional[str] = None
+    address: Optional[str] = None  # "HOST:PORT" for drivers; None until the cluster is ready.
+    _bring_up: Optional[float] = None
+    _dashboard_url: Optional[str] = None
+    _gcs: str = ""
+    _deadline: Optional[Timer] = None
+    _ray: Optional[RayNode] = None
 
     def __post_init__(self) -> None:
         spec = self.runtime.ray if self.fresh is None else self.fresh
         assert spec is not None
         self.spec = spec
-        self.ray_version: Optional[str] = None
-        self.address: Optional[str] = None
         self._workers = self.head.workers or WorkerNodes(self.loop, {}, lambda *_: None)
         titles = [(place, node.title) for place, node in self._workers.members.items()]
         members = dict(titles[: membership.nodes_expected(spec, 1 + len(titles)) - 1])
         self.state = Membership(spec, self.head.machine.name, {place: Member(title) for place, title in members.items()})
         self._started = self.loop.now()
-        self._bring_up: Optional[float] = None
-        self._dashboard_url: Optional[str] = None
-        self._deadline: Optional[Timer] = None
-        self._ray: Optional[RayNode] = None
-        self._gcs = ""
-        self._tails: Dict[str, str] = {}
-        """The last lines of logs of worker nodes, by title."""
+        self._tails: Dict[str, str] = {}  # The last lines of logs of worker nodes, by title.
         self._queries: Dict[int, Callable[[Optional[Tables]], None]] = {}
         self._query_ids = itertools.count(1)
 
@@ -94,11 +93,6 @@ class RayCluster:
         env = ray_environment(self.spec, self.scratch.join("ray.token"))
         where = {"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": self._dashboard_url}
         return {**env, **{name: value for name, value in where.items() if value}}
-
-    @property
-    def ray_temp_dir(self) -> str:
-        """The directory of Ray's own files on this node."""
-        return self.scratch.ray_temp_dir
 
     @property
     def pid(self) -> Optional[int]:
@@ -134,10 +128,8 @@ class RayCluster:
         if problem:
             return self.on_event({"event": Report.FAILED, "error": ClusterError(EndReason.CLUSTER_START, problem)})
         self._deadline = self.loop.call_later(self.spec.startup_timeout, lambda: self.on_event({"event": Report.DEADLINE}))
-        nodes, environ = self.state.expected, self.head.environ
-        self._ray = RayNode(
-            self.loop, self.runtime, self.spec, self.key, self.head.machine, self.scratch, nodes, self.on_event, environ
-        )
+        machine, nodes, environ = self.head.machine, self.state.expected, self.head.environ
+        self._ray = RayNode(self.loop, self.runtime, self.spec, self.key, machine, self.scratch, nodes, self.on_event, environ)
         self._ray.start(address=self.head.address)
 
     def stop(self) -> None:
@@ -164,15 +156,14 @@ class RayCluster:
     def handle(self, member: WorkerNode, message: Event) -> None:
         """Called with each event of a worker node."""
         event = {**message, "node": member.node_id}
-        if event.get("event") not in tuple(NodeEvent):
-            return
-        if event["event"] == NodeEvent.JOINED:
+        if event.get("event") == NodeEvent.JOINED:
             event.update(identity=member.identity, here=member.here, problem=self._problem(NodeResources(**member.machine)))
-        elif event["event"] == NodeEvent.RAY_FAILED:
+        elif event.get("event") == NodeEvent.RAY_FAILED:
             if event["cluster"] != self.key:
                 return
             self._tails.update({"%s on %s" % (name, member.title): text for name, text in event["tails"].items()})
-        self.on_event(event)
+        if event.get("event") in tuple(NodeEvent):
+            self.on_event(event)
 
     def on_event(self, event: Event) -> None:
         """Called with each report of Ray on this node, and each event of a worker node."""
@@ -181,10 +172,8 @@ class RayCluster:
             self._answer(event["id"], event["tables"])
         elif kind == Report.VERSION:
             self.ray_version = event["ray_version"]
-        elif kind == Report.UNSCHEDULABLE:
-            self.listener.on_phase(UNSCHEDULABLE, event["message"])
-        elif kind == Report.RETRY:
-            self.listener.on_phase("cluster-start", event["message"])
+        elif kind == Report.PHASE:
+            self.listener.on_phase(event["phase"], event["message"])
         elif kind == Report.STARTING:
             self._gcs = event["gcs"]
         self.state, actions = self.state.step(event)
@@ -194,11 +183,10 @@ class RayCluster:
     def _do(self, action: membership.Action) -> None:
         if isinstance(action, membership.Say):
             self.listener.on_phase(*action)
-        elif isinstance(action, membership.Send):
-            own: Dict[str, Any] = {}
-            if action.op == NodeCommand.START_RAY:
-                own = {"gcs": self._gcs, "nodes": self.state.expected, "ray": asdict(self.spec) if self.key else None}
-            self._workers.send_command(action.to, op=action.op, cluster=self.key, attempt=self.state.attempt, **own)
+        elif isinstance(action, membership.Join):
+            how = {"gcs": self._gcs, "nodes": self.state.expected, "ray": asdict(self.spec) if self.key else None}
+            command = {"cluster": self.key, "attempt": self.state.attempt, **how}
+            self._workers.send_command(action.members, op=NodeCommand.START_RAY, **command)
         elif isinstance(action, membership.NodeLost):
             self.listener.on_node_lost(action.title)
         elif isinstance(action, membership.Ready):
@@ -239,3 +227,77 @@ class RayCluster:
         self.listener.on_phase("cluster-ready", up)
         self.prestart()
         self.listener.on_ready()
+
+
+# ---- What payloads leave in the cluster
+
+_TIMEOUT = 0.3  # Seconds that the end of a payload waits for the tables, which take some milliseconds.
+_IDLE = 10.0  # Seconds from the last end of a payload to the check of the idle cluster; Ray frees some resources late.
+_UNCOUNTED = ("memory", "object_store_memory")  # Idle workers and cached objects use them until others need them.
+_HINTS = {
+    "actor": "detached actor %(name)r (%(class)s, namespace %(namespace)r) is still alive; end it with "
+    "ray.kill(ray.get_actor(%(name)r, namespace=%(namespace)r)) before the payload ends",
+    "group": "placement group %(title)s still holds its resources; give it back with "
+    "ray.util.remove_placement_group(group) before the payload ends",
+    "job": "job %(id)s of `ray job submit` still runs; end it with `ray job stop %(id)s` before the payload ends, "
+    "or submit it without --no-wait",
+}
+
+
+class Leak(NamedTuple):
+    """One thing that is left: its name in later tables, a sentence, its payload's nonce if Ray tells, when a job began."""
+
+    key: str
+    message: str
+    nonce: str = ""
+    since: float = 0.0
+
+
+def living(tables: Tables) -> List[Leak]:
+    """Everything in the tables that is alive and does not end with the Ray job that made it; without side effects."""
+    nonces, rows = tables["jobs"], tables["living"]
+    return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
+
+
+def left_when_idle(tables: Tables) -> List[Leak]:
+    """What is still at work when no payload runs: submitted jobs, and used resources with everything that may hold them."""
+    taken = []
+    for name, total in sorted(tables["total"].items()):
+        used = total - tables["available"].get(name, 0.0)
+        if used > 1e-3 and name not in _UNCOUNTED and not name.startswith("node:") and "_group_" not in name:
+            taken.append(Leak(name, "%s: %g of %g are not free although no payload runs" % (name, used, total)))
+    return taken + [leak for leak in living(tables) if taken or leak.since]
+
+
+class LeakCheck:
+    """Finds what payloads leave in the warm Ray cluster, which `cluster` returns."""
+
+    def __init__(self, loop: Loop, cluster: Callable[[], Optional[RayCluster]]) -> None:
+        self._loop, self._cluster, self._timer = loop, cluster, loop.call_later(0.0, lambda: None)
+        self.found: Dict[str, str] = {}  # What was left when the cluster was idle, and has not ended since: key by sentence.
+
+    def at_end(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
+        """Returns a function to call at the end of the payload that starts now; it passes the payload's leaks to a callback."""
+        began, cluster = time.time(), self._cluster()
+        assert cluster is not None
+
+        def find(done: Callable[[List[str]], None], tables: Optional[Tables]) -> None:
+            if tables is not None:
+                still = {leak.key for leak in left_when_idle(tables)}
+                self.found = {message: key for message, key in self.found.items() if key in still}
+            left = [] if tables is None else living(tables)
+            done([leak.message for leak in left if leak.nonce == nonce or leak.since >= began])
+
+        return lambda done: cluster.query_tables(_TIMEOUT, lambda tables: find(done, tables))
+
+    def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
+        """Check the whole cluster in some seconds, unless a payload runs by then."""
+
+        def check(tables: Optional[Tables]) -> None:
+            if tables is not None and is_idle():
+                self.found = {leak.message: leak.key for leak in left_when_idle(tables)}
+
+        self._timer.cancel()
+        cluster = self._cluster()
+        if cluster is not None:
+            self._timer = self._loop.call_later(_IDLE, lambda: cluster.query_tables(5.0, check) if is_idle() else None)

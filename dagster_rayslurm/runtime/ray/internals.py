@@ -4,11 +4,10 @@ Written for Ray 2.52 (the first with token authentication) and newer, and tried 
 `auth="disabled"` as far as they have the same names. `tests/runtime/test_ray_internals.py` calls each function with the
 installed Ray, so that test fails when a release of Ray moves something.
 
-Each function imports the modules of Ray when it is called, because the runtime itself never imports Ray. Two other modules
-depend on Ray's internals, because they run in a payload's process, which cannot import the runtime:
-`payload/preload_child.py` (modules that Ray imports lazily, the exit of a driver). Formats
-that are only read stay with their readers: names of worker logs (`node/ray_jobs.py`) and the raylet's command line
-(`payload/environment.py`).
+Each function imports the modules of Ray when it is called, because the runtime itself never imports Ray. One other module
+depends on Ray's internals, because it runs in a payload's process, which cannot import the runtime:
+`payload/preload_child.py` (modules that Ray imports lazily, the exit of a driver). Formats that are only read stay with their
+readers: names of worker logs (`node/usage.py`) and the raylet's command line (`payload/environment.py`).
 """
 
 from __future__ import annotations
@@ -20,44 +19,11 @@ import os
 import re
 import time
 from types import SimpleNamespace
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set
 
+from ..node.network import join_host_port
 from ..protocol.spec import COMPONENT_LABEL, JOB_MARK
 from .membership import Nodes
-
-LabelRule = Tuple[str, bool, Tuple[str, ...]]
-"""A condition on one label of a node: the key, whether the label must (True) or must not have one of the values, the values."""
-
-
-class Request(NamedTuple):
-    """What one task, one actor, or one bundle of a placement group needs on one node."""
-
-    resources: Dict[str, float]
-    labels: Tuple[Tuple[LabelRule, ...], ...] = ()  # Alternative lists of rules; a node must meet all rules of one, if any.
-
-
-class Group(NamedTuple):
-    """A placement group that Ray has not placed yet."""
-
-    strategy: str
-    bundles: List[Request]
-
-
-class DemandNode(NamedTuple):
-    """A living node of the Ray cluster: its host name, total resources and labels."""
-
-    name: str
-    resources: Dict[str, float]
-    labels: Dict[str, str]
-
-
-class Demand(NamedTuple):
-    """What waits for resources in a Ray cluster, and the nodes of the cluster."""
-
-    requests: List[Request]
-    groups: List[Group]
-    nodes: List[DemandNode]
-
 
 RAYLET_ENVIRON = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
@@ -72,37 +38,35 @@ Those workers take the CPU time that the driver needs for its first task.
 
 _ALIVE = 0  # GcsNodeInfo.ALIVE in gcs.proto
 _GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in gcs.proto
+_NODE_DEAD = 2  # NodeStatus.DEAD in autoscaler.proto
 _NOT_IN = 2  # LABEL_OPERATOR_NOT_IN in common.proto
 _LIVING_ACTORS = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")  # All states except dead.
 _CLIENT_SERVER = "get_ray_client_dependency_error"  # Function that says what the Ray Client server lacks to run.
-_DASHBOARD = "get_dashboard_dependency_error"  # Function that says what the dashboard lacks to run.
-_HEAD_INFO = (
-    "get_all_node_info_until_retrieved"  # Function of `ray start --address` that asks for the head's row of the node table.
-)
-_START_DASHBOARD = "start_api_server"  # Method of Ray's `Node` that starts the dashboard's process.
-_START_PROCESS = "start_ray_process"  # Function that starts each of Ray's daemons.
+_HEAD_INFO = "get_all_node_info_until_retrieved"  # Function of `ray start --address` that asks for the head's row of the table.
 _TEMP_DIR_KEY = b"rayslurm_temp_dir"  # Key under which the head writes its temporary directory to the GCS, for the worker nodes.
-_SUBMITTED = (
-    "_ray_internal_job_actor_"  # Prefix of the name of the actor that runs a job of `ray job submit`; the job's id follows.
-)
+# Prefix of the name of the actor that runs a job of `ray job submit`; the job's id follows.
+_SUBMITTED = "_ray_internal_job_actor_"
 _SHARED_LIBRARIES = ("ray.data.", "ray.train.", "ray.tune.", "ray.llm.")
 """Libraries of Ray whose detached actors are no leaks: later payloads use them too, and would fail without them."""
 _TIMEOUT = 5.0  # Seconds that a request about idle workers may take.
 _IDLE_WORKERS = 600  # Seconds after which Ray may end an idle worker, if there are more idle workers than CPUs.
+_MOST_NAMES = 4  # Most nodes, or bundles of a placement group, that one message names.
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
 
 
 def installed_version() -> Optional[str]:
     """The version of Ray in this Python environment, read without an import of Ray; None if it is missing or unreadable."""
     importlib.invalidate_caches()
-    try:
+    with contextlib.suppress(ImportError, OSError, ValueError):  # Perhaps the file system is unavailable for a moment.
         spec = importlib.util.find_spec("ray")
-        if spec is None or spec.origin is None:
-            return None
-        with open(os.path.join(os.path.dirname(spec.origin), "_version.py"), encoding="utf-8") as file:
-            found = re.search(r"^version\s*=\s*[\"'](.+?)[\"']", file.read(), re.MULTILINE)
-    except (ImportError, OSError, ValueError):
-        return None  # Perhaps the environment's file system is unavailable for a moment.
-    return found.group(1) if found is not None else None
+        if spec is not None and spec.origin is not None:
+            with open(os.path.join(os.path.dirname(spec.origin), "_version.py"), encoding="utf-8") as file:
+                found = re.search(r"^version\s*=\s*[\"'](.+?)[\"']", file.read(), re.MULTILINE)
+            return found.group(1) if found is not None else None
+    return None
 
 
 # ---- Before `ray start`
@@ -110,7 +74,7 @@ def installed_version() -> Optional[str]:
 
 def dashboard_problem() -> Optional[str]:
     """What Ray's dashboard lacks to run, as text; None if nothing. Ray 2.60 itself says so only in the dashboard's log."""
-    problem = getattr(_module("ray._private.utils"), _DASHBOARD, lambda: None)()
+    problem = getattr(_module("ray._private.utils"), "get_dashboard_dependency_error", lambda: None)()
     return None if problem is None else str(problem)
 
 
@@ -134,9 +98,7 @@ def skip_dashboard() -> None:
 
     Ray 2.60 starts it without a dashboard as well, and then it only reports usage statistics.
     """
-    node = _module("ray._private.node").Node
-    if hasattr(node, _START_DASHBOARD):
-        setattr(node, _START_DASHBOARD, lambda *_, **__: None)
+    _module("ray._private.node").Node.start_api_server = lambda *_, **__: None
 
 
 def move_dashboard_files(temp_dir: str) -> None:
@@ -146,16 +108,14 @@ def move_dashboard_files(temp_dir: str) -> None:
     dashboard is killed. The TMPDIR of tasks and actors does not change.
     """
     constants, services = _module("ray._private.ray_constants"), _module("ray._private.services")
-    start = getattr(services, _START_PROCESS, None)
-    if start is None:
-        return
+    start = services.start_ray_process  # Starts each of Ray's daemons.
 
     def start_inside(words: List[str], process_type: str, *args: Any, **options: Any) -> Any:
         if process_type == constants.PROCESS_TYPE_DASHBOARD:
             options["env_updates"] = {**(options.get("env_updates") or {}), "TMPDIR": temp_dir}
         return start(words, process_type, *args, **options)
 
-    setattr(services, _START_PROCESS, start_inside)
+    services.start_ray_process = start_inside
 
 
 # ---- The GCS: Ray's control service on the head, which knows nodes, jobs, actors and placement groups
@@ -196,14 +156,13 @@ def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
 
 def published_head(client: Any) -> Optional[SimpleNamespace]:
     """The facts that `publish_head` has written, as a row of Ray's node table for `assume_head`; None if not yet complete."""
-    values: List[Optional[bytes]] = []
     with contextlib.suppress(Exception):  # The GCS does not answer yet.
         namespace = _module("ray._private.ray_constants").KV_NAMESPACE_SESSION
-        values = [client.internal_kv_get(key, namespace) for key in (_TEMP_DIR_KEY, b"session_name")]
-    if not values or not all(values) or not hasattr(_module("ray._private.node"), _HEAD_INFO):
-        return None
-    temp_dir, session = (value.decode() for value in values if value)
-    return SimpleNamespace(state=_ALIVE, temp_dir=temp_dir, session_dir=os.path.join(temp_dir, session))
+        temp_dir, session = (client.internal_kv_get(key, namespace) for key in (_TEMP_DIR_KEY, b"session_name"))
+        if temp_dir and session and hasattr(_module("ray._private.node"), _HEAD_INFO):
+            session_dir = os.path.join(temp_dir.decode(), session.decode())
+            return SimpleNamespace(state=_ALIVE, temp_dir=temp_dir.decode(), session_dir=session_dir)
+    return None
 
 
 def assume_head(head: SimpleNamespace) -> None:
@@ -211,34 +170,91 @@ def assume_head(head: SimpleNamespace) -> None:
     setattr(_module("ray._private.node"), _HEAD_INFO, lambda *_, **__: [head])
 
 
-def pending_demand(client: Any) -> Demand:
-    """The requests for resources that Ray has not granted yet, and the living nodes; from Ray's interface for autoscalers."""
-    nodes = node_table(client)
-    messages = _module("ray.core.generated.autoscaler_pb2")
-    reply = messages.GetClusterResourceStateReply.FromString(client.get_cluster_resource_state(timeout_s=2))
-    state = reply.cluster_resource_state
+# ---- Tasks, actors and placement groups that no node can ever hold; Ray lets them wait without a message
 
-    def request(wanted: Any) -> Request:
-        labels = tuple(
-            tuple((rule.label_key, rule.operator != _NOT_IN, tuple(rule.label_values)) for rule in selector.label_constraints)
-            for selector in wanted.label_selectors
-        )
-        return Request(dict(wanted.resources_bundle), labels)
 
-    # `details` is "ID:STRATEGY|STATE".
-    groups = [
-        Group(each.details.rpartition(":")[2].partition("|")[0], [request(bundle) for bundle in each.requests])
-        for each in state.pending_gang_resource_requests
+def unschedulable(client: Any) -> List[str]:
+    """Sentences about what waits for resources that no node can ever grant; from Ray's interface for autoscalers."""
+    hostnames = {node_id: str(node["hostname"]) for node_id, node in node_table(client).items()}
+    reply = _module("ray.core.generated.autoscaler_pb2").GetClusterResourceStateReply
+    answer = reply.FromString(client.get_cluster_resource_state(timeout_s=2))
+    return misfits(answer.cluster_resource_state, hostnames)
+
+
+def misfits(state: Any, hostnames: Mapping[str, str]) -> List[str]:
+    """Sentences about the requests in a `ClusterResourceState` that the nodes could not hold even if nothing else ran. Pure.
+
+    `hostnames` has the host names of the nodes by Ray's id.
+    """
+    nodes = [node for node in state.node_states if node.status != _NODE_DEAD]
+    requests = [each.request for each in state.pending_resource_requests]
+    # A task inside a placement group waits until the group is placed.
+    alone = [request for request in requests if not any("_group_" in name for name in request.resources_bundle)]
+    found = [
+        "a task or actor asks for %s, and no node has that" % _words(request)
+        for request in alone
+        if not any(_fits(request, node) for node in nodes)
     ]
-    living = [(each.node_id.hex(), each) for each in state.node_states if each.status != messages.DEAD]
-    return Demand(
-        [request(each.request) for each in state.pending_resource_requests],
-        groups,
-        [
-            DemandNode(nodes.get(name, {}).get("hostname", name), dict(each.total_resources), dict(each.labels))
-            for name, each in living
-        ],
-    )
+    for group in state.pending_gang_resource_requests:
+        bundles, strategy = list(group.requests), group.details.rpartition(":")[2].partition("|")[0]  # "ID:STRATEGY|STATE"
+        requests += bundles
+        if not _group_fits(strategy, bundles, nodes):
+            words = ", ".join("{%s}" % _words(each) for each in bundles[:_MOST_NAMES]) + ", …" * (len(bundles) > _MOST_NAMES)
+            what = "a placement group (%s) asks for %d bundles, %s, and the nodes cannot hold them"
+            found.append(what % (strategy, len(bundles), words))
+    asked = {name for request in requests for name in request.resources_bundle} - {"CPU", "GPU"}
+    has = ["%s has %s" % (hostnames.get(node.node_id.hex(), "?"), _amounts(node, asked)) for node in nodes[:_MOST_NAMES]]
+    there = "; ".join(has) + "; …" * (len(nodes) > _MOST_NAMES)
+    end = " (%s). It waits forever unless the launcher and the queue ask for nodes that have it" % there
+    return sorted({sentence + end for sentence in found})
+
+
+def _fits(request: Any, node: Any) -> bool:
+    def matches(rule: Any) -> bool:
+        return (node.labels.get(rule.label_key) in rule.label_values) is (rule.operator != _NOT_IN)
+
+    selectors = request.label_selectors  # Alternatives.
+    labelled = not selectors or any(all(map(matches, selector.label_constraints)) for selector in selectors)
+    return labelled and _holds(node.total_resources, request.resources_bundle)
+
+
+def _holds(has: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    return all(has.get(name, 0.0) >= amount for name, amount in wanted.items())
+
+
+def _group_fits(strategy: str, bundles: Sequence[Any], nodes: Sequence[Any]) -> bool:
+    """Whether the nodes could hold a placement group if nothing else ran; an approximation, which is never False by mistake."""
+    if not all(any(_fits(bundle, node) for node in nodes) for bundle in bundles):
+        return False
+    total = _sum(bundle.resources_bundle for bundle in bundles)
+    if strategy == "STRICT_PACK":
+        return any(_holds(node.total_resources, total) for node in nodes)
+    too_many = strategy == "STRICT_SPREAD" and len(bundles) > len(nodes)
+    return not too_many and _holds(_sum(node.total_resources for node in nodes), total)
+
+
+def _words(request: Any) -> str:
+    words = [_amount(name, amount) for name, amount in sorted(request.resources_bundle.items())]
+    for rule in request.label_selectors[0].label_constraints if request.label_selectors else ():
+        relation = "!=" if rule.operator == _NOT_IN else "="
+        words.append("label %s %s %s" % (rule.label_key, relation, " or ".join(rule.label_values)))
+    return ", ".join(words)
+
+
+def _amounts(node: Any, asked: Set[str]) -> str:
+    return ", ".join(_amount(name, node.total_resources.get(name, 0.0)) for name in ("CPU", "GPU", *sorted(asked)))
+
+
+def _amount(name: str, amount: float) -> str:
+    return "%s %.1f GiB" % (name, amount / 2**30) if name in ("memory", "object_store_memory") else "%s %g" % (name, amount)
+
+
+def _sum(rows: Iterable[Mapping[str, float]]) -> Dict[str, float]:
+    total: Dict[str, float] = {}
+    for row in rows:
+        for name, amount in row.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
 
 
 # ---- What is alive in the cluster
@@ -298,14 +314,6 @@ def _is_shared(actor: Any) -> bool:
     return module.startswith(_SHARED_LIBRARIES) and not actor.required_resources
 
 
-def _sum(rows: Iterable[Mapping[str, float]]) -> Dict[str, float]:
-    total: Dict[str, float] = {}
-    for row in rows:
-        for name, amount in row.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
-
-
 # ---- The raylet: Ray's daemon on each node, which starts workers
 
 
@@ -323,8 +331,7 @@ def connect_raylet(gcs: str) -> Any:
     """A client of the raylet on the head node, which authenticates with the Ray cluster's token."""
     nodes: List[Any] = list(connect_gcs(gcs).get_all_node_info(timeout=_TIMEOUT).values())
     head = next(node for node in nodes if node.is_head_node)
-    host = head.node_manager_address
-    address = "%s:%d" % ("[%s]" % host if ":" in host else host, head.node_manager_port)
+    address = join_host_port(head.node_manager_address, head.node_manager_port)
     channel = _module("ray._private.grpc_utils").init_grpc_channel(address)
     return _module("ray.core.generated.node_manager_pb2_grpc").NodeManagerServiceStub(channel)
 
@@ -334,7 +341,3 @@ def start_workers(raylet: Any, number: int) -> None:
     messages = _module("ray.core.generated.node_manager_pb2")
     request = messages.PrestartWorkersRequest(num_workers=number, keep_alive_duration_secs=_IDLE_WORKERS)
     raylet.PrestartWorkers(request, timeout=_TIMEOUT)
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(name)

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 from ..node.resources import named
 from ..node.worker_nodes import Identity
-from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent, TextEnum
+from ..protocol.messages import ClusterError, EndReason, NodeEvent, TextEnum
 from ..protocol.spec import RaySpec
 
 Event = Dict[str, Any]
@@ -22,20 +22,21 @@ Nodes = Dict[str, Node]
 """Ray's node table: its rows by Ray's id of the node."""
 
 
+UNSCHEDULABLE = "unschedulable"
+"""Name of the phase in which a payload waits for resources that no node of its Ray cluster can ever grant."""
+
+
 class Report(TextEnum):
     """What happens to Ray on one node. The program `node_main` sends some of these, and `RayNode` makes the others."""
 
-    ENVIRONMENT = "environment"  # The Ray of this Python environment cannot be used; `message` says why.
     VERSION = "version"  # Ray was imported; its version is `ray_version`.
     NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one.
     ENTRYPOINT = "entrypoint"  # `ray symmetric-run` has started its command, so the Ray cluster is up.
-    UNSCHEDULABLE = "unschedulable"  # Something waits for resources that no node can ever grant; `message` names it.
+    PHASE = "phase"  # A line for the Dagster log: `phase` and `message`.
     GCS_LOST = "gcs-lost"  # Ray's control service (GCS) has ended.
-    WATCH_FAILED = "watch-failed"  # The GCS cannot be asked for its nodes; `message` says why.
     TABLES = "tables"  # The answer to the query `id` of the leak check: `tables`, or None after an error.
     STARTING = "starting"  # Ray starts; the head's address is `gcs`, another one if a port was taken and Ray starts again.
-    RETRY = "retry"  # Ray starts again; `message` says why.
-    FAILED = "ray-failed"  # Ray did not start, or was lost; `error` is a `ClusterError`.
+    FAILED = "ray-failed"  # Ray did not start, or was lost: `message` of `node_main`, or `error`, a `ClusterError`, of `RayNode`.
     DEADLINE = "deadline"  # The time in which the cluster must be ready is over.
 
 
@@ -46,11 +47,10 @@ class Say(NamedTuple):
     message: str
 
 
-class Send(NamedTuple):
-    """Send a command to worker nodes."""
+class Join(NamedTuple):
+    """Have worker nodes start Ray and join the cluster."""
 
-    op: NodeCommand
-    to: List[int]
+    members: List[int]
 
 
 class NodeLost(NamedTuple):
@@ -66,7 +66,7 @@ class Ready(NamedTuple):
 
 
 Step = Tuple["Membership", List["Action"]]
-Action = Union[Say, Send, NodeLost, Ready, ClusterError]
+Action = Union[Say, Join, NodeLost, Ready, ClusterError]
 """What follows from an event; a `ClusterError` means that the cluster has failed and must end."""
 
 
@@ -77,7 +77,6 @@ class Member(NamedTuple):
     identity: Optional[Identity] = None  # In Ray's node table; None until the node has connected to the head's runtime.
     here: bool = False  # Whether it is connected to the head's runtime.
     given_up: bool = False  # Whether the cluster no longer waits for it, or has lost it; its log may tell why.
-    counted: bool = False  # Whether the node was told that it has joined, so that an end of its Ray is a loss from then on.
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Membership:
         return replace(self, members={**self.members, node_id: self.members[node_id]._replace(**changes)})
 
     def _started(self, _: Event) -> Step:
-        return replace(self, attempt=self.attempt + 1), [Send(NodeCommand.START_RAY, list(self.members))]
+        return replace(self, attempt=self.attempt + 1), [Join(list(self.members))]
 
     def _joined(self, event: Event) -> Step:
         after = self._with(event["node"], identity=event["identity"], here=event["here"])
@@ -161,8 +160,7 @@ class Membership:
                 return after._fail("the GCS reports the head node as dead", EndReason.CLUSTER_LOST)
             for name in map(title, gone):
                 actions += [Say("node-lost", "Ray on node %s is dead, the others go on" % name), NodeLost(name)]
-            after, counted = after._count()
-            return after, actions + counted
+            return after, actions
         joined = len(alive(nodes))
         if self.members and joined != len(alive(self.nodes)):
             actions.append(Say("cluster-start", "%d/%d nodes joined" % (joined, self.expected)))
@@ -178,18 +176,7 @@ class Membership:
         waits = self.spec.launch_style == "symmetric-run" and not self.entrypoint
         if self.ready or head is None or len(living) < self.needed or waits:
             return self, []
-        after, actions = replace(self, ready=True)._count()
-        return after, [*actions, Ready(head)]
-
-    def _count(self) -> Step:
-        """Tell each worker node in the node table, only once, that an end of its Ray is a loss from now on."""
-        here = present(self.nodes)
-        new = [place for place, member in self.members.items() if not member.counted and member.identity in here]
-        members = {**self.members, **{place: self.members[place]._replace(counted=True) for place in new}}
-        return replace(self, members=members), [Send(NodeCommand.RAY_READY, new)] if new else []
-
-    def _gcs_lost(self, _: Event) -> Step:
-        return self._fail("the GCS on node %s is gone" % self.head, EndReason.CLUSTER_LOST) if self.ready else (self, [])
+        return replace(self, ready=True), [Ready(head)]
 
     def _head_failed(self, event: Event) -> Step:
         return replace(self, failed=True), [event["error"]]
@@ -224,7 +211,6 @@ _HANDLERS: Dict[str, Callable[[Membership, Event], Step]] = {
     Report.STARTING: Membership._started,
     Report.NODES: Membership._table,
     Report.ENTRYPOINT: Membership._at_entrypoint,
-    Report.GCS_LOST: Membership._gcs_lost,
     Report.FAILED: Membership._head_failed,
     Report.DEADLINE: Membership._timed_out,
 }
@@ -274,12 +260,9 @@ def in_words(nodes: Nodes, spec: RaySpec) -> str:
     here = alive(nodes)
     head = next(node["hostname"] for node in here if node["head"])
     where = head if len(here) == 1 else "%d nodes, the head is %s" % (len(here), head)
-    names = [component.component_id for component in spec.components]
-    parts = [(name, [node for node in here if node.get("component") == name]) for name in names]
-    if len(parts) < 2:
-        return "%s (%s)" % (where, _totals(here))
+    parts = [(each.component_id, [node for node in here if node["component"] == each.component_id]) for each in spec.components]
     words = ["%s: %d node%s, %s" % (name, len(own), "" if len(own) == 1 else "s", _totals(own)) for name, own in parts]
-    return "%s (%s)" % (where, "; ".join(words))
+    return "%s (%s)" % (where, "; ".join(words) if len(words) > 1 else _totals(here))
 
 
 def _totals(nodes: Iterable[Node]) -> str:

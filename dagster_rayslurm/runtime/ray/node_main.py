@@ -16,12 +16,13 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set
+from typing import Any, Dict, List, Mapping, Optional, Set
 
-from ..node.ray_jobs import started_ahead
+from ..node.network import split_host_port
+from ..node.usage import logs_of, started_ahead
+from ..protocol.messages import EndReason
 from . import internals
-from .internals import Demand, DemandNode, Group, LabelRule, Request
-from .membership import Nodes, Report
+from .membership import UNSCHEDULABLE, Nodes, Report
 
 TOKEN_SINCE = (2, 52)  # First Ray version (major, minor) with token authentication.
 MOST_IDLE_WORKERS = 4  # Most workers that are kept idle for the next payload; each takes some 60 MB of memory.
@@ -29,8 +30,6 @@ MOST_IDLE_WORKERS = 4  # Most workers that are kept idle for the next payload; e
 _FAST, _SLOW = 0.02, 1.0  # Seconds between two polls of the node table, until the Ray cluster is complete and from then on.
 _DEMAND_INTERVAL = 7.0  # Seconds between two polls of what waits for resources; one poll takes a millisecond or two.
 _START_TIMEOUT, _POLL = 60.0, 0.1  # Seconds in which a new idle worker must begin its log, and between two looks for that.
-_TEMP_DIR = "--temp-dir="
-_MOST_NAMES = 4  # Most nodes, or bundles of a placement group, that one message names.
 
 
 def main(argv: List[str]) -> int:
@@ -46,33 +45,32 @@ def main(argv: List[str]) -> int:
         command: the words of the command line after `ray`.
         entrypoint: file that appears when `ray symmetric-run` has its cluster up (see `hold`); null for `ray start`.
         idle_workers: number of CPUs for which workers are kept idle; 0 for none.
-        logs: the directory in which Ray writes its logs.
+        temp_dir: Ray's temporary directory.
     """
     order = json.loads(argv[0])
     report = _Reporter(order["fd"])
+    command = order["command"]
     try:
         import ray
         from ray.scripts import scripts
+
+        refusal = refuse_version(ray.__version__, order["ray_version"], order["token"]) or refuse_dashboard(command)
     except ImportError as error:
-        message = "Ray cannot be imported by %s: %s" % (sys.executable, error)
+        refusal = "Ray cannot be imported by %s: %s" % (sys.executable, error)
         if error.name == "ray":
             wanted = "==" + order["ray_version"] if order["ray_version"] else ">=2.52"
-            message += "; install it there: %s -m pip install 'ray[default]%s'" % (sys.executable, wanted)
-        report(event=Report.ENVIRONMENT, message=message)
-        return 1
-    command = order["command"]
-    refusal = refuse_version(ray.__version__, order["ray_version"], order["token"]) or refuse_dashboard(command)
+            refusal += "; install it there: %s -m pip install 'ray[default]%s'" % (sys.executable, wanted)
     if refusal:
-        report(event=Report.ENVIRONMENT, message=refusal)
+        report(event=Report.FAILED, reason=EndReason.ENVIRONMENT, message=refusal)
         return 1
-    report(event=Report.VERSION, ray_version=ray.__version__)
     if order["head"]:
-        serve(order["fd"], order["gcs"], order["logs"], order["idle_workers"], report)
+        report(event=Report.VERSION, ray_version=ray.__version__)
+        serve(order["fd"], order["gcs"], logs_of(order["temp_dir"]), order["idle_workers"], report)
         threading.Thread(target=_watch, args=(order, report), daemon=True).start()
         if "--include-dashboard=false" in command:
             internals.skip_dashboard()
         elif command[0] == "start":
-            internals.move_dashboard_files(_temp_dir(command))
+            internals.move_dashboard_files(order["temp_dir"])
     else:
         _wait_for_head(order["gcs"], command)
     sys.argv = ["ray", *internals.disable_client_server(command)]
@@ -110,10 +108,8 @@ def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[s
 def refuse_dashboard(command: List[str]) -> Optional[str]:
     """Why Ray's dashboard cannot run, as a sentence; None if it can, or if `command` does not ask for the dashboard."""
     problem = internals.dashboard_problem() if "--include-dashboard=true" in command else None
-    if problem is None:
-        return None
     advice = "Ray has no dashboard for %s (%s): install ray[default] there, or set RayLauncher(dashboard=False)"
-    return advice % (sys.executable, problem)
+    return None if problem is None else advice % (sys.executable, problem)
 
 
 def lacks_tokens(version: str) -> bool:
@@ -160,13 +156,14 @@ def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
                 if "tables" not in request:
                     wanted.set()
                     continue
+                tables: Optional[Dict[str, Any]] = None
                 try:
                     accessor = internals.connect_state(gcs) if accessor is None else accessor
-                    report(event=Report.TABLES, id=request["tables"], tables=internals.living_things(accessor))
+                    tables = internals.living_things(accessor)
                 except Exception as error:  # Ray's errors have no common public base class, and their modules change.
                     print("rayslurm: no tables for the leak check: %r" % error, file=sys.stderr)
                     accessor = None
-                    report(event=Report.TABLES, id=request["tables"], tables=None)
+                report(event=Report.TABLES, id=request["tables"], tables=tables)
 
     threading.Thread(target=answer, daemon=True).start()
 
@@ -178,11 +175,12 @@ def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int
         while wanted.wait():
             wanted.clear()
             ever, idle = started_ahead(logs)
-            if len(idle) < number:
+            missing = number - len(idle)
+            if missing > 0:
                 raylet = internals.connect_raylet(gcs) if raylet is None else raylet
-                internals.start_workers(raylet, number - len(idle))
+                internals.start_workers(raylet, missing)
                 until = time.monotonic() + _START_TIMEOUT
-                while started_ahead(logs).ever < ever + number - len(idle):
+                while started_ahead(logs).ever < ever + missing:
                     if time.monotonic() > until:
                         return  # New workers have no logs to count them by, so each further request would start too many.
                     time.sleep(_POLL)
@@ -195,11 +193,11 @@ def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int
 
 def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
     """On the head: report each change of the node table, the start of the entrypoint, and requests that no node can grant."""
-    gcs, expected, entrypoint, command = order["gcs"], order["expected"], order["entrypoint"], order["command"]
+    gcs, entrypoint = order["gcs"], order["entrypoint"]
     try:
         _wait_for_port(gcs)
         client = internals.connect_gcs(gcs)
-        internals.publish_head(client, _temp_dir(command), "--include-dashboard=false" not in command)
+        internals.publish_head(client, order["temp_dir"], "--include-dashboard=false" not in order["command"])
         known: Optional[Nodes] = None
         threading.Thread(target=_report_demand, args=(gcs, report), daemon=True).start()
         while True:
@@ -213,10 +211,11 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
             if entrypoint and os.path.exists(entrypoint):
                 report(event=Report.ENTRYPOINT)
                 entrypoint = None
-            complete = known is not None and sum(node["alive"] for node in known.values()) >= expected
+            complete = known is not None and sum(node["alive"] for node in known.values()) >= order["expected"]
             time.sleep(_SLOW if complete and not entrypoint else _FAST)
     except BaseException as error:
-        report(event=Report.WATCH_FAILED, message="%s: %s" % (type(error).__name__, error))
+        message = "the GCS cannot be asked for its nodes: %s: %s" % (type(error).__name__, error)
+        report(event=Report.FAILED, reason=None, message=message)
 
 
 def _wait_for_head(gcs: str, command: List[str]) -> None:
@@ -231,11 +230,6 @@ def _wait_for_head(gcs: str, command: List[str]) -> None:
             return internals.assume_head(head)
 
 
-def _temp_dir(command: List[str]) -> str:
-    (word,) = [word for word in command if word.startswith(_TEMP_DIR)]
-    return word[len(_TEMP_DIR) :]
-
-
 def _wait_for_port(gcs: str) -> None:
     """Wait until the GCS listens at "HOST:PORT". The constructor of Ray's own client would retry more slowly."""
     while _connect_error(gcs, 1.0):
@@ -243,9 +237,8 @@ def _wait_for_port(gcs: str) -> None:
 
 
 def _connect_error(gcs: str, timeout: float) -> Optional[OSError]:
-    host, _, port = gcs.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout).close()
+        socket.create_connection(split_host_port(gcs), timeout=timeout).close()
     except OSError as error:
         return error
     return None
@@ -260,77 +253,18 @@ def _nodes(client: Any) -> Optional[Nodes]:
         return None
 
 
-# ---- Tasks, actors and placement groups that no node can ever hold; Ray lets them wait without a message
-
-
 def _report_demand(gcs: str, report: _Reporter) -> None:
     """Every few seconds, report the requests that can never be granted; each once, until it is gone.
 
     Two polls in a row must find a request, because a node that has just joined may grant it.
     """
-    client, before, reported = internals.connect_gcs(gcs), set(), set()  # type: Any, Set[str], Set[str]
+    client = internals.connect_gcs(gcs)
+    before: Set[str] = set()
+    reported: Set[str] = set()
     while True:
         with contextlib.suppress(Exception):  # Ray's errors have no common public base class. The next poll may succeed.
-            found = set(unschedulable(internals.pending_demand(client)))
+            found = set(internals.unschedulable(client))
             for sentence in sorted(found & before - reported):
-                report(event=Report.UNSCHEDULABLE, message=sentence)
+                report(event=Report.PHASE, phase=UNSCHEDULABLE, message=sentence)
             before, reported = found, found & before
         time.sleep(_DEMAND_INTERVAL)
-
-
-def unschedulable(demand: Demand) -> List[str]:
-    """Sentences about the requests and placement groups that the nodes could not hold even if nothing else ran. Pure."""
-    requests, groups, nodes = demand
-    # A task inside a placement group waits until the group is placed.
-    alone = [request for request in requests if not any("_group_" in name for name in request.resources)]
-    misfits = [_words(request) for request in alone if not any(_fits(request, node) for node in nodes)]
-    found = ["a task or actor asks for %s, and no node has that" % words for words in misfits]
-    for strategy, bundles in [group for group in groups if not _group_fits(group, nodes)]:
-        words = ", ".join("{%s}" % _words(bundle) for bundle in bundles[:_MOST_NAMES]) + ", …" * (len(bundles) > _MOST_NAMES)
-        what = "a placement group (%s) asks for %d bundles, %s, and the nodes cannot hold them"
-        found.append(what % (strategy, len(bundles), words))
-    asked = {name for request in [*requests, *(each for group in groups for each in group.bundles)] for name in request.resources}
-    there = "; ".join(_has(node, asked) for node in nodes[:_MOST_NAMES]) + "; …" * (len(nodes) > _MOST_NAMES)
-    end = " (%s). It waits forever unless the launcher and the queue ask for nodes that have it" % there
-    return sorted({sentence + end for sentence in found})
-
-
-def _fits(request: Request, node: DemandNode) -> bool:
-    def matches(rule: LabelRule) -> bool:
-        key, wanted, values = rule
-        return (node.labels.get(key) in values) is wanted
-
-    if any(node.resources.get(name, 0.0) < amount for name, amount in request.resources.items()):
-        return False
-    return not request.labels or any(all(map(matches, rules)) for rules in request.labels)
-
-
-def _group_fits(group: Group, nodes: Sequence[DemandNode]) -> bool:
-    """Whether the nodes could hold a placement group if nothing else ran; an approximation, which is never False by mistake."""
-    if not all(any(_fits(bundle, node) for node in nodes) for bundle in group.bundles):
-        return False
-    total: Dict[str, float] = {}
-    for bundle in group.bundles:
-        for name, amount in bundle.resources.items():
-            total[name] = total.get(name, 0.0) + amount
-    if group.strategy == "STRICT_PACK":
-        return any(_fits(Request(total), node) for node in nodes)
-    if group.strategy == "STRICT_SPREAD" and len(group.bundles) > len(nodes):
-        return False
-    return all(sum(node.resources.get(name, 0.0) for node in nodes) >= amount for name, amount in total.items())
-
-
-def _words(request: Request) -> str:
-    words = [_amount(name, amount) for name, amount in sorted(request.resources.items())]
-    for key, wanted, values in request.labels[0] if request.labels else ():
-        words.append("label %s %s %s" % (key, "=" if wanted else "!=", " or ".join(values)))
-    return ", ".join(words)
-
-
-def _has(node: DemandNode, asked: Set[str]) -> str:
-    names = ["CPU", "GPU", *sorted(asked - {"CPU", "GPU"})]
-    return "%s has %s" % (node.name, ", ".join(_amount(name, node.resources.get(name, 0.0)) for name in names))
-
-
-def _amount(name: str, amount: float) -> str:
-    return "%s %.1f GiB" % (name, amount / 2**30) if name in ("memory", "object_store_memory") else "%s %g" % (name, amount)

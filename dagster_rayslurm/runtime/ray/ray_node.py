@@ -13,12 +13,13 @@ import socket
 import string
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
-from ..node.network import Ports, choose_ports, interface_address, join_host_port, node_address
-from ..node.ray_jobs import logs_of
+from ..node.network import Ports, choose_ports, interface_address, join_host_port, route_address, split_host_port
 from ..node.resources import NodeResources, usable_memory
+from ..node.usage import logs_of
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
@@ -33,6 +34,7 @@ _ATTEMPTS = 3  # Most attempts to start Ray on this node.
 _CLASH = r"address already in use|port \d+ is already|already occupied|Failed to bind"
 _TEMPORARY = re.compile(_CLASH + r"|Timed out waiting for file \S*_port_", re.IGNORECASE)
 """What Ray's logs contain when another attempt may succeed: a port was taken, or Ray's agents were not up in its own 15 s."""
+_UP = "Ray runtime started."  # What `ray start` prints when Ray is up on a node (Ray 2.60).
 _KEEPS_WORKERS_READY = "ray"  # A module: a runtime that preloads it for payloads also keeps idle Ray workers ready.
 # Ray's logs that may tell why Ray failed on a node.
 _LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "ray_process_exit.log")
@@ -113,10 +115,8 @@ def granted_defaults(machine: NodeResources) -> Dict[str, str]:
 
 def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
     """Environment variables for all processes of one Ray cluster, drivers included: its token, and no usage statistics."""
-    auth = (
-        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_path} if spec.auth == "token" else {"RAY_AUTH_MODE": "disabled"}
-    )
-    return {"RAY_USAGE_STATS_ENABLED": "0", **auth}
+    token = {"RAY_AUTH_TOKEN_PATH": token_path} if spec.auth == "token" else {}
+    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token" if token else "disabled", **token}
 
 
 def _token(runtime: RuntimeSpec, key: str) -> str:
@@ -182,13 +182,13 @@ class RayNode:
     nodes: int  # Of the complete cluster.
     on_event: Callable[[Event], None]  # Gets the reports of Ray's process and of this object; see `Report`.
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
-    ready: bool = False  # Whether the cluster uses this node; from then on an end of Ray here is a loss, not a failed start.
+    ready: bool = False  # Whether the cluster is complete; from then on an end of Ray here is its loss, not a failed start.
     pid: Optional[int] = None  # Process id of the common ancestor of all Ray processes on this node.
+    ports: Optional[Ports] = None
 
     def __post_init__(self) -> None:
-        self.ports: Optional[Ports] = None
         self.spec = node_spec(self.cluster, self.machine.component)
-        self._prestarts = _KEEPS_WORKERS_READY in self.runtime.preload and not self.key
+        self._symmetric = self.spec.launch_style == "symmetric-run"
         self._log = self.scratch.join("ray-start.log")
         self._gcs: Optional[str] = None
         self._address: Optional[str] = None
@@ -208,18 +208,19 @@ class RayNode:
 
         `gcs` is "HOST:PORT" of the head to join; None on the head, whose address is given if it is known.
         """
+        self._gcs, self._address = gcs, address
         try:
-            if gcs is not None:
-                address = node_address(self.spec, gcs)
-            elif self.spec.node_ip_address:
-                address = self.spec.node_ip_address
+            if gcs is None and self.spec.node_ip_address:
+                self._address = self.spec.node_ip_address
             elif self.spec.network_interface:
-                address = interface_address(self.spec.network_interface)
+                self._address = interface_address(self.spec.network_interface)
+            elif gcs is not None:
+                self._address = route_address(split_host_port(gcs)[0])
         except ClusterError as error:
             return self._fail(str(error))
-        self._gcs, self._address = gcs, address
         if self.spec.health_check:
-            self._check_health(self.spec.health_check)
+            log, environ = self.scratch.join("health-check.log"), self._daemon_environ(os.environ)
+            self._spawn(["/bin/sh", "-c", self.spec.health_check], partial(self._checked, log), log, environ)
         else:
             self._start_ray()
 
@@ -234,7 +235,8 @@ class RayNode:
         """End every process of Ray on this node at once; there are no more events."""
         self._over = True
         self._kill()
-        self._release_ports()
+        if self.ports is not None:
+            self.ports.release()
 
     def log_tails(self) -> Dict[str, str]:
         """The last lines of the logs that may tell why Ray failed on this node, by name of log."""
@@ -246,19 +248,12 @@ class RayNode:
         logs = logs_of(self.scratch.ray_temp_dir)
         return {"ray start": self._log, **{name: os.path.join(logs, name) for name in _LOGS}}
 
-    def _check_health(self, command: str) -> None:
-        log = self.scratch.join("health-check.log")
-
-        def done(code: int, _: Any) -> None:
-            self.pid = None
-            if self._over:
-                return
-            if code == 0:
-                return self._start_ray()
-            said = tail_file(log, lines=5).strip() or "it printed nothing"
-            self._fail("the health check failed with exit code %d on node %s: %s" % (code, self.machine.name, said))
-
-        self._spawn(["/bin/sh", "-c", command], done, log, self._daemon_environ(os.environ))
+    def _checked(self, log: str, code: int, _: Any) -> None:
+        self.pid = None
+        if code == 0 and not self._over:
+            return self._start_ray()
+        said = tail_file(log, lines=5).strip() or "it printed nothing"
+        self._fail("the health check failed with exit code %d on node %s: %s" % (code, self.machine.name, said))
 
     def _start_ray(self) -> None:
         try:
@@ -268,42 +263,42 @@ class RayNode:
 
     def _run_ray(self) -> None:
         self._attempt += 1
-        self._release_ports()
-        head, temp_dir = self._gcs is None, self.scratch.ray_temp_dir
-        self.ports = choose_ports(self.spec.port_range, head=head)
+        if self.ports is not None:
+            self.ports.release()
+        spec, head, temp_dir = self.spec, self._gcs is None, self.scratch.ray_temp_dir
+        self.ports = choose_ports(spec.port_range, head=head)
         shutil.rmtree(temp_dir, ignore_errors=True)
         os.mkdir(temp_dir, 0o700)
         gcs = self._gcs or join_host_port(self._address or "127.0.0.1", self.ports.gcs)
         if head:
             self.on_event({"event": Report.STARTING, "gcs": gcs})
-        own = start_arguments(self.spec, self.machine, self.ports, temp_dir, self._address, self._gcs)
-        entrypoint, command = None, ["start", *own]
+        command = start_arguments(spec, self.machine, self.ports, temp_dir, self._address, self._gcs)
         env = {name: value for name, value in os.environ.items() if name not in RAY_COORDINATES}
-        if self.spec.launch_style == "symmetric-run":
-            entrypoint = self.scratch.join("entrypoint")
-            hold = [sys.executable, sys.argv[0], "hold", entrypoint]
-            command = ["symmetric-run", *symmetric_arguments(own, gcs, self.nodes, hold)]
-            env["PATH"] = os.pathsep.join([self._write_shim(), env.get("PATH", os.defpath)])
-            env["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"] = str(int(self.spec.startup_timeout))
-        cpus, existing = _scheduled_cpus(self.spec, self.machine), os.cpu_count() or 1
         env = self._daemon_environ({**RAYLET_ENVIRON, **env})
+        cpus, existing = _scheduled_cpus(spec, self.machine), os.cpu_count() or 1
         if cpus > existing:
             env.setdefault(PRESTART_AT_FIRST_DRIVER, "0")  # More CPUs are simulated than exist; not each needs a worker.
         env.update(self.ports.environ)
-        env.update(ray_environment(self.spec, self._token_path))
+        env.update(ray_environment(spec, self._token_path))
+        entrypoint = self.scratch.join("entrypoint") if self._symmetric else None
         if entrypoint:
+            hold = [sys.executable, sys.argv[0], "hold", entrypoint]
+            command = symmetric_arguments(command, gcs, self.nodes, hold)
+            env["PATH"] = os.pathsep.join([self._write_shim(), env.get("PATH", os.defpath)])
+            env["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"] = str(int(spec.startup_timeout))
             env["RAY_ADDRESS"] = gcs  # Otherwise the `ray.init` in `ray symmetric-run` finds other clusters.
             env["TMPDIR"] = temp_dir  # Otherwise Ray's dashboard leaves files; see `internals.move_dashboard_files`.
+        prestarts = head and _KEEPS_WORKERS_READY in self.runtime.preload and not self.key
         order = {
             "gcs": gcs,
             "head": head,
             "expected": self.nodes,
-            "ray_version": self.spec.ray_version,
-            "token": self.spec.auth == "token",
-            "command": command,
+            "ray_version": spec.ray_version,
+            "token": spec.auth == "token",
+            "command": ["symmetric-run" if entrypoint else "start", *command],
             "entrypoint": entrypoint,
-            "idle_workers": min(cpus, existing) if head and self._prestarts else 0,
-            "logs": logs_of(temp_dir),
+            "idle_workers": min(cpus, existing) if prestarts else 0,
+            "temp_dir": temp_dir,
         }
         self._close()
         self._socket, theirs = socket.socketpair()
@@ -329,8 +324,7 @@ class RayNode:
         """Write the `ray` program that `ray symmetric-run` calls. Returns its directory, which must be the first in PATH."""
         directory = self.scratch.join("bin")
         os.makedirs(directory, exist_ok=True)
-        path = os.path.join(directory, "ray")
-        with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o700)) as file:
+        with open(os.path.join(directory, "ray"), "w", opener=lambda name, flags: os.open(name, flags, 0o700)) as file:
             file.write(_SHIM % shlex.quote(sys.executable))
         return directory
 
@@ -339,11 +333,6 @@ class RayNode:
             self.loop.forget(self._socket.fileno())
             self._socket.close()
             self._socket = None
-
-    def _release_ports(self) -> None:
-        if self.ports is not None and self.ports.lock is not None:
-            os.close(self.ports.lock)
-            self.ports = replace(self.ports, lock=None)
 
     def _read_reports(self) -> None:
         while self._socket is not None:
@@ -361,10 +350,10 @@ class RayNode:
 
     def _handle(self, event: Event) -> None:
         kind = event["event"]
-        if kind == Report.ENVIRONMENT:
-            self._fail("node %s: %s" % (self.machine.name, event["message"]), EndReason.ENVIRONMENT)
-        elif kind == Report.WATCH_FAILED:
-            self._fail("the GCS cannot be asked for its nodes: " + event["message"])
+        if kind == Report.FAILED:
+            self._fail("node %s: %s" % (self.machine.name, event["message"]), event["reason"] and EndReason(event["reason"]))
+        elif kind == Report.GCS_LOST and self.ready:
+            self._fail("the GCS on node %s is gone" % self.machine.name)
         elif not self._over:
             if kind == Report.ENTRYPOINT:
                 self._adopt_daemons()
@@ -375,15 +364,11 @@ class RayNode:
 
         `ray symmetric-run` leaves them without a parent, so they become children of this process.
         """
-
-        def ended(pid: int) -> Callable[[int, Any], None]:
-            return lambda code, usage: self._daemons.discard(pid)  # noqa: ARG005
-
         mark, own = "TMPDIR=" + self.scratch.ray_temp_dir, os.getpid()
         for process in processes.table().values():
             if process.parent == own and process.pid != self.pid and processes.has_environment(process.pid, mark):
                 self._daemons.add(process.pid)
-                self.loop.adopt(process.pid, ended(process.pid))
+                self.loop.adopt(process.pid, partial(lambda pid, *_: self._daemons.discard(pid), process.pid))
 
     def _exited(self, code: int, _: Any) -> None:
         self.pid = None
@@ -391,14 +376,14 @@ class RayNode:
         if self._over:
             return
         node, how = self.machine.name, "signal %d" % -code if code < 0 else "exit code %d" % code
-        if self.ready:
+        if self.ready or (self._gcs and _UP in tail_file(self._log, lines=200)):
             return self._fail("Ray on node %s ended with %s" % (node, how))
         temporary = any(_TEMPORARY.search(tail_file(path, lines=200)) for path in self._log_paths.values())
         if self._attempt < _ATTEMPTS and temporary:
             why = "a port was taken, or Ray's agents were slow; trying Ray on node %s again" % node
-            self.on_event({"event": Report.RETRY, "message": why})
+            self.on_event({"event": Report.PHASE, "phase": "cluster-start", "message": why})
             return self._start_ray()
-        what = "`ray symmetric-run`" if self.spec.launch_style == "symmetric-run" else "`ray start`"
+        what = "`ray symmetric-run`" if self._symmetric else "`ray start`"
         said = last_error_line(tail_file(self._log))
         self._fail("%s on node %s ended with %s before Ray was up%s" % (what, node, how, said and ": " + said))
 

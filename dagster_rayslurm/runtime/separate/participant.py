@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 from ..node.allocation import Allocation, change
-from ..node.resources import NodeResources, detect, visible_gpus
-from ..nodes.simulated import component_shares
+from ..node.resources import NodeResources, detect, simulated_shares
 from ..payload.payload import Payload
 from ..process.loop import Loop
 from ..process.processes import signal_name
@@ -300,7 +299,7 @@ def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
     """
     assert spec.meeting is not None
     here = detect(with_gpus=True)
-    shares = component_shares(replace(spec, ray=None), here, visible_gpus(os.environ, here.num_gpus))
+    shares = simulated_shares(replace(spec, ray=None), here)
     share = next(each for each in shares if each.machine.component == spec.meeting.component_id)
     change(os.environ, share.environ)
     # The remark begins with the component's name, which its own messages do not need. Without Ray nothing counts simulated GPUs.

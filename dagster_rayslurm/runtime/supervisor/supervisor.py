@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 from ..node import resources
 from ..node.allocation import Allocation, head_address
 from ..node.memory import MemoryWatch
-from ..node.resources import NodeResources, count_cpus, footprint_error, may_need_gpus, named, runtime_footprint
+from ..node.resources import NodeResources, Share, count_cpus, footprint_error, may_need_gpus, named, runtime_footprint
 from ..node.usage import GpuMonitor
 from ..node.worker_nodes import WorkerNode, WorkerNodes
-from ..nodes import simulated
 from ..payload.environment import payload_environment
 from ..payload.payload import Payload
 from ..payload.record import UsageMeasurement
@@ -34,10 +33,9 @@ from ..protocol.messages import ClusterError, End, EndReason, NodeCommand, NodeE
 from ..protocol.record import PAYLOAD, RunRecord, node_log, tail_lines
 from ..protocol.rpc import Message
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RaySpec, RuntimeSpec, SpecError, from_json, read_text, take_secrets
-from ..ray.cluster import UNSCHEDULABLE, HeadNode, RayCluster, RayListener
+from ..ray.cluster import HeadNode, LeakCheck, RayCluster, RayListener
 from ..ray.internals import installed_version
-from ..ray.leak_check import LeakCheck
-from ..ray.membership import nodes_expected
+from ..ray.membership import UNSCHEDULABLE, nodes_expected
 from ..ray.ray_node import ClusterDir, clean_up_cluster, granted_defaults
 from .queue import Closing, Misfit, Next, Queue, capacities_of, misfit
 
@@ -101,7 +99,7 @@ class Supervisor(RayListener):
         # The resources of this node.
         self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if self.here is None else self.here
         self.workers = WorkerNodes(loop, {}, self._handle_message, self._log_path)  # The other nodes.
-        self._simulation: Optional[simulated.Simulation] = None
+        self._shares: List[Share] = []  # Of all components in local mode, the head's first; they may be simulated.
         if allocation is not None:
             self.machine = replace(self.machine, component=allocation.component_of(0))
             for place, name in list(enumerate(allocation.nodes))[1:]:
@@ -111,11 +109,13 @@ class Supervisor(RayListener):
                 self.workers.listen(spec.control_key, spec.control_ports)
             self._head = HeadNode(self.machine, self.workers, head_address(allocation))
         elif spec.components or (spec.ray is not None and spec.ray.simulate):
-            self._simulation = simulation = simulated.simulate(loop, spec, self.machine, self.scratch, self._handle_message)
-            self.spec = spec = simulation.spec
-            self.workers, self.machine = simulation.workers, simulation.shares[0].machine
-            address = simulated.ADDRESS if spec.components else None
-            self._head = HeadNode(self.machine, self.workers, address, simulation.shares[0].environ)
+            self._shares = shares = resources.simulated_shares(spec, self.machine)
+            if spec.components:
+                from ..ray.agent import simulate  # Other runtimes need no agents.
+
+                self.spec = spec = simulate(self.workers, spec, shares, self.scratch)
+            self.machine, environ, _ = shares[0]
+            self._head = HeadNode(self.machine, self.workers, "127.0.0.1" if spec.components else None, environ)
         else:
             self._head = HeadNode(self.machine)
         limit, margin, timeout = spec.max_concurrent_payloads, spec.drain_margin, spec.idle_timeout
@@ -332,8 +332,9 @@ class Supervisor(RayListener):
             payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, where))
         elif self.cluster is not None and spec.uses_ray:
             payload.phase("cluster-ready", "the warm Ray cluster %s is up" % self.spec.cluster_id)
-        for remark in self._simulation.remarks(spec.uses_ray) if self._simulation is not None else []:
-            payload.phase("cluster-start", remark)
+        for share in self._shares if spec.uses_ray else self._shares[:1]:
+            if share.remark:
+                payload.phase("cluster-start", share.remark)
         for leak in self._leaks.found:
             payload.phase("leaks", "left in the Ray cluster by payloads before: " + leak)
         self.schedule()
@@ -404,7 +405,7 @@ class Supervisor(RayListener):
             payload.record.note,
             self._gpus,
             foreign_pids=lambda: self._foreign_pids(payload),
-            ray_temp_dir=None if cluster is None else cluster.ray_temp_dir,
+            ray_temp_dir=None if cluster is None else cluster.scratch.ray_temp_dir,
             shared_ray_pid=(lambda: cluster.pid) if cluster is not None and is_warm and self.is_session else None,
             workers=None if cluster is None or not self.workers.members else self.workers,
             sampled=lambda: payload.check_own_ray(self.machine),
@@ -537,7 +538,8 @@ class Supervisor(RayListener):
         """`environ` with variables that limit the payload to the resources granted on this node."""
         if self.allocation is not None:
             environ = {**granted_defaults(self.machine), **environ}
-        return self._simulation.head_environ(environ) if self._simulation is not None else environ
+        own = {**environ, **(self._shares[0].environ if self._shares else {})}  # They see the GPUs of the head's component.
+        return {name: value for name, value in own.items() if value is not None}
 
     @property
     def _name(self) -> str:

@@ -1,0 +1,307 @@
+"""Worker nodes: an agent on each starts, measures and ends Ray as the head's runtime commands.
+
+The head's side is `node.worker_nodes`. `Worker` is the runtime that connects an agent to the head; a `SimulatedNode` has its
+agent in the head's own runtime.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass, field, replace
+from typing import Callable, Dict, List, Mapping, Optional
+
+from ..node import resources
+from ..node.allocation import Allocation
+from ..node.memory import MemoryWatch
+from ..node.resources import NodeResources, Share
+from ..node.usage import GpuMonitor, RayJobs, UsageSampler, logs_of
+from ..node.worker_nodes import WorkerNode, WorkerNodes
+from ..process import processes
+from ..process.loop import Loop
+from ..process.processes import StrayProcesses
+from ..process.scratch import Scratch
+from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
+from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Channel, Listener, Message, RpcClient, all_addresses
+from ..protocol.spec import RaySpec, RuntimeSpec, from_fields
+from .membership import Event, Report
+from .ray_node import ClusterDir, RayNode, clean_up_cluster
+
+
+@dataclass(eq=False)
+class _NodeCluster:
+    """This node's part of one Ray cluster; `failure` is the event by which its failure was reported."""
+
+    attempt: int
+    ray: RayNode
+    failure: Optional[Message] = None
+
+
+@dataclass(eq=False)
+class NodeAgent:
+    """Carries out the head's commands on one node, for one or several Ray clusters.
+
+    A simulated node shares the machine and the runtime with others. Its usage counts only the processes of its Ray, and the
+    runtime itself looks for stray processes.
+    """
+
+    loop: Loop
+    spec: RuntimeSpec
+    machine: NodeResources
+    send: Callable[..., None]  # Sends an event to the head.
+    scratch: Scratch
+    environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
+    simulated: bool = False
+
+    def __post_init__(self) -> None:
+        self._gpus = GpuMonitor(self.loop)
+        self._clusters: Dict[str, _NodeCluster] = {}
+        self._samplers: Dict[str, UsageSampler] = {}
+        self._strays = None if self.simulated else StrayProcesses(self.loop)
+
+    def pids(self, keys: Optional[List[str]] = None, guarded: bool = False) -> List[int]:
+        """Process ids of Ray's root processes on this node, one for each Ray cluster, or for each of those with these keys.
+
+        If `guarded`, only those below which Ray workers may be killed when the node's memory is nearly full.
+        """
+        rays = [each.ray for key, each in self._clusters.items() if keys is None or key in keys]
+        return [ray.pid for ray in rays if ray.pid is not None and (ray.cluster.memory_guard or not guarded)]
+
+    def log(self, text: str) -> None:
+        """Write to the node's log; if the node fails, the head shows the last lines of that log."""
+        print("rayslurm on %s: %s" % (self.machine.name, text), file=sys.stderr, flush=True)
+
+    def handle(self, command: Message) -> None:
+        """Carry out a command of the head; unknown commands are ignored."""
+        op = command.get("op")
+        if op == NodeCommand.START_RAY:
+            try:
+                self._start_ray(command)
+            except Exception as error:
+                traceback.print_exc()
+                message = "node %s: %s: %s" % (self.machine.name, type(error).__name__, error)
+                self.send(**self._failure(command, ClusterError(EndReason.CLUSTER_START, message), {}))
+        elif op == NodeCommand.END_RAY:
+            ended = self._clusters.pop(command["cluster"], None)
+            if ended is not None:
+                ended.ray.end()
+                clean_up_cluster(self.loop, ended.ray.scratch, command["cluster"])
+            self.send(event=NodeEvent.RAY_ENDED, cluster=command["cluster"])
+        elif op == NodeCommand.MEASURE:
+            self._measure(command["id"], command["jobs"])
+        elif op == NodeCommand.REPORT:
+            sampler = self._samplers.pop(command["id"], None)
+            self.send(event=NodeEvent.USAGE, id=command["id"], usage=None if sampler is None else sampler.stop())
+            if self._strays is not None:
+                self._strays.end(command["id"])
+        elif op == NodeCommand.STOP:
+            self.end()
+
+    def end(self) -> None:
+        """End Ray at once on this node, for all Ray clusters."""
+        for cluster in self._clusters.values():
+            cluster.ray.end()
+
+    def _failure(self, command: Message, error: ClusterError, tails: Mapping[str, str]) -> Message:
+        """The event that Ray did not start on this node after a command, or ended; logs the error."""
+        self.log(str(error))
+        what = {"cluster": command["cluster"], "attempt": command["attempt"], "tails": dict(tails)}
+        return {"event": NodeEvent.RAY_FAILED, "reason": error.reason, "message": str(error), **what}
+
+    def _start_ray(self, command: Message) -> None:
+        """Start Ray on this node, or start it again if the head had to take another port.
+
+        After a reconnection the head repeats the command. Then nothing happens, except that the head may have missed a failure.
+        """
+        key, attempt = command["cluster"], command["attempt"]
+        before = self._clusters.get(key)
+        if before is not None and before.attempt == attempt:
+            return self.send(**before.failure) if before.failure is not None else None
+        if before is not None:
+            before.ray.end()
+            scratch = before.ray.scratch
+        else:
+            scratch = ClusterDir(self.scratch) if key or self.simulated else self.scratch
+        spec = from_fields(RaySpec, command["ray"]) if key else self.spec.ray
+        assert spec is not None
+
+        def on_event(event: Event) -> None:
+            if event["event"] == Report.FAILED:
+                cluster.failure = self._failure(command, event["error"], ray.log_tails())
+                self.send(**cluster.failure)
+            elif event["event"] == Report.PHASE:
+                self.log(event["message"])
+
+        ray = RayNode(self.loop, self.spec, spec, key, self.machine, scratch, command["nodes"], on_event, self.environ)
+        self._clusters[key] = cluster = _NodeCluster(attempt, ray)
+        ray.start(command["gcs"])
+
+    def _measure(self, nonce: str, job_ids: Optional[List[str]]) -> None:
+        """Measure the usage of a payload on this node, without Ray clusters that belong to other payloads.
+
+        `job_ids` are the payload's known Ray jobs, if payloads share the Ray cluster; None for a Ray cluster of its own.
+        """
+        sampler = self._samplers.get(nonce)
+        if sampler is None:
+            if self._strays is not None:
+                self._strays.begin(nonce)
+            own = nonce if nonce in self._clusters else ""
+            ray = self._clusters[own].ray if own in self._clusters else None
+            temp_dir = None if ray is None else ray.scratch.ray_temp_dir
+            jobs = (
+                RayJobs(logs_of(temp_dir), lambda: next(iter(self.pids([own])), None))
+                if temp_dir and job_ids is not None
+                else None
+            )
+            sampler = self._samplers[nonce] = UsageSampler(
+                self.loop,
+                self._gpus,
+                temp_dir,
+                excluded=lambda: self.pids([key for key in self._clusters if key not in ("", nonce)]),
+                roots=(lambda: self.pids([own])) if self.simulated else None,
+                jobs=jobs,
+            )
+        if sampler.jobs is not None:
+            sampler.jobs.job_ids.update(job_ids or ())
+
+
+# ---- Simulated nodes: each component of a heterogeneous job gets a Ray node of its own on this machine
+
+
+def simulate(nodes: WorkerNodes, spec: RuntimeSpec, shares: List[Share], private: Scratch) -> RuntimeSpec:
+    """Add the simulated nodes of all components but the head's to `nodes`, and return the start record for them.
+
+    The shares replace what was requested of Slurm, and the nodes need a shared secret.
+    """
+    components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
+    spec = replace(spec, components=components, control_key=os.urandom(32).hex())
+    for node_id, share in enumerate(shares[1:], 1):
+        nodes.members[node_id] = SimulatedNode(nodes, spec, node_id, share, private)
+    return spec
+
+
+class SimulatedNode(WorkerNode):
+    """The simulated node of one component other than the head's: a worker node whose agent runs in the head's runtime."""
+
+    def __init__(self, nodes: WorkerNodes, spec: RuntimeSpec, node_id: int, share: Share, private: Scratch) -> None:
+        machine = share.machine
+        super().__init__(node_id, machine.hostname, machine.component, machine.facts())
+
+        def send(**event: object) -> None:
+            # Not at once: the agent sends this from within a call of the head.
+            nodes.loop.call_later(0.0, lambda: nodes.handle(self, event))
+
+        self._agent = NodeAgent(nodes.loop, spec, machine, send, private, share.environ, simulated=True)
+
+    @property
+    def here(self) -> bool:
+        return True
+
+    @property
+    def pids(self) -> List[int]:
+        return self._agent.pids()
+
+    def send(self, **message: object) -> None:
+        self._agent.handle(message)
+
+
+# ---- The runtime of a worker node
+
+_FIRST_CONNECT_TIMEOUT = 600.0
+"""Seconds until a head that was never reached counts as lost; usually the head itself ends the Slurm step long before."""
+_HEAD_SIGNAL_TIMEOUT = 20.0
+"""Seconds after a signal in which the head must say that it ends as well. After 30 s Slurm sends SIGKILL (KillWait)."""
+
+
+@dataclass(eq=False)
+class Worker(Listener):
+    """The runtime of one worker node: connects to the head's runtime, and passes its commands to the node agent until STOP."""
+
+    loop: Loop
+    spec: RuntimeSpec
+    allocation: Allocation
+    scratch: Scratch
+    on_connected: Callable[[], None] = lambda: None  # Called each time that this node has connected to the head's runtime.
+    exit_code: int = 0  # Of this node's Slurm task; any but 0 ends the Slurm step on all nodes.
+
+    def __post_init__(self) -> None:
+        spec, allocation = self.spec, self.allocation
+        assert spec.control_key is not None
+        detected = resources.detect(with_gpus=resources.may_need_gpus(spec))
+        self._machine = replace(detected, component=allocation.component_of(allocation.node_id))
+        override = [spec.ray.node_ip_address] if spec.ray is not None and spec.ray.node_ip_address else []
+        addresses = all_addresses([*allocation.head_addresses, *override], spec.control_ports)
+        self._head = RpcClient(self.loop, spec.control_key, addresses, self)
+        self._agent = NodeAgent(self.loop, spec, self._machine, self._head.send, self.scratch)
+        MemoryWatch(self.loop, self._machine.name, lambda: self._agent.pids(guarded=True), lambda: [], self._report_memory)
+        self._parent = os.getppid()
+        self._was_signalled = self._head_is_ending = self._was_connected = False
+        self._logged_problem = ""
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self.loop.on_signal(signum, self._signalled)
+
+    def run(self) -> None:
+        """Run until the head sends STOP, the head is lost, or a signal ends this node; then clean up."""
+        try:
+            self._head.connect()
+            self._check_head()
+            self.loop.run()
+        finally:
+            self._agent.end()
+            processes.kill_descendants(os.getpid(), collect=self.loop.reap)
+            self.scratch.remove()
+
+    def authenticated(self, channel: Channel) -> None:  # noqa: ARG002
+        self._was_connected = True
+        self._head.send(node_id=self.allocation.node_id, machine=self._machine.facts())
+        self.on_connected()
+
+    def received(self, channel: Channel, message: Message) -> None:  # noqa: ARG002
+        op = message.get("op")
+        if op == NodeCommand.ENDING:
+            self._head_is_ending = True
+        elif op == NodeCommand.STOP:
+            self.loop.stop()
+        else:
+            self._agent.handle(message)
+
+    def closed(self, channel: Channel, why: str) -> None:  # noqa: ARG002
+        if self._was_signalled:
+            self.loop.stop()  # Slurm ends the step, and the head ended first.
+
+    def _signalled(self, signum: int) -> None:
+        """End this runtime after a signal, unless the head is connected and so decides when to end.
+
+        Slurm usually signals all processes of the step, and so the head as well, which gives payloads their grace period.
+        """
+        self._agent.log("received %s" % signal.Signals(signum).name)
+        self._was_signalled = True
+        # If the keeper, this runtime's parent, is gone, nothing cleans up after SIGKILL: end while there is time.
+        if not self._head.is_connected or os.getppid() != self._parent:
+            self.loop.stop()
+        elif len(self.spec.components) > 1:
+            self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
+
+    def _leave_component(self) -> None:
+        """End this runtime after a signal that the head did not get, because Slurm ends only this node's component."""
+        if not self._head_is_ending:
+            self._agent.log("its component is being ended, and the head's goes on; ending")
+            self.exit_code = 128 + signal.SIGTERM
+            self.loop.stop()
+
+    def _check_head(self) -> None:
+        """End this runtime if the head has been silent for too long; else check again later."""
+        silent = self._head.silent_for
+        if silent > (HEARTBEAT_TIMEOUT if self._was_connected else _FIRST_CONNECT_TIMEOUT):
+            self._agent.log("the head's runtime has been out of reach for %d s; ending" % silent)
+            return self.loop.stop()
+        if self._head.problem != self._logged_problem:
+            self._logged_problem = self._head.problem
+            self._agent.log("the head's runtime cannot be reached at " + self._logged_problem)
+        self.loop.call_later(HEARTBEAT_INTERVAL, self._check_head)
+
+    def _report_memory(self, message: str, killed: bool) -> None:
+        self._agent.log(message)
+        self._head.send(event=NodeEvent.MEMORY, message=message, killed=killed)
