@@ -74,7 +74,7 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
         if own not in (None, each.component_id):
             raise ValueError(f"components: the launcher of {each.component_id!r} has component_id={own!r}; leave it out")
     common = _values_of_whole_job(ordered)
-    queues = [SlurmQueueConfig(**{**each.queue.model_dump(), **common}) for each in ordered]
+    queues = [each.queue.having(**common) for each in ordered]
     arranged = tuple(Component(each.component_id, queue, each.launcher) for each, queue in zip(ordered, queues, strict=True))
     _check_inheritance(arranged)
     return arranged
@@ -249,7 +249,7 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
 def component_specs(request: JobRequest) -> list[ComponentSpec]:
     """The components of a job, in the form that the runtime reads; empty for a job without components."""
     return [
-        ComponentSpec(part.component_id, part.num_nodes, part.cpus_per_node, part.gpus_per_node)
+        ComponentSpec(part.component_id, part.queue.num_nodes, part.queue.cpus_per_node, part.queue.gpus_per_node)
         for part in request.components
         if part.component_id is not None
     ]

@@ -100,7 +100,7 @@ class BatchBackend:
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
         nonce = plan.payload.nonce
-        job_id = reattachable_job(self.connection, run_dir, nonce, request_files, job_of, step.log, request.requeue)
+        job_id = reattachable_job(self.connection, run_dir, nonce, request_files, job_of, step.log, request.queue.requeue)
         if job_id is not None:
             # An attempt that was killed may not have written the id, without which `submit` would submit again.
             self.connection.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
@@ -245,9 +245,9 @@ def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQ
         control_key=secrets.token_hex(32),
         control_ports=control_ports(plan.ray.port_range if plan.ray is not None else None),
         # Each component has its own CPUs and GPUs.
-        asked_cpus=None if components else request.cpus_per_node,
-        asked_gpus=None if components else request.gpus_per_node,
-        requeue=request.requeue,
+        asked_cpus=None if components else request.queue.cpus_per_node,
+        asked_gpus=None if components else request.queue.gpus_per_node,
+        requeue=request.queue.requeue,
         warn_before_limit=before,
         warn_signal=signal_name,
         worker_env=shared_variables(plan.payload),

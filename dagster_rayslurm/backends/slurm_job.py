@@ -94,7 +94,7 @@ class SlurmJob:
     def __post_init__(self) -> None:
         self.job_id = self.submitted.job_id
         self.number = int(self.job_id)
-        self.requeue = self.request.requeue
+        self.requeue = self.request.queue.requeue
         self.submitted_at = self.submitted.at
         self._watch = JobWatch(self.submitted_at, self.requeue)
 
@@ -300,7 +300,7 @@ class SlurmJob:
         metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": self.request.job_name}
         allocation = ((evidence.end_or_partial or {}).get("context") or {}).get("allocation") or {}
         used = [each["partition"] for each in allocation.get("components") or [allocation] if each.get("partition")]
-        partitions = used or [part.partition for part in self.request.components if part.partition]
+        partitions = used or [part.queue.partition for part in self.request.components if part.queue.partition]
         if partitions:
             metadata["Slurm partition"] = ", ".join(dict.fromkeys(partitions))
         if allocation.get("account"):

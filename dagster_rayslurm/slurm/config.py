@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, NoReturn, Optional, Union
+from typing import Annotated, Any, Optional, Union
 
 from pydantic import Field
 
@@ -91,6 +91,10 @@ class SlurmQueueConfig(StrictConfig):
         "those on which the runtime depends (--job-name, --output, --chdir, --array, --ntasks and such) are refused.",
     )
 
+    def having(self, **values: Any) -> SlurmQueueConfig:
+        """A copy with other values of some fields."""
+        return SlurmQueueConfig(**{**self.model_dump(), **values})
+
 
 class SlurmResource(StrictResource):
     """A Slurm cluster: how to reach it, the default footprint, and where files go."""
@@ -110,17 +114,6 @@ class SlurmResource(StrictResource):
         default=30,
         description="Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it.",
     )
-
-    def run(self, **_arguments: Any) -> NoReturn:
-        """Refuse to run: `ComputeResource.run` runs payloads.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            'SlurmResource describes a cluster and runs nothing; make the resource ComputeResource(mode="slurm", '
-            "slurm=SlurmResource(…)) and call run() of that"
-        )
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from .config import SlurmQueueConfig
 from .request import FIELD_OF_OPTION, SBATCH_FIELDS, JobRequest
 from .shared_queue import QueueRow
 
@@ -204,8 +205,8 @@ def _values(sentence: str, request: JobRequest) -> str:
     shown = []
     for field in SBATCH_FIELDS:
         word = "gpus_per_node" if field.name == "gpu_type" else field.name
-        value = getattr(request, field.name, None)
-        if value not in (None, False, ()) and re.search(rf"\b{word}\b", sentence):
+        value = getattr(request.queue, field.name)
+        if value not in (None, False, []) and re.search(rf"\b{word}\b", sentence):
             shown.append(f"{field.name}={value!r}")
     return ", ".join(shown)
 
@@ -218,9 +219,9 @@ def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
     """The request for the component in a row of the queue; for an unknown one, with the row's label and partition."""
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
-        return request.components[int(number)].without_further_components
+        return replace(request.components[int(number)], further_components=())
     if number:
-        return replace(request.without_further_components, component_id=row.label, partition=row.partition)
+        return JobRequest("", "", SlurmQueueConfig(partition=row.partition), row.label)
     return request
 
 
@@ -258,7 +259,7 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
     """Why the job, or one of its components, can never start; None if all may start."""
     for row in rows:
         part = component_request(row, request)
-        reason = impossible(row.reason, part.partition)
+        reason = impossible(row.reason, part.queue.partition)
         if reason:
             sentence = with_requested_values(reason, part)
             return sentence if part is request else f"component {part.component_id!r}: {sentence}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Optional
+from typing import Any
 
 from ..config import check_text, mebibytes, time_limit_seconds
 from ..runtime.node.resources import SHARE_FOR_RAY, Footprint
@@ -150,33 +150,13 @@ _MAX_COMMENT = 500  # Most bytes of a job's comment; slurmctld refuses strings o
 
 @dataclass(frozen=True)
 class JobRequest:
-    """All options of one job; None leaves a choice to Slurm.
-
-    The fields are those of `SlurmQueueConfig`; CPUs and GPUs are those of the queue, else of the launcher. Of a heterogeneous
-    job they are the first component's, and `further_components` has a request for each later component.
-    """
+    """All options of one job. Of a heterogeneous job they are the first component's, and `further_components` has the others."""
 
     job_name: str
     comment: str
-    partition: Optional[str] = None
-    account: Optional[str] = None
-    qos: Optional[str] = None
-    reservation: Optional[str] = None
-    constraint: Optional[str] = None
-    num_nodes: int = 1
-    cpus_per_node: Optional[int] = None
-    gpus_per_node: Optional[int] = None
-    gpu_type: Optional[str] = None
-    mem: Optional[str] = None
-    mem_per_cpu: Optional[str] = None
-    time_limit: str = "01:00:00"
-    exclusive: bool = False
-    nodelist: Optional[str] = None
-    exclude: Optional[str] = None
-    switches: Optional[str] = None
-    requeue: bool = False
-    extra_sbatch: tuple[str, ...] = ()
-    component_id: Optional[str] = None
+    queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)
+    """Where the user's queue leaves CPUs or GPUs open, what the launcher wants."""
+    component_id: str | None = None
     further_components: tuple[JobRequest, ...] = ()
 
     @property
@@ -185,25 +165,16 @@ class JobRequest:
         return (self, *self.further_components)
 
     @property
-    def without_further_components(self) -> JobRequest:
-        """The request of the first component alone."""
-        return replace(self, further_components=())
-
-    @property
     def partitions_text(self) -> str:
         """The requested partitions in words, each once."""
-        named = (f"partition {each.partition}" if each.partition else "the default partition" for each in self.components)
-        return " and ".join(dict.fromkeys(named))
+        named = (each.queue.partition for each in self.components)
+        return " and ".join(dict.fromkeys(f"partition {name}" if name else "the default partition" for name in named))
 
     @property
     def login_variables(self) -> list[str]:
         """The `SBATCH_*` variables of the user's login that sbatch may see, as no component sets the field they stand for."""
-        open_fields = [
-            field
-            for field in SBATCH_FIELDS
-            if field.login_variable and all(getattr(each, field.name) is None for each in self.components)
-        ]
-        return [f"SBATCH_{field.name.upper()}" for field in open_fields]
+        names = [each.name for each in SBATCH_FIELDS if each.login_variable]
+        return [f"SBATCH_{name.upper()}" for name in names if all(getattr(each.queue, name) is None for each in self.components)]
 
 
 def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str, comment: str) -> JobRequest:
@@ -220,14 +191,7 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
         gpus = _amount(gpus, "gpus_per_node", "GPUs", footprint)
     if queue.gpu_type is not None and not gpus:
         raise ValueError(f"SlurmQueueConfig.gpu_type={queue.gpu_type!r} is given, but no GPU is asked for; set gpus_per_node")
-    names = {field.name for field in fields(JobRequest)} & set(SlurmQueueConfig.model_fields)
-    values = {
-        **{name: getattr(queue, name) for name in names},
-        "cpus_per_node": cpus,
-        "gpus_per_node": gpus or None,
-        "extra_sbatch": tuple(queue.extra_sbatch),
-    }
-    return JobRequest(job_name=check_text(job_name), comment=check_text(comment), **values)
+    return JobRequest(check_text(job_name), check_text(comment), queue.having(cpus_per_node=cpus, gpus_per_node=gpus or None))
 
 
 def gibibytes_for_ray(mem: str | None, mem_per_cpu: str | None, cpus: int | None) -> float | None:
@@ -290,14 +254,6 @@ def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
         raise ValueError(f"SlurmQueueConfig.extra_sbatch: --{name} has a field of its own; use {FIELD_OF_OPTION[name]}")
     if name in RESERVED_OPTIONS:
         raise ValueError(f"SlurmQueueConfig.extra_sbatch: --{name} cannot be chosen; {RESERVED_OPTIONS[name]}")
-    # sbatch accepts a prefix of an option for the option, unless the prefix is an option itself, as --gpus is.
-    known = [*sorted(FIELD_OF_OPTION), *sorted(RESERVED_OPTIONS)]
-    longer = [each for each in known if each.startswith(name) and name != "gpus"]
-    if longer:
-        raise ValueError(
-            f"SlurmQueueConfig.extra_sbatch: sbatch would take --{name} for --{longer[0]}; write options in full, and what "
-            "has a field of its own there"
-        )
     if queue.gpus_per_node is not None and requests_gpus(option):
         raise ValueError(
             f"SlurmQueueConfig.extra_sbatch: {option!r} asks for GPUs, and so does gpus_per_node={queue.gpus_per_node}; "

@@ -88,7 +88,7 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
     for name, value in check_environment(site, "SlurmResource.site").items():
         lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
     heterogeneous = bool(request.further_components)
-    srun = _srun_across(len(request.components), command) if heterogeneous else _srun(request.num_nodes, command)
+    srun = _srun_across(len(request.components), command) if heterogeneous else _srun(request.queue.num_nodes, command)
     lines.append(_END.format(srun=srun, exit=EXIT, cancel=CANCEL, components=COMPONENTS))
     return "\n".join(lines)
 
@@ -108,15 +108,15 @@ def _component_options(request: JobRequest) -> Iterator[str]:
     """The options of a job or of one component; each component repeats all of them, as sbatch forgets most of them."""
     yield "--ntasks-per-node=1"
     for field in SBATCH_FIELDS:
-        value = getattr(request, field.name, None)
+        value = getattr(request.queue, field.name)
         if isinstance(value, bool):
             option = field.option if value else field.negation
             if option is not None:
                 yield f"--{option}"
         elif field.option is not None and value is not None:
-            text = f"{request.gpu_type}:{value}" if field.name == "gpus_per_node" and request.gpu_type else str(value)
+            text = f"{request.queue.gpu_type}:{value}" if field.name == "gpus_per_node" and request.queue.gpu_type else str(value)
             yield f"--{field.option}={sbatch_quote(text)}"
-    for option in request.extra_sbatch:
+    for option in request.queue.extra_sbatch:
         name, equals, value = option.partition("=")
         yield name + equals + (sbatch_quote(value) if equals else "")
 
@@ -124,7 +124,7 @@ def _component_options(request: JobRequest) -> Iterator[str]:
 def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
     """Options that keep a component from inheriting the value of the component before it."""
     for field in SBATCH_FIELDS:
-        inherits = getattr(before, field.name, None) is not None and getattr(request, field.name, None) is None
+        inherits = getattr(before.queue, field.name) is not None and getattr(request.queue, field.name) is None
         if field.inheritance is Inheritance.RESETTABLE and inherits:
             yield f"--{field.option}="
 

@@ -14,11 +14,18 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm import SlurmQueueConfig
+from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from . import model, programs
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "srun", "sacct", "scontrol", "sinfo")
+
+
+def job_request(job_name: str, comment: str, component_id: str | None = None, further: Any = (), **queue: Any) -> JobRequest:
+    """A request for a job with some fields of the queue."""
+    return JobRequest(job_name, comment, SlurmQueueConfig(**queue), component_id, further)
 
 
 class FakeSlurm:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, SSHConnectionResource
-from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock
 from dagster_rayslurm.slurm.submit import submit
@@ -24,6 +23,7 @@ from dagster_rayslurm.ssh.pool import connection_to
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..connections.sshd import Sshd
+from ..fake_slurm import job_request
 from ..slurm.fixtures import Running, Site, dagster_run
 from .breaking import docker
 
@@ -440,7 +440,7 @@ def test_a_submission_that_is_cut_off_makes_one_job(before: bool, site: Site) ->
     job = f"#!/bin/sh\n#SBATCH --job-name={name} --begin=now+1hour\ntrue\n".encode()
     warnings: list[str] = []
     clock = ClusterClock(site.connection)
-    request = JobRequest(name, "")
+    request = job_request(name, "")
     submitted = submit(connection, f"{site.base}/runs/x", {"job.sh": job}, request, clock, warnings.append)  # type: ignore[arg-type]
     found = site.sh(f"squeue --me --noheader --name={name} --format=%A").split()
     site.sh(f"scancel --name={name}")
@@ -452,7 +452,7 @@ def test_a_submission_that_is_cut_off_makes_one_job(before: bool, site: Site) ->
 def test_variables_of_sbatch_fill_gaps_and_change_nothing(asked: str | None, found: str, site: Site) -> None:
     connection = site.login(SBATCH_PARTITION="gpu", SBATCH_JOB_NAME="x", SBATCH_TIMELIMIT="2", SBATCH_HOLD="1")
     name = f"rayslurm-vars-{os.path.basename(site.base)[2:]}"
-    request = JobRequest(name, "", partition=asked, extra_sbatch=("--begin=now+1hour",))
+    request = job_request(name, "", partition=asked, extra_sbatch=("--begin=now+1hour",))
     job = render_script(request, ["true"], f"{site.base}/runs/x", {}).encode()
     files = {"job.sh": job}
     submitted = submit(connection, f"{site.base}/runs/x", files, request, ClusterClock(site.connection), print)

@@ -15,6 +15,7 @@ from dagster_rayslurm.slurm.refusals import explain, impossible
 from dagster_rayslurm.slurm.request import FIELD_OF_OPTION, JobRequest, make_request
 from dagster_rayslurm.slurm.script import LOG, render_script
 
+from ..fake_slurm import job_request
 from ..stack.access import Stack
 
 USER = "other"
@@ -180,7 +181,7 @@ NASTY = [
 @settings(max_examples=5, deadline=None, phases=(Phase.explicit, Phase.generate))
 def test_any_text_arrives_as_it_is(stack: Stack, texts: list[str]) -> None:
     pairs = list(zip(texts[::2], texts[1::2], strict=True))
-    scripts = [render_script(JobRequest(name, comment), ["true"], "/tmp", {}) for name, comment in pairs]
+    scripts = [render_script(job_request(name, comment), ["true"], "/tmp", {}) for name, comment in pairs]
     assert [(name, comment) for name, comment, _ in held(stack, *scripts)] == pairs
 
 
@@ -202,7 +203,7 @@ def main(scripts):
 
 def test_files_are_where_they_should_be_whatever_the_directory_is_called(stack: Stack) -> None:
     names = ["a b'\"c", "p%j%%t%5x", "b\\%j\\", "é $HOME`x`;#~*[1-2]"]
-    request = JobRequest("files", "", num_nodes=2, time_limit="1", partition="compute")
+    request = job_request("files", "", num_nodes=2, time_limit="1", partition="compute")
     command = ["sh", "-c", 'pwd; echo "$WORD" >&2; [ "$SLURM_PROCID" = 1 ] || exit 0; sleep 1; exit 3']
     # In JSON and in the shell's quotes a base directory is the same text.
     scripts = {name: render_script(request, command, f"/BASE/{name}", {"WORD": "it's"}) for name in names}
@@ -244,7 +245,7 @@ time.sleep(100)
 
 
 def test_a_cancelled_job_goes_on_until_its_tasks_have_ended_and_leaves_their_exit_code(stack: Stack) -> None:
-    request = JobRequest("cancelled", "", num_nodes=2, time_limit="2", partition="compute")
+    request = job_request("cancelled", "", num_nodes=2, time_limit="2", partition="compute")
     script = render_script(request, ["python3", "-c", "exec(__import__('os').environ['TASK'])"], "/BASE", {})
     script = script.replace("\ntrap ", f"\nexport TASK='{TASK}'\ntrap ")
     state, code, log, nodes = on_edge(stack, CANCELLED, script)

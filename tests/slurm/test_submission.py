@@ -13,13 +13,13 @@ from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.slurm import submit as submit_module
 from dagster_rayslurm.slurm.accounting import fetch_job_facts
 from dagster_rayslurm.slurm.commands import run_slurm
-from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import parse_exit, render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue
 from dagster_rayslurm.slurm.submit import SubmissionRefused, SubmittedJob, submit
 from dagster_rayslurm.ssh.base import Completed, Connection
 
 from ..conftest import wait_until
+from ..fake_slurm import job_request
 from ..stack.access import Stack
 from .fixtures import Site
 
@@ -62,7 +62,7 @@ class Sender:
 
     def submit(self, login: Connection, script: str = "true", **fields: Any) -> SubmittedJob:
         fields = {"partition": "compute", "time_limit": "5", "extra_sbatch": ("--begin=now+1hour",), **fields}
-        request = JobRequest(self.name, "", **fields)
+        request = job_request(self.name, "", **fields)
         job = render_script(request, ["sh", "-c", script], self.run_dir, {}).encode()
         return submit(login, self.run_dir, {"job.sh": job}, request, ClusterClock(login), self.warnings.append)
 
@@ -179,7 +179,7 @@ def test_an_sbatch_that_does_not_come_back(sender: Sender, site: Site, monkeypat
 
 
 def test_a_refused_heterogeneous_job_is_named_with_the_values_of_all_components(sender: Sender, site: Site) -> None:
-    request = JobRequest(sender.name, "", gpus_per_node=1, component_id="a")
+    request = job_request(sender.name, "", gpus_per_node=1, component_id="a")
     request = replace(request, further_components=(replace(request, gpus_per_node=64, component_id="b"),))
     login = site.login(SBATCH_PARTITION="gpu")
     job = render_script(request, ["true"], sender.run_dir, {}).encode()

@@ -148,7 +148,7 @@ def test_a_components_launcher_sets_node_fields_and_the_payloads_launcher_the_re
     assert [part.component_id for part in request.components] == [
         "a",
         "b",
-    ] and request.without_further_components.further_components == ()
+    ] and request.further_components[0].further_components == ()
 
 
 def test_min_nodes_above_the_number_of_nodes_is_refused() -> None:

@@ -9,18 +9,17 @@ import pytest
 from dagster_rayslurm.slurm.accounting import SACCT_FIELDS, JobFacts, fetch_job_facts, merge_facts, parse_sacct, parse_scontrol
 from dagster_rayslurm.slurm.commands import run_slurm
 from dagster_rayslurm.slurm.refusals import explain
-from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import parse_exit, render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue
 from dagster_rayslurm.slurm.submit import SubmissionRefused, submit, wait_until_gone
 
 from ..conftest import wait_until
-from ..fake_slurm import FakeSlurm
+from ..fake_slurm import FakeSlurm, job_request
 from .slurm_said import VERSIONS, said
 
 
 def send(slurm: FakeSlurm, run_dir: Path, command: list[str], **fields: Any) -> int:
-    request = JobRequest("rayslurm-test", "a comment", **fields)
+    request = job_request("rayslurm-test", "a comment", **fields)
     script = render_script(request, command, str(run_dir), {}).encode()
     warnings: list[str] = []
     sent = submit(slurm.connection, str(run_dir), {"job.sh": script}, request, ClusterClock(slurm.connection), warnings.append)
@@ -94,8 +93,8 @@ def test_it_prints_the_fields_that_real_programs_print(version: str, fake_slurm:
 
 def test_components_of_a_job(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     code = 'echo "$SLURM_NODEID $SLURMD_NODENAME $SLURM_JOB_PARTITION"'
-    other = JobRequest("", "", partition="gpu", num_nodes=2, component_id="b")
-    first = {"partition": "compute", "component_id": "a", "further_components": (other,)}
+    other = job_request("", "", partition="gpu", num_nodes=2, component_id="b")
+    first = {"partition": "compute", "component_id": "a", "further": (other,)}
     job_id = send(fake_slurm, tmp_path / "run", ["sh", "-c", code], **first)
     facts = facts_once(fake_slurm, job_id)
     assert facts.state == "COMPLETED" and facts.nodes == ("c1", "g1", "g2") and len(facts.components) == 2

@@ -67,11 +67,12 @@ def test_components_make_one_heterogeneous_job() -> None:
     usual = setup(CPU, GPU, session={"time_limit": "00:20:00"}).default
     request = usual.job_request("name", "comment")
     assert [part.component_id for part in request.components] == ["cpu", "gpu"]
-    assert [(part.partition, part.num_nodes, part.cpus_per_node, part.gpus_per_node) for part in request.components] == [
+    queues = [part.queue for part in request.components]
+    assert [(each.partition, each.num_nodes, each.cpus_per_node, each.gpus_per_node) for each in queues] == [
         ("compute", 2, 4, None),
         ("gpu", 1, None, 2),
     ]
-    assert {part.time_limit for part in request.components} == {"00:20:00"} and {
+    assert {part.queue.time_limit for part in request.components} == {"00:20:00"} and {
         part.job_name for part in request.components
     } == {"name"}
     assert usual.ray is not None and [each.component_id for each in usual.ray.components] == ["cpu", "gpu"]
@@ -81,8 +82,8 @@ def test_components_make_one_heterogeneous_job() -> None:
 def test_job_options_of_one_component_apply_to_all() -> None:
     usual = setup(CPU, component("gpu", time_limit="00:30:00", requeue=True, signal_before_timeout="USR1@60")).default
     request = usual.job_request()
-    assert {part.time_limit for part in request.components} == {"00:30:00"}
-    assert not any(part.requeue for part in request.components)  # It would know nothing of what it had accepted.
+    assert {part.queue.time_limit for part in request.components} == {"00:30:00"}
+    assert not any(part.queue.requeue for part in request.components)  # It would know nothing of what it had accepted.
     assert usual.queue.signal_before_timeout == "USR1@60"
 
 

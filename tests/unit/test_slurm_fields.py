@@ -1,6 +1,5 @@
 """The declaration of the fields of `SlurmQueueConfig`: complete, and used by every part of the package that treats fields."""
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from dagster_rayslurm.slurm.request import (
     INHERITED_OPTIONS,
     RESERVED_OPTIONS,
     SBATCH_FIELDS,
-    JobRequest,
     SbatchField,
     make_request,
 )
@@ -57,8 +55,6 @@ def test_every_field_is_declared_once() -> None:
     assert [field.name for field in SBATCH_FIELDS] == list(SlurmQueueConfig.model_fields)
     assert VALUES.keys() == SlurmQueueConfig.model_fields.keys(), "a new field needs an example here"
     assert {field.name for field in SBATCH_FIELDS if field.granted is None} == NEVER_COMPARED
-    in_request = {field.name for field in fields(JobRequest)}
-    assert {field.name for field in SBATCH_FIELDS} - in_request == {"signal_before_timeout"}, "the runtime sends the signal"
 
 
 @pytest.mark.parametrize("field", SBATCH_FIELDS, ids=by_name)

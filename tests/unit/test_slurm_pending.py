@@ -1,6 +1,7 @@
 """Why jobs wait, component by component, and which jobs of a name exist."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,15 @@ from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.slurm.submit import parse_jobs_found
 
-GPU = JobRequest("job", "why", partition="gpu", num_nodes=2, time_limit="9-0", component_id="gpu")
-REQUEST = JobRequest("job", "why", partition="compute", time_limit="9-0", component_id="cpu", further_components=(GPU,))
+from ..fake_slurm import job_request
+
+
+def with_queue(request: JobRequest, **values: Any) -> JobRequest:
+    return replace(request, queue=request.queue.having(**values))
+
+
+GPU = job_request("job", "why", partition="gpu", num_nodes=2, time_limit="9-0", component_id="gpu")
+REQUEST = job_request("job", "why", partition="compute", time_limit="9-0", component_id="cpu", further=(GPU,))
 
 
 def row(number: int, reason: str = "None", start: float | None = None, **fields: object) -> QueueRow:
@@ -55,13 +63,13 @@ def test_a_job_that_can_never_start_names_the_component_and_its_values() -> None
     assert said is not None and said.startswith("component 'gpu': ") and said.endswith("time_limit='9-0')")
     assert never_starts([row(0, "Resources"), row(1, "ReqNodeNotAvail")], REQUEST) is None
     # In one of several partitions it may start yet.
-    either = replace(REQUEST, further_components=(replace(GPU, partition="gpu,fat"),))
+    either = replace(REQUEST, further_components=(with_queue(GPU, partition="gpu,fat"),))
     assert never_starts([row(0), row(1, "PartitionTimeLimit", partition="gpu,fat")], either) is None
 
 
 def test_components_without_names_are_shown_by_label() -> None:
-    part = component_request(row(1), JobRequest("job", ""))
-    assert (part.component_id, part.partition) == ("7+1", "gpu")
+    part = component_request(row(1), job_request("job", ""))
+    assert (part.component_id, part.queue.partition) == ("7+1", "gpu")
     alone = replace(row(0), label="7")
     assert component_request(alone, REQUEST) is REQUEST
 
@@ -78,12 +86,12 @@ def test_values_of_each_component() -> None:
     said = with_requested_values("lower time_limit or num_nodes", REQUEST)
     assert said.endswith(" (asked for: num_nodes=1, time_limit='9-0' of 'cpu'; num_nodes=2, time_limit='9-0' of 'gpu')")
     assert with_requested_values("lower num_nodes", GPU) == "lower num_nodes (asked for: num_nodes=2)"
-    typed = replace(GPU, gpus_per_node=1, gpu_type="a100")
+    typed = with_queue(GPU, gpus_per_node=1, gpu_type="a100")
     assert with_requested_values("lower gpus_per_node", typed).endswith("(asked for: gpus_per_node=1, gpu_type='a100')")
 
 
 def test_login_variables_do_not_override_a_component() -> None:
-    assert "SBATCH_PARTITION" not in replace(REQUEST, partition=None).login_variables
+    assert "SBATCH_PARTITION" not in with_queue(REQUEST, partition=None).login_variables
     assert "SBATCH_QOS" in REQUEST.login_variables
 
 
@@ -148,7 +156,7 @@ def test_what_a_job_waits_for_in_words(reason: str, start: float | None, text: s
 
 def test_a_job_with_more_nodes_than_its_partition_has_can_never_start() -> None:
     """Slurm says `PartitionNodeLimit` of it, as it does of nodes that are down."""
-    large, waits = JobRequest("job", "", num_nodes=5), row(0, "PartitionNodeLimit", label="7", num_nodes=5)
+    large, waits = job_request("job", "", num_nodes=5), row(0, "PartitionNodeLimit", label="7", num_nodes=5)
     said = partition_too_small([waits], large, {"compute": 2, "gpu": 9})
     assert said is not None and "partition compute has 2 nodes" in said and said.endswith("num_nodes=5)"), said
     assert [partition_too_small([waits], large, sizes) for sizes in ({"compute": 5}, {})] == [None, None]

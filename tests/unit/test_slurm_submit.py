@@ -8,12 +8,11 @@ import pytest
 from dagster_rayslurm import BashLauncher
 from dagster_rayslurm.backends.payload_files import deliver, pack, required_files
 from dagster_rayslurm.plan import make_plan
-from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.shared_queue import ClusterClock
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT, NextStep, RequiredFiles, SubmissionRefused, next_step, submit
 from dagster_rayslurm.ssh.base import Completed, ConnectionLost
 
-from ..fake_slurm import FakeSlurm
+from ..fake_slurm import FakeSlurm, job_request
 from .lines import Log
 
 FILES = {JOB_SCRIPT: b"#!/bin/sh"}
@@ -61,7 +60,7 @@ def test_a_removed_base_directory_is_filled_again(claim: bool, tmp_path: Path, f
     shutil.rmtree(base)
     assert deliver(slurm.connection, str(base), cargo, log) and not base.exists()
 
-    run_dir, request, clock = base / "sessions" / "s" / "1", JobRequest("n", "c"), ClusterClock(slurm.connection)
+    run_dir, request, clock = base / "sessions" / "s" / "1", job_request("n", "c"), ClusterClock(slurm.connection)
     needs = required_files(slurm.connection, str(base), [cargo], log)
     done = submit(slurm.connection, str(run_dir), FILES, request, clock, log.warning, claim, needs=needs)
     assert [done.job_id] == [str(job_id) for job_id in slurm.jobs()]
@@ -75,5 +74,5 @@ def test_files_that_disappear_again_are_a_configuration_failure(tmp_path: Path, 
     clock = ClusterClock(slurm.connection)
     needs = RequiredFiles([str(tmp_path / "gone")], lambda: tries.append(1))
     with pytest.raises(SubmissionRefused, match=r"remote_base: files that were sent to .* disappear again"):
-        submit(slurm.connection, str(tmp_path / "runs" / "1"), FILES, JobRequest("n", "c"), clock, print, needs=needs)
+        submit(slurm.connection, str(tmp_path / "runs" / "1"), FILES, job_request("n", "c"), clock, print, needs=needs)
     assert tries and not slurm.jobs()

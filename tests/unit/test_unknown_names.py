@@ -89,8 +89,3 @@ def test_suggested_names_exist(owner: str) -> None:
             assert named[1] in known, instead
         for other, field in re.findall(r"(ComputeResource|SlurmResource|SessionConfig)\((\w+)=", instead):
             assert field in getattr(dagster_rayslurm, other).model_fields, instead
-
-
-def test_a_cluster_alone_runs_nothing() -> None:
-    with pytest.raises(TypeError, match=r'make the resource ComputeResource\(mode="slurm", slurm=SlurmResource\(…\)\)'):
-        SlurmResource().run(context=None, payload_path="x")

@@ -27,7 +27,7 @@ from ...plan import Plan
 from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import to_json
-from ...slurm.config import SlurmResource
+from ...slurm.config import SlurmQueueConfig, SlurmResource
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ...slurm.script import parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
@@ -238,7 +238,7 @@ class SlurmSite(Site):
     def running(self, session: LiveSession, reused: bool) -> SessionPayload:
         announcement, capacity = session.announcement, session.manifest.capacity
         name = job_name(f"session-{self._setup.name}", announcement.cluster_id.removeprefix(CLUSTER))
-        parts = [JobRequest(name, "", partition=queue["partition"], component_id=part) for part, queue in capacity.queues.items()]
+        parts = [JobRequest(name, "", SlurmQueueConfig(**queue), part) for part, queue in capacity.queues.items()]
         request = dataclasses.replace(parts[0], further_components=tuple(parts[1:]))
         # After a reattach, this process does not know whether the session was reused or how long the wait was.
         reattached = self.step.reattached

@@ -54,12 +54,8 @@ class Requirements:
 
     def with_time_limit(self, time_limit: str) -> Requirements:
         """The same requirements with another time limit of the job."""
-
-        def limited(queue: SlurmQueueConfig) -> SlurmQueueConfig:
-            return SlurmQueueConfig(**{**queue.model_dump(), "time_limit": time_limit})
-
-        components = tuple(replace(each, queue=limited(each.queue)) for each in self.components)
-        return replace(self, queue=limited(self.queue), components=components)
+        components = tuple(replace(each, queue=each.queue.having(time_limit=time_limit)) for each in self.components)
+        return replace(self, queue=self.queue.having(time_limit=time_limit), components=components)
 
     def job_request(self, name: str = "rayslurm", comment: str = "") -> JobRequest:
         """The request for the Slurm job of a session; raises ValueError if the queue and the launcher contradict each other."""
@@ -68,17 +64,13 @@ class Requirements:
         else:
             request = make_request(self.queue, self.footprint, job_name=name, comment=comment)
         # After a requeue, the session would not know which requests it had accepted before.
-        others = tuple(replace(part, requeue=False) for part in request.further_components)
-        return replace(request, requeue=False, further_components=others)
+        first, *others = (replace(part, queue=part.queue.having(requeue=False)) for part in request.components)
+        return replace(first, further_components=tuple(others))
 
     def capacity(self, reuse: bool) -> Capacity:
         """What a session offers that is created with these requirements; `reuse` says whether its Ray cluster stays warm."""
-        parts: Iterable[tuple[str | None, SlurmQueueConfig]] = [(each.component_id, each.queue) for each in self.components]
-        granted: dict[str | None, QueueFields] = {
-            name: {**queue.model_dump(mode="json"), "cpus_per_node": part.cpus_per_node, "gpus_per_node": part.gpus_per_node}
-            for (name, queue), part in zip(parts or [(None, self.queue)], self.job_request().components, strict=True)
-        }
-        return Capacity(self.ray if reuse else None, reuse, granted)
+        queues = {part.component_id: part.queue.model_dump(mode="json") for part in self.job_request().components}
+        return Capacity(self.ray if reuse else None, reuse, queues)
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,8 @@ class SessionSetup:
             control_key=secrets.token_hex(32),
             control_ports=control_ports(required.ray.port_range if required.ray is not None else None),
             # Components state their own CPUs and GPUs.
-            asked_cpus=None if components else request.cpus_per_node,
-            asked_gpus=None if components else request.gpus_per_node,
+            asked_cpus=None if components else request.queue.cpus_per_node,
+            asked_gpus=None if components else request.queue.gpus_per_node,
             components=components,
             warn_before_limit=before,
             warn_signal=signal_name,
