@@ -282,8 +282,8 @@ def choose_backend(call: Call) -> Backend:
         return SessionBackend(setup, *to_start, resource.connection_loss_timeout)
     queue = merge(call.slurm.queue, call.queue)
     timeouts = resource.queue_timeout, resource.connection_loss_timeout
-    batch = BatchBackend(call.slurm, queue, environment, *timeouts, call.parts, IdleSessions)
-    return SeparateBatchBackend(batch, call.parts) if separate else batch
+    backend = SeparateBatchBackend if separate else BatchBackend
+    return backend(call.slurm, queue, environment, *timeouts, call.parts, IdleSessions)
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:

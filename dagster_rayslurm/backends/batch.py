@@ -50,8 +50,8 @@ CLUSTER = "slurm-"
 
 
 @dataclass(frozen=True)
-class BatchBackend:
-    """Runs each payload in a Slurm job of its own."""
+class JobBackend:
+    """What backends have in common that submit Slurm jobs."""
 
     slurm: SlurmResource
     queue: SlurmQueueConfig
@@ -71,64 +71,17 @@ class BatchBackend:
     def layout(self) -> Layout:
         return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
-    def check(self, plan: Plan) -> None:
-        self._request(plan, job_name="rayslurm", comment="")
-        if not self.components:
-            check_min_nodes(plan.ray, self.queue)
-        check_paths(self.slurm, self.environment, plan)
-
     def sweep(self, retention_days: float) -> None:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> BatchJob:
-        packed, request, request_files = self._prepare(plan, run_dir, step)
-        plan = packed.plan
-        files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
-        needs = required_files(self.connection, str(self.layout.base), [packed], step.log)
-        with self.cancel_on_error(request, step):
-            job = self.submit_job(run_dir, files, request, step, needs)
-            running = BatchJob(job, self.connection, f"{CLUSTER}{plan.payload.nonce}", step=step)
-            register(running)
-        return running
-
-    def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        _, request, request_files = self._prepare(plan, run_dir, step)
-
-        def job_of(_: object) -> str | None:
-            queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
-            rows = queue.named(request.job_name)
-            return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
-
-        nonce = plan.payload.nonce
-        job_id = reattachable_job(self.connection, run_dir, nonce, request_files, job_of, step.log, request.queue.requeue)
-        if job_id is not None:
-            # An attempt that was killed may not have written the id, without which `submit` would submit again.
-            self.connection.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
-        return job_id is not None
-
-    def _prepare(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Deliver a plan's files to the cluster; returns them, the request to Slurm, and the files that state the request."""
+    def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
+        """Deliver a plan's files to the cluster; returns them, the Python that runs the plan, and the path of the runtime."""
         base = str(self.layout.base)
         packed = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
         packed.warn(step.log)
         with remote_base_errors(base):
             interpreter = self.interpreter_for(plan)
-            runtime = deliver(self.connection, base, packed, step.log)
-        plan = packed.plan
-        name = job_name(step.step_key, plan.payload.nonce)
-        request = self._request(plan, job_name=name, comment=job_comment(step.run_id, step.step_key, step.partition_key))
-        leading_queue = self.components[0].queue if self.components else self.queue  # Has the whole job's options.
-        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, leading_queue)
-        files = {
-            PAYLOAD: to_json(plan.payload).encode("utf-8"),
-            RUNTIME: to_json(spec).encode("utf-8"),
-            JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
-        }
-        return packed, request, files
-
-    def example(self, plan: Plan) -> str:
-        request = self._request(plan, job_name=job_name("STEP", plan.payload.nonce), comment=job_comment("RUN", "STEP", None))
-        return example_script(request, self.slurm)
+            return packed, interpreter, deliver(self.connection, base, packed, step.log)
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
@@ -164,15 +117,70 @@ class BatchBackend:
             make_way=self.make_way and self.make_way(self.connection, str(self.layout.base), step.log),
         )
 
-    def _request(self, plan: Plan, *, job_name: str, comment: str) -> JobRequest:
-        if self.components:
-            return request_for(self.components, job_name=job_name, comment=comment)
-        return make_request(self.queue, plan.footprint, job_name=job_name, comment=comment)
-
     def interpreter_for(self, plan: Plan) -> Interpreter:
         """Returns the Python of the environment, after a check that this Python can run the plan."""
         cache = str(self.layout.environments)
         return check_environment_on(self.connection, self.environment, plan.ray, plan.uses_pipes, cache)
+
+
+class BatchBackend(JobBackend):
+    """Runs each payload in a Slurm job of its own."""
+
+    def check(self, plan: Plan) -> None:
+        self._request(plan, job_name="rayslurm", comment="")
+        if not self.components:
+            check_min_nodes(plan.ray, self.queue)
+        check_paths(self.slurm, self.environment, plan)
+
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> BatchJob:
+        packed, request, request_files = self._prepare(plan, run_dir, step)
+        plan = packed.plan
+        files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
+        needs = required_files(self.connection, str(self.layout.base), [packed], step.log)
+        with self.cancel_on_error(request, step):
+            job = self.submit_job(run_dir, files, request, step, needs)
+            running = BatchJob(job, self.connection, f"{CLUSTER}{plan.payload.nonce}", step=step)
+            register(running)
+        return running
+
+    def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
+        _, request, request_files = self._prepare(plan, run_dir, step)
+
+        def job_of(_: object) -> str | None:
+            queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
+            rows = queue.named(request.job_name)
+            return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
+
+        nonce = plan.payload.nonce
+        job_id = reattachable_job(self.connection, run_dir, nonce, request_files, job_of, step.log, request.queue.requeue)
+        if job_id is not None:
+            # An attempt that was killed may not have written the id, without which `submit` would submit again.
+            self.connection.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
+        return job_id is not None
+
+    def _prepare(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
+        """Deliver a plan's files to the cluster; returns them, the request to Slurm, and the files that state the request."""
+        packed, interpreter, runtime = self.deliver(plan, step)
+        plan = packed.plan
+        name = job_name(step.step_key, plan.payload.nonce)
+        request = self._request(plan, job_name=name, comment=job_comment(step.run_id, step.step_key, step.partition_key))
+        leading_queue = self.components[0].queue if self.components else self.queue  # Has the whole job's options.
+        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, leading_queue)
+        files = {
+            PAYLOAD: to_json(plan.payload).encode("utf-8"),
+            RUNTIME: to_json(spec).encode("utf-8"),
+            JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
+        }
+        return packed, request, files
+
+    def example(self, plan: Plan) -> str:
+        request = self._request(plan, job_name=job_name("STEP", plan.payload.nonce), comment=job_comment("RUN", "STEP", None))
+        return example_script(request, self.slurm)
+
+    def _request(self, plan: Plan, *, job_name: str, comment: str) -> JobRequest:
+        if self.components:
+            return request_for(self.components, job_name=job_name, comment=comment)
+        return make_request(self.queue, plan.footprint, job_name=job_name, comment=comment)
 
 
 def absolute(connection: Connection, path: str) -> str:

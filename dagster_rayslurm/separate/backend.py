@@ -13,18 +13,9 @@ from dataclasses import dataclass, field, replace
 from dagster_pipes import PipesContextData
 
 from ..backends.base import Plans, Register, Step
-from ..backends.batch import (
-    CLUSTER,
-    BatchBackend,
-    check_min_nodes,
-    check_paths,
-    data_dir_of,
-    example_script,
-    job_script,
-    runtime_spec,
-)
+from ..backends.batch import CLUSTER, JobBackend, check_min_nodes, check_paths, example_script, job_script, runtime_spec
 from ..backends.local import LOCAL_CADENCE, OwnRuntime, runtime_command
-from ..backends.payload_files import deliver, pack, remote_base_errors, required_files
+from ..backends.payload_files import required_files
 from ..backends.run_dir import Layout, run_files, write_run_dir
 from ..backends.slurm_job import BatchJob, SlurmJob
 from ..components import Component, component_specs, request_for
@@ -43,10 +34,9 @@ from ..slurm.submit import JOB_SCRIPT
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 
-# Seconds that the start barrier waits beyond the latest start deadline of a Ray cluster, whose own failure says more.
-_MARGIN = 30.0
-# Seconds that the start barrier waits if no component has Ray; `_MARGIN` comes on top.
-_TIMEOUT_WITHOUT_RAY = 300.0
+_MARGIN = 30.0  # Seconds that the barrier waits beyond the latest deadline of a Ray cluster, whose own failure says more.
+_TIMEOUT_WITHOUT_RAY = 300.0  # Seconds instead of that deadline if no component has Ray.
+_ROLE = "part"  # The subcommand of the runtime for a component of a heterogeneous job.
 
 
 def check_components(components: Sequence[Component], plans: Plans) -> None:
@@ -60,37 +50,22 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
 
 
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
-    """Returns the settings of the start barrier (all payloads start together) for the runtime of each component.
+    """Returns the settings of the start barrier for the runtime of each component; the first one's is the barrier's host.
 
-    The runtime of the first component is the server of the barrier.
-
-    Args:
-        plans: the plans by component, in the order of the components in the job.
-        secret: the key that all runtimes share, in hexadecimal digits.
+    `secret` is the key that all runtimes share, in hexadecimal digits.
     """
     first = next(iter(plans.values())).ray
     ports = control_ports(first.port_range if first is not None else None)
     if first is not None and first.port_range:
         ports = [port - 1 for port in ports]  # The next port may serve the other nodes of the first component.
+    hosts = [first.node_ip_address] if first is not None and first.node_ip_address else []
     deadlines = [plan.ray.startup_timeout for plan in plans.values() if plan.ray is not None]
-    return {
-        component: BarrierSpec(
-            component,
-            list(plans),
-            key=secret,
-            ports=ports,
-            hosts=[first.node_ip_address] if first is not None and first.node_ip_address else [],
-            patience=max(deadlines, default=_TIMEOUT_WITHOUT_RAY) + _MARGIN,
-        )
-        for component in plans
-    }
+    patience = max(deadlines, default=_TIMEOUT_WITHOUT_RAY) + _MARGIN
+    return {component: BarrierSpec(component, list(plans), secret, ports, hosts, patience) for component in plans}
 
 
 def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """Returns the content of `runtime.json` for each component on this machine.
-
-    Each has the requirements of all components, because all share the machine.
-    """
+    """Returns the content of `runtime.json` for each component here, with the requirements of all that share the machine."""
     barriers = barrier_specs(plans, secrets.token_hex(32))
     token = secrets.token_hex(32)
     requirements = [_requirements(each, plans[each.component_id]) for each in components]
@@ -108,7 +83,7 @@ def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) 
 
 
 def _requirements(component: Component, plan: Plan) -> ComponentSpec:
-    """Returns the CPUs and GPUs that a component requires on this machine: those of its launcher, else those of its queue."""
+    """The CPUs and GPUs that a component requires on this machine: those of its launcher, else those of its queue."""
     ray = plan.ray
     cpus = component.queue.cpus_per_node if ray is None or ray.num_cpus is None else ray.num_cpus
     gpus = component.queue.gpus_per_node if ray is None or ray.num_gpus is None else ray.num_gpus
@@ -117,17 +92,12 @@ def _requirements(component: Component, plan: Plan) -> ComponentSpec:
 
 @dataclass(frozen=True)
 class SeparateLocalBackend:
-    """Runs the payloads of all components on this machine, each in a runtime of its own.
-
-    Args:
-        components: the components, in the order that they have in a Slurm job.
-        simulate: whether CPUs that this machine lacks are simulated, as GPUs always are.
-    """
+    """Runs the payloads of all components on this machine, each in a runtime of its own."""
 
     layout: Layout
     interpreter: Interpreter
     components: tuple[Component, ...]
-    simulate: bool = False
+    simulate: bool = False  # Whether CPUs that this machine lacks are simulated, as GPUs always are.
     connection: LocalConnection = field(default_factory=LocalConnection)
     cadence: Cadence = LOCAL_CADENCE
 
@@ -157,59 +127,28 @@ class SeparateLocalBackend:
         return "\n".join(shown)
 
 
-# The subcommand of the runtime for a component of a heterogeneous job.
-_ROLE = "part"
-
-
-@dataclass(frozen=True)
-class SeparateBatchBackend:
+class SeparateBatchBackend(JobBackend):
     """Runs the payloads of all components in one heterogeneous Slurm job."""
-
-    batch: BatchBackend
-    components: tuple[Component, ...]
-
-    @property
-    def connection(self) -> Connection:
-        return self.batch.connection
-
-    @property
-    def layout(self) -> Layout:
-        return self.batch.layout
-
-    @property
-    def cadence(self) -> Cadence:
-        return self.batch.cadence
 
     def check(self, plans: Plans) -> None:
         check_components(self.components, plans)
         for each in self.components:
-            check_paths(self.batch.slurm, self.batch.environment, plans[each.component_id])
-
-    def sweep(self, retention_days: float) -> None:
-        self.batch.sweep(retention_days)
+            check_paths(self.slurm, self.environment, plans[each.component_id])
 
     def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> None:
-        base, connection = str(self.layout.base), self.connection
-        packed = {component: pack(plan, base, data_dir_of(connection, self.layout, plan)) for component, plan in plans.items()}
-        for each in packed.values():
-            each.warn(step.log)
-        with remote_base_errors(base):
-            # All components share one environment, which is checked for each of them.
-            interpreters = [self.batch.interpreter_for(plan) for plan in plans.values()]
-            runtimes = [deliver(connection, base, each, step.log) for each in packed.values()]
-        needs = required_files(connection, base, list(packed.values()), step.log)
-        plans = {component: each.plan for component, each in packed.items()}
+        # All components share one environment, which is checked for each of them.
+        delivered = {component: self.deliver(plan, step) for component, plan in plans.items()}
+        packed = [each for each, _, _ in delivered.values()]
+        needs = required_files(self.connection, str(self.layout.base), packed, step.log)
+        plans = {component: each.plan for component, each in zip(plans, packed, strict=True)}
+        _, interpreter, runtime = next(iter(delivered.values()))
         nonce = next(iter(plans.values())).payload.nonce
-        request = request_for(
-            self.components,
-            job_name=job_name(step.step_key, nonce),
-            comment=job_comment(step.run_id, step.step_key, step.partition_key),
-        )
+        comment = job_comment(step.run_id, step.step_key, step.partition_key)
+        request = request_for(self.components, job_name=job_name(step.step_key, nonce), comment=comment)
         cluster_id = f"{CLUSTER}{nonce}"
-        script = job_script(request, interpreters[0], runtimes[0], run_dir, self.batch.slurm, _ROLE)
         files = {
             RUNTIME: to_json(RuntimeSpec(cluster_id, components=component_specs(request))).encode("utf-8"),
-            JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
+            JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm, _ROLE).encode("utf-8", "surrogateescape"),
             EXIT: b"",
         }
         specs = job_specs(cluster_id, plans, request, self.components)
@@ -217,16 +156,16 @@ class SeparateBatchBackend:
             own = {**run_files(plan, context), RUNTIME: to_json(specs[component]).encode("utf-8"), CANCEL: b""}
             files.update({f"{COMPONENTS}/{component}/{name}": content for name, content in own.items()})
 
-        shared = SharedJobState()
-        with self.batch.cancel_on_error(request, step):
-            job = self.batch.submit_job(run_dir, files, request, step, needs)
+        shared = Evidence()
+        with self.cancel_on_error(request, step):
+            job = self.submit_job(run_dir, files, request, step, needs)
             for component in plans:
-                register(ComponentJob(job, connection, cluster_id, component_dir(run_dir, component), shared))
+                register(ComponentJob(job, self.connection, cluster_id, component_dir(run_dir, component), shared))
 
     def example(self, plans: Plans) -> str:
         nonce = next(iter(plans.values())).payload.nonce
         request = request_for(self.components, job_name=job_name("STEP", nonce), comment=job_comment("RUN", "STEP", None))
-        return example_script(request, self.batch.slurm, _ROLE)
+        return example_script(request, self.slurm, _ROLE)
 
 
 def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
@@ -250,50 +189,33 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
     return specs
 
 
-@dataclass
-class SharedJobState:
-    """What the `ComponentJob`s of one Slurm job know together.
+class ComponentJob(BatchJob):
+    """The payload of one component in the heterogeneous job of all components.
 
-    Attributes:
-        starts: when each component's record began, by run directory.
-        explained: evidence with Slurm's accounting and the job's logs; None until they are fetched.
+    `shared` has what all of them know: when the latest record of any component began, Slurm's accounting and the job's logs.
     """
 
-    starts: dict[str, float] = field(default_factory=dict)
-    explained: Evidence | None = None
-
-
-class ComponentJob(BatchJob):
-    """The payload of one component in the heterogeneous job of all components."""
-
-    def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str, shared: SharedJobState) -> None:
+    def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str, shared: Evidence) -> None:
         super().__init__(job, commands, cluster_id, directory)
         self._shared = shared
 
     def _send_cancel(self, now: bool) -> None:
         # Another component's record may have started since the last poll.
-        self._started = self._started or (bool(self._shared.starts) and self._job.status.phase != JobPhase.PENDING)
+        self._started = self._started or (self._shared.started and self._job.status.phase != JobPhase.PENDING)
         super()._send_cancel(now)
 
     def explain(self, evidence: Evidence) -> None:
-        shared = self._shared.explained
-        if shared is None:
-            # Slurm's explanation gets evidence of its own, because each component keeps what its own record says.
-            shared = self._shared.explained = Evidence()
+        shared = self._shared
+        if shared.job is None and not shared.runtime_log:
             super().explain(shared)
             # The first runtime that failed caused the ends of all others, even of the barrier's server with its own exit code.
             node, _, how = next(iter(failed_tasks(shared.runtime_log)), (None, 0, ""))
             if node is not None and f"on node {node} " not in (shared.culprit or ""):
                 shared.culprit = f"the runtime on node {node} ended ({how})"
         evidence.job, evidence.runtime_log, evidence.culprit = shared.job, shared.runtime_log, shared.culprit
-        evidence.tails.update({name: text for name, text in shared.tails.items() if name not in evidence.tails})
+        evidence.tails = {**shared.tails, **evidence.tails}
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """Returns when the latest record of any component began; None if none has begun.
-
-        Once one component has started, Slurm must not cancel the whole job because another component starts late.
-        """
-        starts = self._shared.starts
-        if evidence.started_at is not None:
-            starts[self._directory] = evidence.started_at
-        return max(starts.values(), default=None)
+        """When the latest record of any component began: from then on Slurm must not cancel the job for a late component."""
+        self._shared.started_at = max(self._shared.started_at or 0.0, evidence.started_at or 0.0) or None
+        return self._shared.started_at

@@ -5,7 +5,6 @@ A run with a single payload has it under the component None; its verdict and met
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,19 +20,15 @@ from ..outcome.metadata import Metadata, cpus_of, failure_metadata
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import Record
 
-# A Pipes message with method and parameters, or only its parameters.
-Message = dict[str, Any]
+Message = dict[str, Any]  # A Pipes message with method and parameters, or only its parameters.
 # All reports about one asset or asset check: for each, the reporting component and the parameters of its message.
 Reports = Sequence[tuple[str, Mapping[str, Any]]]
 
 # Severities of asset checks, the worst last.
 _SEVERITIES = ("WARN", "ERROR")
-# Rank of a failure without an `end`: the runtime ended by itself, or srun ended it after another runtime failed.
-#
-# A rank is 0 for a failure with a cause of its own, and the higher, the likelier another component's failure is the cause.
-_RANK_UNEXPLAINED = 1
-# Ranks of those reasons of an `end` that the failure of another component may have caused; other reasons have rank 0.
+# Ranks of failures: 0 for one with a cause of its own, and the higher, the likelier another component's failure is the cause.
 _RANKS_OF_CONSEQUENCES = {EndReason.TERMINATED: 2, EndReason.OTHER_COMPONENT: 3}
+_RANK_UNEXPLAINED = 1  # Without an `end`: the runtime ended by itself, or srun ended it after another runtime failed.
 # Kinds of failure that concern the whole job, such as its cancellation, if all components have the same verdict.
 _KINDS_OF_THE_JOB = (FailureKind.ALLOCATION, FailureKind.CANCELLED, FailureKind.CONNECTION)
 # Keys of one payload's metadata that are left out of the run's metadata, because the table of components has them.
@@ -50,31 +45,18 @@ _TABLE_COLUMNS = (
 )
 
 
-class ReportedTwice(ValueError):
-    """Raised when one component reports an asset or check twice that another component reports, too."""
-
-    def __init__(self, component: str, what: str) -> None:
-        super().__init__(f"component {component!r} reports {what} twice, and another component reports it, too; report it once")
-        self.component = component
-
-
 @dataclass
 class ReportMerger:
     """Forwards the Pipes messages of several payloads to Dagster's one handler, with their results merged.
 
     Results wait until all payloads have ended, because only then all reports about an asset are known. `closed` messages
-    wait, too, because Dagster expects no message after them.
-
-    Attributes:
-        components: the components, in the order in which their reports are merged.
-        check: raises what Dagster's handler would raise for a result, so that a bad result is refused at once.
+    wait, too, because Dagster expects no message after them. Reports are merged in the order of `components`.
     """
 
     handler: Any
     components: Iterable[Any]
-    check: Callable[[Any], object]
+    check: Callable[[Any], object]  # Raises what Dagster's handler would raise for a result, so that it is refused at once.
     results: dict[str, list[Message]] = field(default_factory=dict)
-    closed: list[tuple[str, Message]] = field(default_factory=list)
 
     def of(self, component: str) -> Any:
         """The handler for Pipes messages of one component's payload."""
@@ -82,43 +64,35 @@ class ReportMerger:
 
     def _add(self, component: str, message: Message) -> None:
         """Forward one message, or keep it for `hand_over`; raises what Dagster raises for the message."""
-        if message["method"] in _MERGE:
-            self.check(message)
-            self.results.setdefault(component, []).append(message)
-        elif message["method"] == "closed":
-            self.closed.append((component, message))
-        else:
+        if message["method"] not in _MERGE:
             self.handler.handle_message(message)
+            return
+        if message["method"] != "closed":
+            self.check(message)
+        self.results.setdefault(component, []).append(message)
 
     def hand_over(self) -> list[tuple[str, Exception]]:
         """Merge the results and pass all kept messages to Dagster; returns each refusal, with a component that caused it."""
         refused: list[tuple[str, Exception]] = []
-        reports: dict[tuple[str, str, str | None], list[tuple[str, Mapping[str, Any]]]] = {}
+        reports: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}
         for component in self.components:
             for message in self.results.pop(component, ()):
-                params = message["params"]
-                key = (message["method"], params["asset_key"], params.get("check_name"))
-                reports.setdefault(key, []).append((component, params))
-        for (method, *_), same in reports.items():
+                method, params = message["method"], message["params"]
+                what = (component,) if method == "closed" else (params["asset_key"], params.get("check_name"))
+                reports.setdefault((method, *what), []).append((component, params))
+        for (method, *_), same in sorted(reports.items(), key=lambda item: item[0][0] == "closed"):
             try:
                 for params in _MERGE[method](same):
                     self.handler.handle_message({"method": method, "params": params})
             except Exception as error:  # noqa: BLE001 - Dagster's handler raises anything on a malformed message
-                refused.append((error.component if isinstance(error, ReportedTwice) else same[-1][0], error))
-        while self.closed:
-            component, message = self.closed.pop(0)
-            try:
-                self.handler.handle_message(message)
-            except Exception as error:  # noqa: BLE001 - the message carries the user's exception, which may be malformed
-                refused.append((component, error))
+                refused.append((same[-1][0], error))
         return refused
 
 
 def merge(reports: Reports) -> list[Message]:
     """Merges the materializations of one asset into one; returns reports that all come from one component unchanged.
 
-    Raises:
-        ValueError: the data versions differ, or one component reports twice.
+    Raises ValueError if the data versions differ, or one component reports twice.
     """
     asset_key = reports[0][1]["asset_key"]
     by_component = _by_component(reports, f"asset {asset_key!r}")
@@ -138,9 +112,7 @@ def merge_checks(reports: Reports) -> list[Message]:
     """Merges the results of one asset check into one; returns reports that all come from one component unchanged.
 
     The check passed if it passed in all components. If it did not, the severity is the worst of the components that failed.
-
-    Raises:
-        ValueError: one component reports twice.
+    Raises ValueError if one component reports twice.
     """
     first = reports[0][1]
     by_component = _by_component(reports, f"asset check {first['check_name']!r} of {first['asset_key']!r}")
@@ -151,17 +123,20 @@ def merge_checks(reports: Reports) -> list[Message]:
     return [{**first, "passed": not failed, "severity": severity, "metadata": _merged_metadata(by_component)}]
 
 
-# How to merge the results of several components, by the method of their messages.
-_MERGE = {"report_asset_materialization": merge, "report_asset_check": merge_checks}
+# How to merge the kept messages of several components, by method.
+_MERGE: dict[str, Callable[[Reports], list[Any]]] = {
+    "report_asset_materialization": merge,
+    "report_asset_check": merge_checks,
+    "closed": lambda same: [params for _, params in same],
+}
 
 
 def _by_component(reports: Reports, what: str) -> dict[str, Mapping[str, Any]] | None:
     """Returns the report of each component; None if all reports come from one component."""
-    by_component = dict(reports)
-    names = [component for component, _ in reports]
-    twice = [component for component in by_component if names.count(component) > 1]
-    if twice and len(by_component) > 1:
-        raise ReportedTwice(twice[0], what)
+    by_component, names = dict(reports), [component for component, _ in reports]
+    twice = next((component for component in names if names.count(component) > 1), None)
+    if len(by_component) > 1 and twice is not None:
+        raise ValueError(f"component {twice!r} reports {what} twice, and another component reports it, too; report it once")
     return by_component if len(by_component) > 1 else None
 
 
@@ -173,11 +148,9 @@ def _merged_metadata(by_component: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[str, list[Any]], bool]) -> dict[str, Any]:
-    """Merges the metadata of all components: a shared value appears once, any other under "key (component)".
+    """Merges the metadata of all components: a value that they share appears once, any other under "key (component)".
 
-    Args:
-        own: the metadata of each component.
-        is_shared: whether the values that components have for a key appear once.
+    `is_shared` says whether the values that components have for a key appear once.
     """
     taken = {key for metadata in own.values() for key in metadata}
     merged: dict[str, Any] = {}
@@ -188,10 +161,10 @@ def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[st
             continue
         for component, value in values.items():
             name = f"{key} ({component})"
-            numbered = (f"{name} {number}" for number in itertools.count(2))
-            free = next(each for each in itertools.chain([name], numbered) if each not in taken)
-            taken.add(free)
-            merged[free] = value
+            while name in taken:
+                name += " 2"
+            taken.add(name)
+            merged[name] = value
     return merged
 
 
@@ -238,12 +211,7 @@ def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
 
 
 def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], mode: str, job_id: str | None) -> Metadata:
-    """Returns the metadata of the run, for results and failures alike, with a table of the components.
-
-    Args:
-        own: the metadata of each component's payload, in the order of the components in the job.
-        job_id: the id of the shared Slurm job; None without Slurm.
-    """
+    """Returns the metadata of the run, for results and failures alike, with a table of the components in the job's order."""
     if None in own:
         return own[None]
     apart = {name: {key: value for key, value in each.items() if key not in _TABLE_COLUMNS} for name, each in own.items()}
@@ -262,8 +230,7 @@ def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], m
 def failures_metadata(judged: Mapping[Any, Judged], run_dir: str | None) -> Metadata:
     """Returns the metadata of a failed run: last output and logs of each payload that failed by itself.
 
-    Args:
-        run_dir: the path of the run directory, with its host; None if the directory was removed.
+    `run_dir` is the path of the run directory, with its host; None if the directory was removed.
     """
     if None in judged:
         return failure_metadata(judged[None].evidence, run_dir)

