@@ -11,7 +11,7 @@ from dagster_rayslurm.backends import run_dir, slurm_job
 from dagster_rayslurm.backends.run_dir import CancelRequest
 from dagster_rayslurm.backends.slurm_job import BatchJob, SlurmJob
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.separate.backend import ComponentJob, SharedJobState
+from dagster_rayslurm.separate.backend import ComponentJob
 from dagster_rayslurm.slurm.states import JobPhase, JobStatus
 from dagster_rayslurm.ssh.base import Completed, ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -109,7 +109,7 @@ class Job:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_unconfirmed_cancel_is_waited_for_once(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In `kill` and `release` of one payload or of several components."""
-    job, shared = Job(tmp_path), SharedJobState()
+    job, shared = Job(tmp_path), Evidence()
     waits: list[int] = []
     monkeypatch.setattr(slurm_job, "wait_until_gone", lambda _, job_id, patience: waits.append(job_id))
     attempts: list[BatchJob] = [BatchJob(job, LocalConnection(), "c")]  # type: ignore[arg-type]
