@@ -270,8 +270,8 @@ def job_script(
     return render_script(request, interpreter.start("-I", runtime, role, run_dir), run_dir, slurm.site)
 
 
-def example_script(request: JobRequest, slurm: SlurmResource, role: str = "node") -> str:
+def example_script(request: JobRequest, slurm: SlurmResource, role: str = "node", directory: str = "runs/RUN_DIR") -> str:
     """Returns the batch script of a request, with words in capitals for values that are known only at submission."""
     base = slurm.remote_base
     python, runtime = Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz"
-    return job_script(request, python, runtime, f"{base}/runs/RUN_DIR", slurm, role)
+    return job_script(request, python, runtime, f"{base}/{directory}", slurm, role)

@@ -15,11 +15,11 @@ from typing import Any
 import click
 
 from ..backends.run_dir import Layout
-from ..backends.sessions.listing import SessionState, ask_session, end_generations, job_of, state_of
+from ..backends.sessions.listing import SessionState, end_generations, job_of, state_of
 from ..backends.sessions.local import end_session
 from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..backends.sessions.registry import Generation, list_generations
-from ..backends.sessions.request import Unreachable
+from ..backends.sessions.request import Unreachable, send_request
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation
 from ..slurm.refusals import most_informative_row
@@ -155,7 +155,7 @@ def _local(found: Generation) -> Session:
         end_session(found)
         return True
 
-    return Session(row, lambda: ask_session(LocalConnection(), found, {"op": Operation.DESCRIBE}), end)
+    return Session(row, lambda: send_request(LocalConnection(), found, {"op": Operation.DESCRIBE}), end)
 
 
 def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
@@ -189,7 +189,7 @@ def _on_cluster(
         row["reason"] = announced.closing
     return Session(
         row,
-        lambda: ask_session(connection, generation, {"op": Operation.DESCRIBE}),
+        lambda: send_request(connection, generation, {"op": Operation.DESCRIBE}),
         lambda: end_generations(connection, [generation]),
     )
 

@@ -9,7 +9,7 @@ import pytest
 from dagster_rayslurm import ComputeResource, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig
 from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.backends.sessions import local as local_session
-from dagster_rayslurm.backends.sessions.listing import ask_session
+from dagster_rayslurm.backends.sessions.request import send_request
 from dagster_rayslurm.runtime.protocol.messages import Operation
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -57,7 +57,7 @@ def test_payloads_with_other_requirements(warm: Callable[..., ComputeResource], 
     payload = script("import ray; ray.init()")
     first = cluster_of(run_asset(compute, payload, uses_pipes=False))
     (session,) = local_session.list_sessions(Layout(base))
-    nodes: Any = ask_session(LocalConnection(), session, {"op": Operation.DESCRIBE})["nodes"]
+    nodes: Any = send_request(LocalConnection(), session, {"op": Operation.DESCRIBE})["nodes"]
     assert [(node["component"], node["cpus"], node["gpus"]) for node in nodes] == [("cpu", 1, 0), ("gpu", 1, 2)]
     less = [component("gpu", gpus_per_node=1)]
     assert cluster_of(run_asset(compute, payload, uses_pipes=False, components=less)) == first

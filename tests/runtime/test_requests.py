@@ -17,13 +17,14 @@ import pytest
 from dagster_rayslurm.backends.local import runtime_command
 from dagster_rayslurm.backends.run_dir import Layout, write_run_dir
 from dagster_rayslurm.backends.sessions import request as session_request
-from dagster_rayslurm.backends.sessions.registry import Announcement, parse_announcement
+from dagster_rayslurm.backends.sessions.matching import Capacity
+from dagster_rayslurm.backends.sessions.registry import LiveSession, SessionManifest, parse_announcement
 from dagster_rayslurm.backends.sessions.request import Unreachable, send_request
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
 from dagster_rayslurm.runtime.node.network import control_ports
 from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
 from dagster_rayslurm.runtime.protocol.rpc import ANSWER, AnswerLost, NotConnected, call, derive_key
-from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec, RuntimeSpec, to_json
+from dagster_rayslurm.runtime.protocol.spec import Announcement, PayloadSpec, RaySpec, RuntimeSpec, to_json
 from dagster_rayslurm.ssh.base import Completed
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -357,6 +358,10 @@ def test_a_session_may_be_configured_not_to_yield(session: Callable[..., Session
     assert one.ask(op="yield")["error"] == "kept" and one.ask(op="describe")["ok"]
 
 
+def live(announced: Announcement, directory: Path, ask: list[str]) -> LiveSession:
+    return LiveSession(str(directory), SessionManifest(1, Capacity(None, True), tuple(ask)), announced)
+
+
 class Srun:
     """Commands of an edge node on which `srun` runs its program right there, or something else happens."""
 
@@ -380,7 +385,7 @@ def test_a_step_in_the_allocation_hands_the_request_over(
     announced = one.announced()
     assert announced is not None
     monkeypatch.setattr(session_request, "run_slurm", lambda _, *words, **more: srun.run(*words, **more))
-    answer = send_request(LocalConnection(), announced, {"op": "describe"}, "srun", str(one.directory), start)
+    answer = send_request(LocalConnection(), live(announced, one.directory, start), {"op": "describe"}, "srun")
     assert answer["ok"] is True and "--overlap" in srun.commands[0] and KEY not in " ".join(srun.commands[0])
 
 
@@ -399,7 +404,7 @@ def test_a_process_uses_srun_alone_after_a_failure_of_tcp(
     def steps(where: Announcement, carrier: str = "auto") -> int:
         """How many steps one more request takes."""
         before = len(srun.commands)
-        answer = send_request(LocalConnection(), where, {"op": "describe"}, carrier, str(one.directory), start)
+        answer = send_request(LocalConnection(), live(where, one.directory, start), {"op": "describe"}, carrier)
         assert answer["ok"] is True
         return len(srun.commands) - before
 
@@ -424,18 +429,18 @@ def test_what_a_step_leaves_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: Completed, error: type[Exception]
 ) -> None:
     monkeypatch.setattr(session_request, "run_slurm", lambda *_, **__: done)
-    announced = Announcement("slurm-1", "12", ("c1",), 1, KEY, 1, None, "c1")
+    announced = Announcement("slurm-1", "12", ["c1"], 1, KEY, 1, None, "c1")
     with pytest.raises(error):
-        send_request(LocalConnection(), announced, {"op": "run"}, "srun", str(tmp_path), ["true"])
+        send_request(LocalConnection(), live(announced, tmp_path, ["true"]), {"op": "run"}, "srun")
 
 
 @pytest.mark.parametrize("heterogeneous", [False, True])
 def test_a_step_is_told_which_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heterogeneous: bool) -> None:
     """srun starts nothing in a heterogeneous job otherwise, and nothing in any other job if it is told so."""
-    announced = Announcement("slurm-1", "12", ("c1",), 1, KEY, 1, None, "c1", heterogeneous)
+    announced = Announcement("slurm-1", "12", ["c1"], 1, KEY, 1, None, "c1", heterogeneous)
     srun = Srun(lambda: Completed(0, ANSWER.encode() + b"{}", b""))
     monkeypatch.setattr(session_request, "run_slurm", lambda _, *words, **more: srun.run(*words, **more))
-    assert send_request(LocalConnection(), announced, {"op": "run"}, "srun", str(tmp_path), ["true"]) == {}
+    assert send_request(LocalConnection(), live(announced, tmp_path, ["true"]), {"op": "run"}, "srun") == {}
     assert ("--het-group=0" in srun.commands[0]) == heterogeneous
 
 
@@ -521,7 +526,7 @@ def test_stray_processes_without_the_payloads_environment_are_ended(session: Cal
 def test_only_this_machine_reaches_a_local_session(session: Callable[..., Session]) -> None:
     one = session(local=True)
     announced = one.announced()
-    assert announced is not None and announced.hosts == ("127.0.0.1",) and announced.job_id != "12"
+    assert announced is not None and announced.hosts == ["127.0.0.1"] and announced.job_id != "12"
     listening = {each.laddr.ip for each in psutil.net_connections("tcp") if each.laddr.port == one.port() and not each.raddr}
     assert listening == {"127.0.0.1"}
 

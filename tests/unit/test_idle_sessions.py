@@ -53,7 +53,7 @@ class Scene:
         self.announce()
         self.sessions = IdleSessions(LocalConnection(), str(base), self.log)
         monkeypatch.setattr(idle, "_INTERVAL", 0.0)
-        monkeypatch.setattr(idle, "ask_session", self.ask)
+        monkeypatch.setattr(idle, "send_request", self.ask)
 
     def announce(self, **fields: Any) -> None:
         (self.directory / "session.json").write_text(json.dumps({**ANNOUNCED, **fields}))

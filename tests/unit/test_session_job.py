@@ -1,13 +1,12 @@
 """The job of a session: requirements, key, start record and script, with and without components."""
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
-from dagster_rayslurm.backends.sessions.matching import Requirements, capacity_from_json, capacity_to_json, misfit, run_suffix
+from dagster_rayslurm.backends.sessions.matching import Requirements, misfit, run_suffix
 from dagster_rayslurm.backends.sessions.session_job import SessionSetup
 from dagster_rayslurm.components import arrange, merge_launchers
 from dagster_rayslurm.environments import PreDeployedEnvironment
@@ -193,12 +192,6 @@ def test_the_start_record_of_the_runtime() -> None:
     plain = setup(launcher=RayLauncher(num_cpus_per_node=2))
     spec = plain.runtime_spec("slurm-1", plain.default, plain.default.job_request(), plan(plain))
     assert spec.components == [] and spec.asked_cpus == 2
-
-
-def test_the_capacity_survives_json() -> None:
-    capacity = setup(CPU, GPU).default.capacity(True)
-    assert capacity_from_json(json.loads(json.dumps(capacity_to_json(capacity)))) == capacity
-    assert capacity.components == ["cpu", "gpu"] and capacity.queues["cpu"]["partition"] == "compute"
 
 
 def test_the_batch_script() -> None:

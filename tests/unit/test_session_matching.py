@@ -12,17 +12,13 @@ from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SlurmQueue
 from dagster_rayslurm.backends.sessions.matching import (
     Capacity,
     Requirements,
+    adapted,
     capacity_from_json,
-    capacity_to_json,
-    claimed_resources,
     misfit,
-    own_cluster,
-    payload_time_limit,
-    same_capacity,
 )
 from dagster_rayslurm.components import Component, arrange, merge_launchers, ray_across
 from dagster_rayslurm.launchers import Launcher
-from dagster_rayslurm.runtime.protocol.spec import RaySpec
+from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec
 
 
 def required(launcher: Launcher, **queue: Any) -> Requirements:
@@ -31,6 +27,19 @@ def required(launcher: Launcher, **queue: Any) -> Requirements:
 
 def capacity(launcher: Launcher, reuse: bool = True, **queue: Any) -> Capacity:
     return required(launcher, **queue).capacity(reuse)
+
+
+def in_session(needs: Requirements, session: Capacity) -> PayloadSpec:
+    return adapted(PayloadSpec(argv=["true"], nonce="n"), needs.ray, needs, session)
+
+
+def claimed_resources(needs: Requirements, session: Capacity) -> tuple[int | None, int | None]:
+    payload = in_session(needs, session)
+    return payload.want_cpus, payload.want_gpus
+
+
+def payload_time_limit(needs: Requirements, session: Capacity) -> float | None:
+    return in_session(needs, session).time_limit
 
 
 RAY = {
@@ -223,26 +232,20 @@ def test_resources_that_a_payload_claims_beside_others() -> None:
 
 def test_a_capacity_survives_json() -> None:
     for made in (capacity(RayLauncher(**RAY), **QUEUE), capacity(BashLauncher(), reuse=False), across(), across(reuse=False)):
-        assert capacity_from_json(json.loads(json.dumps(capacity_to_json(made)))) == made
+        assert capacity_from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
-@pytest.mark.parametrize("field", ["ray", "reuse", "queue", "components"])
-@pytest.mark.parametrize("value", [None, 1, "x", [1], [{"component_id": "a"}], [{"component_id": "a", "queue": {}}], {"x": 1}])
+@pytest.mark.parametrize("field", ["ray", "queues"])
+@pytest.mark.parametrize("value", [1, "x", [1], [["a", {"nodes": 1}]], [["a", 3]], {"x": 1}])
 def test_a_damaged_capacity_is_refused(field: str, value: Any) -> None:
     for made in (capacity(RayLauncher(**RAY), **QUEUE), across()):
-        data = capacity_to_json(made)
-        if value != data[field] and (field, value) not in (("ray", None), ("queue", None)):
-            with pytest.raises((ValueError, TypeError)):
-                capacity_from_json({**data, field: value})
-    data = capacity_to_json(across())
-    for rooms in (data["components"] * 2, [{**data["components"][0], "more": 1}], [{**data["components"][0], "component_id": 1}]):
         with pytest.raises((ValueError, TypeError)):
-            capacity_from_json({**data, "components": rooms})
+            capacity_from_json({**made.to_json(), field: value})
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
 def test_other_json_is_no_capacity(content: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises((ValueError, TypeError, KeyError)):
         capacity_from_json(content)
 
 
@@ -355,18 +358,14 @@ def test_a_time_limit_of_components() -> None:
 
 
 def test_a_cluster_of_its_own_spans_all_components() -> None:
-    some = required_across(RayLauncher(), component("gpu", {}, labels={"a": "b"})).ray
-    spread = own_cluster(some, across(reuse=False))
+    some = required_across(RayLauncher(), component("gpu", {}, labels={"a": "b"}))
+    spread = in_session(some, across(reuse=False)).ray
     assert spread is not None and [each.component_id for each in spread.components] == ["cpu", "gpu"]
     assert spread.components[1].labels == {"a": "b"}
-    assert own_cluster(None, across()) is None
-    assert own_cluster(RayLauncher().ray_spec(), capacity(RayLauncher())) == RayLauncher().ray_spec()
-
-
-def test_same_capacity_ignores_the_startup_timeout() -> None:
-    assert same_capacity(across(), across(RayLauncher(startup_timeout=9)))
-    assert not same_capacity(across(), across(RayLauncher(component_id="gpu")))
-    assert not same_capacity(across(), across(RayLauncher(), *BOTH[:1]))
+    assert in_session(required_across(BashLauncher()), across(reuse=False)).ray is None
+    fresh = capacity(RayLauncher(), reuse=False)
+    assert in_session(required(RayLauncher()), fresh).ray == RayLauncher().ray_spec()
+    assert in_session(required(RayLauncher()), capacity(RayLauncher())).ray is None
 
 
 def test_a_simulated_cluster_has_components_and_no_allocation() -> None:

@@ -510,7 +510,13 @@ def test_only_ascii_numbers_are_job_ids(cluster: Cluster, text: str) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"protocol": None}, {"generation": "x"}, {"ask": 1}, {"offer": {"queue": {"num_nodes": "many"}}}, {"offer": {"ray": 3}}],
+    [
+        {"protocol": None},
+        {"generation": "x"},
+        {"ask": 1},
+        {"offer": {"queues": [[None, {"num_nodes": "many"}]]}},
+        {"offer": {"ray": 3}},
+    ],
     ids=str,
 )
 def test_a_damaged_manifest_is_none(damage: dict[str, Any]) -> None:

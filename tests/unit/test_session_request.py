@@ -16,10 +16,11 @@ from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions import request as session_request
 from dagster_rayslurm.backends.sessions.backend import SlurmSite
 from dagster_rayslurm.backends.sessions.matching import Requirements
-from dagster_rayslurm.backends.sessions.registry import Announcement, LiveSession, SessionManifest
+from dagster_rayslurm.backends.sessions.registry import LiveSession, SessionManifest
 from dagster_rayslurm.backends.sessions.request import AnswerLost, RunRequest, Unreachable
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.record import encode
+from dagster_rayslurm.runtime.protocol.spec import Announcement
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -89,7 +90,7 @@ class Route(SlurmSite):
         directory = self.path / "sessions" / str(number)
         directory.mkdir(parents=True, exist_ok=True)
         capacity = Requirements(None, ()).capacity(reuse=False)
-        announcement = Announcement(f"slurm-{number}", str(number), ("n",), 1, "00", 1, None, "n")
+        announcement = Announcement(f"slurm-{number}", str(number), ["n"], 1, "00", 1, None, "n")
         return LiveSession(str(directory), SessionManifest(number, capacity, ("ask",)), announcement)
 
     def submit(self, number: int = 1) -> dict[str, Any]:

@@ -6,12 +6,11 @@ If there is no session, the step creates one. `start_in_session` does the same f
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,16 +42,7 @@ from ..run_dir import Layout, run_files
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
 from .listing import IdleSessions, end_generations
-from .matching import (
-    Capacity,
-    Choice,
-    Target,
-    claimed_resources,
-    misfit,
-    misfit_error,
-    own_cluster,
-    payload_time_limit,
-)
+from .matching import Capacity, Choice, Target, adapted, misfit, misfit_error
 from .payload import SessionPayload
 from .registry import MOST_BYTES, Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import RunRequest, send_request
@@ -115,18 +105,9 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
 
 def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, str]:
     """The first files of the payload's run directory, except secrets."""
-    plan, required = site.plan, choice.required
-    cpus, gpus = claimed_resources(required, capacity)
-    payload = dataclasses.replace(
-        plan.payload,
-        run_id=site.step.run_id,
-        step=site.step.step_key,
-        ray=None if capacity.reuse else own_cluster(plan.ray, capacity),
-        want_cpus=cpus,
-        want_gpus=gpus,
-        time_limit=payload_time_limit(required, capacity),
-    )
-    files = run_files(dataclasses.replace(plan, payload=payload, secret_env={}), site.context)
+    payload = replace(site.plan.payload, run_id=site.step.run_id, step=site.step.step_key)
+    payload = adapted(payload, site.plan.ray, choice.required, capacity)
+    files = run_files(replace(site.plan, payload=payload, secret_env={}), site.context)
     # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
     return {name: content.decode("utf-8") for name, content in {**files, CANCEL: b"", **site.files}.items()}
 
@@ -197,7 +178,7 @@ class SessionBackend:
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         upload, choice = self._packed(plan, step)
-        payload = dataclasses.replace(upload.plan.payload, step=step.step_key)
+        payload = replace(upload.plan.payload, step=step.step_key)
         expected = {PAYLOAD: to_json(payload).encode("utf-8"), REQUIREMENTS_FILE: choice.fingerprint()}
 
         def job_of(start: Record | None) -> str | None:
@@ -239,7 +220,7 @@ class SlurmSite(Site):
         announcement, capacity = session.announcement, session.manifest.capacity
         name = job_name(f"session-{self._setup.name}", announcement.cluster_id.removeprefix(CLUSTER))
         parts = [JobRequest(name, "", SlurmQueueConfig(**queue), part) for part, queue in capacity.queues.items()]
-        request = dataclasses.replace(parts[0], further_components=tuple(parts[1:]))
+        request = replace(parts[0], further_components=tuple(parts[1:]))
         # After a reattach, this process does not know whether the session was reused or how long the wait was.
         reattached = self.step.reattached
         return SessionPayload(
@@ -293,7 +274,7 @@ class SlurmSite(Site):
         return True
 
     def watch(self, target: Target, newest: Generation) -> SlurmJob:
-        request = dataclasses.replace(target.created_with.job_request(), job_name=newest.job_name)
+        request = replace(target.created_with.job_request(), job_name=newest.job_name)
         now = self._queue.clock.now()
         submitted = SubmittedJob(str(newest.job_id), now - newest.age)
         return self._slurm_job(request, submitted, newest.directory, now - (time.monotonic() - self.began))
@@ -333,8 +314,7 @@ class SlurmSite(Site):
         return row is not None and row.state not in TERMINAL
 
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
-        carrier, command = self._setup.session.carrier, session.manifest.ask_command
-        return send_request(self.connection, session.announcement, request, carrier, session.directory, command)
+        return send_request(self.connection, session, request, self._setup.session.carrier)
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:

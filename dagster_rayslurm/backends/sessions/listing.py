@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -82,21 +82,12 @@ def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
     return SessionState.DRAINING if announcement.closing else SessionState.UP
 
 
-def ask_session(connection: Connection, generation: Generation, request: Mapping[str, object]) -> dict[str, object]:
-    """Send a request to a session and return the session's answer; raises what `send_request` raises."""
-    if generation.announcement is None:
-        raise Unreachable(f"the session {generation.key} does not say where it is")
-    command = generation.manifest.ask_command if generation.manifest is not None else ()
-    carrier = "auto" if command else "direct"
-    return send_request(connection, generation.announcement, request, carrier, generation.directory, command)
-
-
 def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None:
     """Ask the sessions that belong to a Dagster run to end; one that cannot be asked ends by its idle timeout."""
     for each in list_generations(connection, base, f"*{run_suffix(run_id)}"):
         if each.announcement is not None and each.announcement.closing is None and not each.ended:
             with contextlib.suppress(Unreachable, AnswerLost):
-                ask_session(connection, each, {"op": Operation.STOP})
+                send_request(connection, each, {"op": Operation.STOP})
 
 
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
@@ -124,7 +115,7 @@ def _end(connection: Connection, generation: Generation, row: QueueRow) -> None:
     stopping = False
     if generation.announcement is not None:
         with contextlib.suppress(Unreachable, AnswerLost):
-            stopping = bool(ask_session(connection, generation, {"op": Operation.STOP}).get("ok"))
+            stopping = bool(send_request(connection, generation, {"op": Operation.STOP}).get("ok"))
     if not wait_until_gone(connection, row.job_id, _END_TIMEOUT if stopping else 0.0):
         raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`")
 
@@ -171,7 +162,7 @@ class IdleSessions:
 
     def _yields(self, generation: Generation, nodes: str) -> bool:
         """Ask an idle session to end for this job; returns whether it will. It refuses if a payload has come meanwhile."""
-        answer = ask_session(self.connection, generation, {"op": Operation.YIELD})
+        answer = send_request(self.connection, generation, {"op": Operation.YIELD})
         if answer.get("ok"):
             self.log.info(f"[rayslurm] session {generation.key} was idle and held {nodes}: it ends, so that this job can start")
             return True

@@ -39,7 +39,6 @@ from ..local import LocalBackend, reap_later, runtime_command, start_process
 from ..run_dir import Layout, write_cancel_request
 from .acquire import Allocation, Site
 from .backend import start_in_session
-from .listing import ask_session
 from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
 from .registry import Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import PROOF_TIMEOUT, AnswerLost, Unreachable, send_request
@@ -171,7 +170,7 @@ class LocalSite(Site):
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
         announcement = session.announcement
         if request["op"] != Operation.RUN:
-            return send_request(self.connection, announcement, request, "direct", session.directory, ())
+            return send_request(self.connection, session, request)
         try:
             with contextlib.ExitStack() as stack:
                 sock = stack.enter_context(socket.create_connection((announcement.hosts[0], announcement.port), PROOF_TIMEOUT))
@@ -280,7 +279,7 @@ def list_sessions(layout: Layout) -> list[Generation]:
 def end_session(generation: Generation) -> None:
     """End a session with its payloads, and wait until it is gone; raises StartError if it does not end."""
     with contextlib.suppress(Unreachable, AnswerLost, NotConnected):
-        ask_session(LocalConnection(), generation, {"op": Operation.STOP})
+        send_request(LocalConnection(), generation, {"op": Operation.STOP})
     deadline = time.monotonic() + _END_TIMEOUT
     while is_alive(generation.job_id, generation.directory):
         if time.monotonic() > deadline:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from ...components import Component, request_for
 from ...config import SessionConfig, time_limit_seconds
 from ...launchers import Launcher, RayLauncher
 from ...runtime.node.resources import Footprint
-from ...runtime.protocol.spec import NodeSpec, RaySpec, SpecError, from_json
+from ...runtime.protocol.spec import NodeSpec, PayloadSpec, RaySpec, from_fields
 from ...runtime.ray.membership import nodes_expected
 from ...slurm.config import HetComponent, SlurmQueueConfig
 from ...slurm.request import SBATCH_FIELDS, JobRequest, gibibytes_for_ray, granted_gpus, make_request
@@ -31,6 +33,15 @@ _LAUNCHER_FIELDS = {
     "node_ip_address": "head_node_address",
 }
 """The field of `RayLauncher` for each field of `RaySpec` or `NodeSpec` that has another name."""
+_RAY_FITS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "num_cpus": lambda wanted, has: has is None or wanted <= has,  # None is all that Slurm granted, which the session knows.
+    "num_gpus": lambda wanted, has: has is None or wanted <= has,
+    "object_store_memory": lambda wanted, has: has is not None and wanted <= has,
+    "resources": lambda wanted, has: all(amount <= has.get(name, 0) for name, amount in wanted.items()),
+    "labels": lambda wanted, has: wanted.items() <= has.items(),
+    "min_nodes": lambda wanted, has: wanted <= has,
+}
+"""Says of fields of `RaySpec` or `NodeSpec` whether what a session has is enough; a session has the same in all other fields."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,12 @@ class Requirements:
     components: tuple[Component, ...] = ()
     time_limited: bool = False
     head: str | None = None
+
+    @property
+    def parts(self) -> list[tuple[str | None, SlurmQueueConfig, Footprint]]:
+        """Name, queue and footprint of each component; under None where all nodes are alike."""
+        own = [(each.component_id, each.queue, each.launcher.footprint()) for each in self.components]
+        return [*own] or [(None, self.queue, self.footprint)]
 
     def with_time_limit(self, time_limit: str) -> Requirements:
         """The same requirements with another time limit of the job."""
@@ -94,31 +111,16 @@ class Capacity:
             return [name for name in self.queues if name is not None]
         return [each.component_id for each in self.ray.components] if self.ray is not None else []
 
-
-def capacity_to_json(capacity: Capacity) -> dict[str, Any]:
-    """A capacity as JSON for a session's manifest; `capacity_from_json` reads it."""
-    return {
-        "ray": None if capacity.ray is None else asdict(capacity.ray),
-        "reuse": capacity.reuse,
-        "queue": capacity.queues.get(None),
-        "components": [{"component_id": name, "queue": queue} for name, queue in capacity.queues.items() if name is not None],
-    }
+    def to_json(self) -> dict[str, Any]:
+        """The capacity as JSON for a session's manifest; `capacity_from_json` reads it."""
+        return {"ray": self.ray and asdict(self.ray), "reuse": self.reuse, "queues": list(self.queues.items())}
 
 
 def capacity_from_json(data: Mapping[str, Any]) -> Capacity:
-    """The capacity that `capacity_to_json` wrote; raises ValueError if the data is damaged."""
-    try:
-        ray = None if data["ray"] is None else from_json(RaySpec, json.dumps(data["ray"]))
-        queues: dict[str | None, QueueFields] = {str(each["component_id"]): each["queue"] for each in data["components"]}
-        if not queues and data["queue"] is not None:
-            queues = {None: data["queue"]}
-        granted = {name: SlurmQueueConfig(**queue).model_dump(mode="json") for name, queue in queues.items()}
-        capacity = Capacity(ray, bool(data["reuse"]), granted)
-    except (KeyError, TypeError, SpecError) as error:
-        raise ValueError(f"this is not the capacity of a session: {error}") from None
-    if capacity_to_json(capacity) != data:
-        raise ValueError("this is not the capacity of a session: a field is missing, unknown or of another type")
-    return capacity
+    """The capacity that `to_json` wrote; raises ValueError, KeyError or TypeError if the data is damaged."""
+    ray = None if data["ray"] is None else from_fields(RaySpec, data["ray"])
+    granted = {name: SlurmQueueConfig(**queue).model_dump(mode="json") for name, queue in data["queues"]}
+    return Capacity(ray, data["reuse"] is True, granted)
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,8 @@ class Choice:
 
     def fingerprint(self) -> bytes:
         """Text of all that the payload asks for. A retry of the step continues the payload only if its own text is the same."""
-        required, target = self.required, self.own() if self.problem else self.shared()
-        what = {"session": target.key, "time_limited": required.time_limited, "head": required.head}
-        return json.dumps(what | requirements_to_json(required), sort_keys=True).encode()
+        target = self.own() if self.problem else self.shared()
+        return _as_text([target.key, self.required]).encode()
 
 
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:
@@ -154,13 +155,13 @@ def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], cre
         what: what tells sessions apart whatever their names are.
         apart: whether this is a separate session, for a payload that does not fit the shared one.
     """
-    what = dict(what)
+    told_apart: list[Any] = [what]
     if config.name is None or apart:
         # How long to wait for a Ray cluster says nothing about the Ray cluster.
         ray = None if created_with.ray is None else replace(created_with.ray, startup_timeout=0.0)
-        what |= requirements_to_json(replace(created_with, ray=ray))
-        what |= {"concurrent": config.max_concurrent_payloads, "idle": config.idle_timeout, "yields": config.yield_when_idle}
-    key = f"{config.name or 'default'}-{_digest(json.dumps(what, sort_keys=True))}"
+        told_apart += [replace(created_with, ray=ray, time_limited=False, head=None)]
+        told_apart += [config.max_concurrent_payloads, config.idle_timeout, config.yield_when_idle]
+    key = f"{config.name or 'default'}-{_digest(_as_text(told_apart))}"
     return key + run_suffix(run_id) if config.scope == "run" else key
 
 
@@ -173,17 +174,13 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def requirements_to_json(required: Requirements) -> dict[str, Any]:
-    """The requirements that tell sessions apart, as JSON."""
-    return {
-        "ray": None if required.ray is None else asdict(required.ray),
-        "footprint": required.footprint,
-        "queue": required.queue.model_dump(mode="json"),
-        "components": [
-            [each.component_id, each.queue.model_dump(mode="json"), each.launcher.footprint(), each.payload_wants]
-            for each in required.components
-        ],
-    }
+def _as_text(value: Any) -> str:
+    """JSON of dataclasses and configuration, for comparison."""
+
+    def plain(each: Any) -> Any:
+        return each.model_dump(mode="json") if isinstance(each, BaseModel) else vars(each)
+
+    return json.dumps(value, sort_keys=True, default=plain)
 
 
 def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | None) -> str | None:
@@ -198,19 +195,7 @@ def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | N
 
 def misfit(required: Requirements, capacity: Capacity) -> str | None:
     """The first requirement that the session does not meet, as a sentence that names the field; None if the payload fits."""
-    queues = capacity.queues
-    there = [name for name in queues if name is not None]
-    wanted = [each.component_id for each in required.components]
-    if wanted and not there:
-        return f"components: the session has none, and the payload asks for {_quoted(wanted)}"
-    if there and not wanted:
-        return f"components: the session has {_quoted(there)}, and the payload asks for nodes that are all alike"
-    for name in wanted:
-        if name not in there:
-            return f"components: the session has no {name!r}; it has {_quoted(there)}"
-    nodes = sum(int(queue["num_nodes"]) for queue in queues.values()) or len(capacity.components) or 1
-    problem = _head_misfit(required, capacity) or (required.ray and _ray_misfit(required.ray, capacity, nodes)) or None
-    return problem or next(filter(None, _allocation_misfits(required, queues)), None)
+    return next(filter(None, _misfits(required, capacity)), None)
 
 
 def misfit_error(problem: str) -> str:
@@ -218,44 +203,54 @@ def misfit_error(problem: str) -> str:
     return f'{problem}; use what the session has, another session name, or SessionConfig(on_misfit="new-session")'
 
 
-def same_capacity(one: Capacity, other: Capacity) -> bool:
-    """Whether two sessions offer the same to payloads; how long to wait for the Ray cluster does not count."""
-    plain, also = (
-        replace(each, ray=replace(each.ray, startup_timeout=0.0)) if each.ray is not None else each for each in (one, other)
-    )
-    return plain == also
+def adapted(payload: PayloadSpec, ray: RaySpec | None, required: Requirements, capacity: Capacity) -> PayloadSpec:
+    """The payload, planned with the Ray cluster `ray`, as it runs in a session."""
+    if not capacity.reuse and ray is not None and None not in capacity.queues:
+        # Its own cluster on the session's nodes includes components that the payload does not name.
+        named = {each.component_id: each for each in ray.components}
+        ray = replace(ray, components=[named.get(name, NodeSpec(name)) for name in capacity.components])
+    claims: dict[str, int] = {}
+    # Ray itself divides the session's Ray cluster among payloads that take it as it is. Nodes that differ by component have no
+    # common amount to reserve on each node.
+    if required.ray is None or not (required.ray == capacity.ray or required.components or required.ray.components):
+        for want in required.footprint:
+            if want.amount is not None:
+                claims[want.unit] = max(int(want.amount), claims.get(want.unit, 0))
+    limit, head_queue = None, next(iter(capacity.queues.values()), None)
+    if head_queue is not None and required.time_limited:
+        own, whole = (time_limit_seconds(text) for text in (required.queue.time_limit, head_queue["time_limit"]))
+        limit = own if own is not None and (whole is None or own < whole) else None
+    ray = None if capacity.reuse else ray
+    return replace(payload, ray=ray, want_cpus=claims.get("CPUs"), want_gpus=claims.get("GPUs"), time_limit=limit)
 
 
-def own_cluster(ray: RaySpec | None, capacity: Capacity) -> RaySpec | None:
-    """A payload's own Ray cluster on the session's nodes; it includes components that the payload does not name."""
-    if ray is None or None in capacity.queues or not capacity.queues:
-        return ray
-    named = {each.component_id: each for each in ray.components}
-    return replace(ray, components=[named.get(name, NodeSpec(name)) for name in capacity.components])
-
-
-def claimed_resources(required: Requirements, capacity: Capacity) -> tuple[int | None, int | None]:
-    """The CPUs and the GPUs on each node that a session reserves for a payload beside others; None for no reservation.
-
-    Ray itself divides the session's Ray cluster among payloads that take it as it is. Nodes that differ by component have no
-    common amount.
-    """
-    if required.ray is not None and (required.ray == capacity.ray or required.components or required.ray.components):
-        return None, None
-    most: dict[str, int | None] = {"CPUs": None, "GPUs": None}
-    for want in required.footprint:
-        if want.amount is not None and want.unit in most:
-            most[want.unit] = max(int(want.amount), most[want.unit] or 0)
-    return most["CPUs"], most["GPUs"]
-
-
-def payload_time_limit(required: Requirements, capacity: Capacity) -> float | None:
-    """The payload's own time limit in seconds; None if it has none, or the session's allocation is no longer than that."""
-    head_queue = next(iter(capacity.queues.values()), None)
-    if head_queue is None or not required.time_limited:
-        return None
-    own, whole = (time_limit_seconds(text) for text in (required.queue.time_limit, head_queue["time_limit"]))
-    return own if own is not None and (whole is None or own < whole) else None
+def _misfits(required: Requirements, capacity: Capacity) -> Iterator[str | None]:
+    """The misfits, most telling first; each after the first may build on a fit so far."""
+    queues, there = capacity.queues, [name for name in capacity.queues if name is not None]
+    wanted = [each.component_id for each in required.components]
+    if wanted and not there:
+        yield f"components: the session has none, and the payload asks for {_quoted(wanted)}"
+    if there and not wanted:
+        yield f"components: the session has {_quoted(there)}, and the payload asks for nodes that are all alike"
+    for name in wanted:
+        if name not in there:
+            yield f"components: the session has no {name!r}; it has {_quoted(there)}"
+    head = next(iter(capacity.components), None)
+    if None not in (required.head, head) and required.head != head:
+        yield (
+            f"RayLauncher.component_id={required.head!r} is not what the session has: its head, where payloads run, is in "
+            f"component {head!r}"
+        )
+    if required.ray is not None:
+        yield from _ray_misfits(required.ray, capacity)
+    if not queues:
+        return
+    # The payload's own process runs where the session has its head, whichever component the payload would choose.
+    own = tuple(want for each in required.components for want in each.payload_wants)
+    yield _within(head, _footprint_misfit(own, next(iter(queues.values()))))
+    for component_id, queue, footprint in required.parts:
+        has = queues[component_id]
+        yield _within(component_id, _footprint_misfit(footprint, has) or _queue_misfit(queue, has, required.time_limited))
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -266,81 +261,40 @@ def _within(component_id: str | None, problem: str | None) -> str | None:
     return f"component {component_id!r}: {problem}" if problem and component_id is not None else problem
 
 
-def _head_misfit(required: Requirements, capacity: Capacity) -> str | None:
-    components = capacity.components
-    if required.head is None or not components or components[0] == required.head:
-        return None
-    return (
-        f"RayLauncher.component_id={required.head!r} is not what the session has: its head, where payloads run, is in component "
-        f"{components[0]!r}"
-    )
-
-
-def _ray_misfit(wanted: RaySpec, capacity: Capacity, nodes: int) -> str | None:
+def _ray_misfits(wanted: RaySpec, capacity: Capacity) -> Iterator[str | None]:
+    nodes = sum(int(queue["num_nodes"]) for queue in capacity.queues.values()) or len(capacity.components) or 1
     if not capacity.reuse:  # The payload gets a cluster of its own on all nodes.
-        if wanted.min_nodes is not None and wanted.min_nodes > nodes:
-            return f"RayLauncher.min_nodes={wanted.min_nodes} is more than the session's {nodes} nodes"
-        return None
+        if (wanted.min_nodes or 0) > nodes:
+            yield f"RayLauncher.min_nodes={wanted.min_nodes} is more than the session's {nodes} nodes"
+        return
     offered = capacity.ray
     if offered is None:
-        return "the session has no Ray cluster: its default_launcher is no RayLauncher"
+        yield "the session has no Ray cluster: its default_launcher is no RayLauncher"
+        return
     # Settings of nodes were merged into `components`, so they are compared there. `startup_timeout` is the payload's own.
     elsewhere = {"components", "startup_timeout"} | ({each.name for each in fields(NodeSpec)} if wanted.components else set())
-    problem = _ray_field_misfit(wanted, offered, RaySpec(), elsewhere, nodes)
-    if problem:
-        return problem
+    expected = replace(offered, min_nodes=offered.min_nodes or nodes_expected(offered, nodes))
+    yield _ray_field_misfit(wanted, expected, RaySpec(), elsewhere)
     there = {each.component_id: each for each in offered.components}
     if there and not wanted.components:
-        return f"components: the session's cluster has {_quoted(there)}, and the payload asks for none"
+        yield f"components: the session's cluster has {_quoted(there)}, and the payload asks for none"
     for each in wanted.components:
         if each.component_id not in there:
-            return f"components: the session's cluster has no {each.component_id!r}"
-        problem = _ray_field_misfit(each, there[each.component_id], NodeSpec(each.component_id), set(), nodes)
-        if problem:
-            return _within(each.component_id, problem)
-    return None
+            yield f"components: the session's cluster has no {each.component_id!r}"
+        default = NodeSpec(each.component_id)
+        yield _within(each.component_id, _ray_field_misfit(each, there[each.component_id], default, set()))
 
 
-def _ray_field_misfit(
-    wanted: RaySpec | NodeSpec, offered: RaySpec | NodeSpec, default: RaySpec | NodeSpec, ignored: set[str], nodes: int
-) -> str | None:
+def _ray_field_misfit(wanted: Any, offered: Any, default: Any, ignored: set[str]) -> str | None:
     for each in fields(wanted):
         name, value, has = each.name, getattr(wanted, each.name), getattr(offered, each.name)
-        if name in ignored or value == getattr(default, name) or _ray_field_fits(name, value, has, offered, nodes):
+        fits = _RAY_FITS.get(name, lambda one, other: bool(one == other))
+        if name in ignored or value == getattr(default, name) or fits(value, has):
             continue
         if name == "object_store_memory":
             value, has = (None if size is None else size / 2**30 for size in (value, has))
         return f"RayLauncher.{_LAUNCHER_FIELDS.get(name, name)}={value!r} is not what the session has: {has!r}"
     return None
-
-
-def _ray_field_fits(name: str, value: Any, has: Any, offered: RaySpec | NodeSpec, nodes: int) -> bool:
-    if name in ("num_cpus", "num_gpus"):
-        return has is None or value <= has  # None is all that Slurm granted, which only the session knows.
-    if name == "object_store_memory":
-        return has is not None and value <= has
-    if name == "resources":
-        return all(amount <= has.get(key, 0) for key, amount in value.items())
-    if name == "labels":
-        return all(has.get(key) == label for key, label in value.items())
-    if name == "min_nodes" and isinstance(offered, RaySpec):
-        return bool(value <= (has or nodes_expected(offered, nodes)))
-    return bool(value == has)
-
-
-def _allocation_misfits(required: Requirements, queues: Mapping[str | None, QueueFields]) -> Iterator[str | None]:
-    if not queues:
-        return
-    head = next(iter(queues))
-    # The payload's own process runs where the session has its head, whichever component the payload would choose.
-    own = tuple(want for each in required.components for want in each.payload_wants)
-    yield _within(head, _footprint_misfit(own if required.components else required.footprint, queues[head]))
-    for each in required.components:
-        has = queues[each.component_id]
-        yield _within(each.component_id, _footprint_misfit(each.launcher.footprint(), has))
-        yield _within(each.component_id, _queue_misfit(each.queue, has, required.time_limited))
-    if not required.components:
-        yield _queue_misfit(required.queue, queues[head], required.time_limited)
 
 
 def _footprint_misfit(footprint: Footprint, queue: QueueFields) -> str | None:

@@ -11,17 +11,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ...edge import sessions
 from ...edge.sessions import ABANDONED, CREATOR, JOB_ID, MANIFEST
 from ...runtime.protocol.record import EXIT, SESSION
-from ...runtime.protocol.spec import PROTOCOL_VERSION
+from ...runtime.protocol.spec import PROTOCOL_VERSION, Announcement, from_fields
 from ...slurm.script import parse_exit
 from ...ssh.base import Connection
 from ..payload_files import remote_base_errors
-from .matching import Capacity, capacity_from_json, capacity_to_json
+from .matching import Capacity, capacity_from_json
 
 TOUCH_INTERVAL = 60.0
 """Seconds between two confirmations that a process waits; one that is silent three times as long counts as gone."""
@@ -45,7 +45,7 @@ class SessionManifest:
     ask_command: tuple[str, ...]
 
     def to_json(self) -> bytes:
-        capacity, command = capacity_to_json(self.capacity), list(self.ask_command)
+        capacity, command = self.capacity.to_json(), list(self.ask_command)
         content = {"protocol": PROTOCOL_VERSION, "generation": self.generation, "offer": capacity, "ask": command}
         return json.dumps(content).encode()
 
@@ -61,52 +61,14 @@ def parse_manifest(data: bytes | str) -> SessionManifest | None:
         return None
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """How to reach a session, and its state, as the session writes both into `session.json`.
-
-    Attributes:
-        job_id: Slurm's id of the session's job, or the id of its process on this machine.
-        hosts: names and addresses of the head node, the likeliest first.
-        key: the secret of the session, hex.
-        closing: why the session accepts no more payloads; None while it accepts them.
-        heterogeneous: whether the job has several components, the one with the head node first.
-        idle: whether the session has served payloads and runs none now.
-        served: payloads that the session has accepted; None if it does not say.
-    """
-
-    cluster_id: str
-    job_id: str
-    hosts: tuple[str, ...]
-    port: int
-    key: str
-    protocol: int
-    closing: str | None
-    hostname: str
-    heterogeneous: bool = False
-    idle: bool = False
-    served: int | None = None
-
-
 def parse_announcement(data: bytes | str) -> Announcement | None:
     """The announcement in the content of a `session.json`; None if it is empty or damaged."""
     try:
         found = json.loads(data)
-        bytes.fromhex(str(found["key"]))
-        return Announcement(
-            cluster_id=str(found["cluster_id"]),
-            job_id=str(int(found["job_id"])),
-            hosts=tuple(str(host) for host in found["hosts"]),
-            port=int(found["port"]),
-            key=str(found["key"]),
-            protocol=int(found["protocol"]),
-            closing=None if found["closing"] is None else str(found["closing"]),
-            hostname=str(found["hostname"]),
-            heterogeneous=bool(found.get("heterogeneous", False)),
-            idle=bool(found.get("idle", False)),
-            served=found.get("served"),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        bytes.fromhex(found["key"])
+        known = {each.name: found[each.name] for each in fields(Announcement) if each.name in found}
+        return from_fields(Announcement, known)
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

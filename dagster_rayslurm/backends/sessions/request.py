@@ -19,10 +19,11 @@ from ...interrupts import delayed_interrupts
 from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import JOURNAL, SECRETS, SESSION, LineReader
 from ...runtime.protocol.rpc import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
+from ...runtime.protocol.spec import Announcement
 from ...slurm.commands import run_slurm
 from ...ssh.base import Connection, ConnectionFailed, ConnectionLost
 from .acquire import Site
-from .registry import MOST_BYTES, Announcement, LiveSession, parse_announcement
+from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement
 
 __all__ = ["AnswerLost", "RunRequest", "Unreachable", "send_request"]
 
@@ -53,41 +54,34 @@ class Unreachable(OSError):
 
 
 def send_request(
-    connection: Connection,
-    announcement: Announcement,
-    request: Mapping[str, Any],
-    carrier: str,
-    directory: str,
-    ask_command: Sequence[str],
+    connection: Connection, session: LiveSession | Generation, request: Mapping[str, Any], carrier: str = "auto"
 ) -> dict[str, Any]:
     """Send a request to a session and return its answer.
 
-    Args:
-        carrier: "direct" for TCP, "srun" for a step in the allocation, "auto" for TCP and, if that fails, srun.
-        directory: the directory of the session's generation.
-        ask_command: starts the runtime with the role `ask`; `directory` is appended.
+    The `carrier` is "direct" for TCP, "srun" for a step in the allocation, "auto" for TCP and, if that fails, srun.
 
     Raises:
         Unreachable: the session did not receive the request.
         AnswerLost: the session may have received the request, but its answer is not known.
         ConnectionFailed: the edge node itself cannot be reached.
     """
+    said, manifest, directory = session.announcement, session.manifest, session.directory
+    if said is None:
+        raise Unreachable(f"the session in {directory} does not say where it is")
+    name = f"the session in job {said.job_id} on {said.hostname}"
+    command = manifest.ask_command if manifest is not None else ()
     blocked = time.monotonic() - _tcp_failed_at.get(directory, -_TCP_RETRY_AFTER) < _TCP_RETRY_AFTER
-    tcp = carrier == "direct" or (carrier == "auto" and not blocked)
+    tcp = carrier == "direct" or not command or (carrier == "auto" and not blocked)
     if tcp:
         try:
-            return _send_by_tcp(connection, announcement, request)
+            return _send_by_tcp(connection, said, request)
         except NotConnected as error:
-            if carrier == "direct":
-                raise Unreachable(f"{_described(announcement)} cannot be reached by TCP: {error}") from None
-    answer = _send_by_srun(connection, announcement, request, [*ask_command, directory])
+            if carrier == "direct" or not command:
+                raise Unreachable(f"{name} cannot be reached by TCP: {error}") from None
+    answer = _send_by_srun(connection, said, request, [*command, directory], name)
     if tcp:  # The session lives, so TCP failed for another reason than its end.
         _tcp_failed_at[directory] = time.monotonic()
     return answer
-
-
-def _described(announcement: Announcement) -> str:
-    return f"the session in job {announcement.job_id} on {announcement.hostname}"
 
 
 def _send_by_tcp(connection: Connection, announcement: Announcement, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +102,7 @@ def _send_by_tcp(connection: Connection, announcement: Announcement, request: Ma
 
 
 def _send_by_srun(
-    connection: Connection, announcement: Announcement, request: Mapping[str, Any], program: Sequence[str]
+    connection: Connection, announcement: Announcement, request: Mapping[str, Any], program: Sequence[str], name: str
 ) -> dict[str, Any]:
     # Without --overlap the step would wait for the CPUs that the session's own step holds. Without --mem=0 it would request
     # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
@@ -128,7 +122,6 @@ def _send_by_srun(
         "--chdir=/",
         *program,
     ]
-    name = _described(announcement)
     try:
         done = run_slurm(connection, command, json.dumps(request).encode(), timeout=_SRUN_TIMEOUT)
     except (ConnectionLost, TimeoutError) as error:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...archive import runtime_name
-from ...components import arrange, component_specs, merge_launchers, ray_across
+from ...components import arrange, merge_launchers, ray_across
 from ...config import SessionConfig, time_limit_seconds
-from ...environments import Environment, Interpreter, path_on_cluster
+from ...environments import Environment, path_on_cluster
 from ...launchers import Launcher, RayLauncher
 from ...plan import Plan, check_session, merge, session_queue
-from ...runtime.node.network import control_ports
-from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec
-from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource, split_signal
+from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from ...slurm.request import JobRequest, job_comment, job_name
-from ...slurm.script import render_script
+from ..batch import example_script, runtime_spec
 from .matching import Choice, Requirements, Target, misfit, required_head, session_key
 
 
@@ -130,37 +127,20 @@ class SessionSetup:
 
     def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
         """What the runtime of a session reads when it starts."""
-        signal_name, before = split_signal(required.queue.signal_before_timeout)
-        components = component_specs(request)
-        return RuntimeSpec(
-            cluster_id,
-            required.ray if self.reuse else None,
+        return replace(
+            runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
+            ray=required.ray if self.reuse else None,
             idle_timeout=self.session.idle_timeout,
             yield_when_idle=self.session.yield_when_idle,
             max_concurrent_payloads=self.session.max_concurrent_payloads,
-            control_key=secrets.token_hex(32),
-            control_ports=control_ports(required.ray.port_range if required.ray is not None else None),
-            # Components state their own CPUs and GPUs.
-            asked_cpus=None if components else request.queue.cpus_per_node,
-            asked_gpus=None if components else request.queue.gpus_per_node,
-            components=components,
-            warn_before_limit=before,
-            warn_signal=signal_name,
-            worker_env=shared_variables(plan.payload),
             preload=self.launcher.preload if isinstance(self.launcher, RayLauncher) else [],
         )
-
-    def script(self, request: JobRequest, interpreter: Interpreter, runtime: str, directory: str) -> str:
-        """The batch script that starts the session's runtime on all nodes."""
-        return render_script(request, interpreter.start("-I", runtime, "session", directory), directory, self.slurm.site)
 
     def example_script(self, plan: Plan) -> str:
         """The batch script of the payload's session, with words in capitals in place of what is known only at submission."""
         required = self.default if self.misfit(plan) is None else self.own(plan)
         request = required.job_request(job_name(f"session-{self.name}", "NONCE"), job_comment("RUN", "STEP", None))
-        base = self.slurm.remote_base
-        directory = f"{base}/sessions/{self.name}-FINGERPRINT/GENERATION"
-        return self.script(request, Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz", directory)
+        return example_script(request, self.slurm, "session", f"sessions/{self.name}-FINGERPRINT/GENERATION")
 
 
 def _component_of(launcher: Launcher) -> str | None:

@@ -152,6 +152,24 @@ class RuntimeSpec:
     protocol: int = PROTOCOL_VERSION
 
 
+@dataclass(frozen=True)
+class Announcement:
+    """How to reach a session, and its state; the session writes both into `session.json`."""
+
+    cluster_id: str
+    job_id: str  # Slurm's id of the session's job, or the id of its process on this machine.
+    hosts: List[str]  # Names and addresses of the head node, the likeliest first.
+    port: int
+    key: str  # The secret of the session, hex.
+    protocol: int
+    closing: Optional[str]  # Why the session accepts no more payloads; None while it accepts them.
+    hostname: str
+    heterogeneous: bool = False  # Whether the job has several components, the one with the head node first.
+    idle: bool = False  # Whether the session has served payloads and runs none now.
+    served: int = 0  # Payloads that the session has accepted.
+    pid: int = 0
+
+
 class SpecError(ValueError):
     """Raised when a start record or message has an invalid value, key or version; the text says which."""
 

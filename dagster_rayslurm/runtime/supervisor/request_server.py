@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+from dataclasses import asdict, replace
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.allocation import Allocation
@@ -18,7 +19,7 @@ from ..payload.payload import Payload
 from ..protocol.messages import End, EndReason, Operation, Refusal, answer_safely, refuse
 from ..protocol.record import CANCEL, JOURNAL, SESSION, split_lines, write_atomically
 from ..protocol.rpc import Channel, Listener, Message, RpcServer
-from ..protocol.spec import PROTOCOL_VERSION, SpecError
+from ..protocol.spec import PROTOCOL_VERSION, Announcement, SpecError
 from .queue import Closing, Misfit
 from .supervisor import Supervisor
 
@@ -101,20 +102,18 @@ class RequestServer(Listener):
         # 0 lets the kernel choose a port. A firewall may close that port to other nodes, but clients on this node reach it.
         self._server = RpcServer(supervisor.loop, key, [*ports, 0], self, loopback=allocation is None)
         hosts = ["127.0.0.1"] if allocation is None else [allocation.nodes[0], *allocation.head_addresses]
-        self._announcement: Dict[str, Any] = {
-            "protocol": PROTOCOL_VERSION,
-            "cluster_id": supervisor.spec.cluster_id,
-            "job_id": allocation.job_id if allocation is not None else str(os.getpid()),
-            "hosts": list(dict.fromkeys(hosts)),
-            "port": self._server.port,
-            "key": key,
-            "pid": os.getpid(),
-            "hostname": supervisor.machine.hostname,
-            "heterogeneous": allocation is not None and len(allocation.components) > 1,
-            "closing": None,
-            "served": 0,
-            "idle": False,
-        }
+        self._announcement = Announcement(
+            cluster_id=supervisor.spec.cluster_id,
+            job_id=allocation.job_id if allocation is not None else str(os.getpid()),
+            hosts=list(dict.fromkeys(hosts)),
+            port=self._server.port,
+            key=key,
+            protocol=PROTOCOL_VERSION,
+            closing=None,
+            hostname=supervisor.machine.hostname,
+            heterogeneous=allocation is not None and len(allocation.components) > 1,
+            pid=os.getpid(),
+        )
         self._announce({})
         self._poll()
 
@@ -122,7 +121,7 @@ class RequestServer(Listener):
         """Take no more requests, and say so in the announcement."""
         self._server.close()
         with contextlib.suppress(OSError):  # Clients also learn the end of the session from Slurm or the kernel.
-            self._announce(self._read(), self._announcement["closing"] or "it has ended")
+            self._announce(self._read(), self._announcement.closing or "it has ended")
 
     def _poll(self) -> None:
         """Keep the announcement file up to date; take no more payloads if it is gone or belongs to another session."""
@@ -137,14 +136,15 @@ class RequestServer(Listener):
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
         """Update the announcement and write it, unless the one that was `found` is the same, or that of another session."""
         closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
-        if closing != self._announcement["closing"]:
+        if closing != self._announcement.closing:
             said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
             print(said, file=sys.stderr, flush=True)
-        self._announcement.update(closing=closing, served=served, idle=served > 0 and not self._supervisor.payloads)
-        if found.get("cluster_id", self._announcement["cluster_id"]) != self._announcement["cluster_id"]:
+        idle = served > 0 and not self._supervisor.payloads
+        self._announcement = said_now = replace(self._announcement, closing=closing, served=served, idle=idle)
+        if found.get("cluster_id", said_now.cluster_id) != said_now.cluster_id:
             self._supervisor.drain("another session stands in its place in %s" % os.path.dirname(self._path))
-        elif found != self._announcement:
-            write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
+        elif found != asdict(said_now):
+            write_atomically(self._path, json.dumps(asdict(said_now)).encode("utf-8"))
 
     def _read(self) -> Dict[str, Any]:
         """The announcement in the file; empty if the file is missing or damaged."""
