@@ -6,8 +6,9 @@ with the memory of its steps. The job's log says which tasks failed.
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -82,7 +83,6 @@ class JobFacts:
     state: str  # Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
     cancelled_by: int | None = None
     """Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself."""
-    canceller: str | None = None  # Name of the user with that id.
     reason: str = ""
     exit_code: int | None = None  # The batch script's. sacct alone shows an exit code above 128 less 128.
     signal: int | None = None
@@ -93,9 +93,9 @@ class JobFacts:
     memory: int | None = None  # Memory that was granted on all nodes.
     restarts: int = 0
     max_rss: int | None = None  # Largest memory of one task.
-    step_out_of_memory: bool = False  # Whether Slurm ended a step for its memory.
+    step_out_of_memory: bool = False  # Whether a step was ended for its memory.
     components: tuple[JobFacts, ...] = ()
-    """Of a heterogeneous job, in order; state, reason, exit code and signal of the job are those of `decisive_component`."""
+    """Of a heterogeneous job, in order; all other facts but id and nodes are those of `decisive_component`."""
     component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
 
     @property
@@ -135,10 +135,7 @@ class JobFacts:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether a memory limit ended the job, as far as Slurm tells.
-
-        Without accounting only a kill by a cgroup shows here; `memory_kill` finds other kills in the job's output.
-        """
+        """Whether a memory limit ended the job, as far as Slurm tells; `memory_kill` finds kills in the job's output."""
         if self.components:
             return any(each.out_of_memory for each in self.components)
         said = self.state.startswith("OUT_OF_ME") or self.reason == "OutOfMemory"
@@ -161,10 +158,6 @@ def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     controller = None if scontrol.returncode else parse_scontrol(scontrol.stdout.decode("utf-8", "replace"))
     accounting = None if sacct.returncode else parse_sacct(sacct.stdout.decode("utf-8", "replace"), job_id)
     facts = merge_facts(controller, accounting)
-    if facts is not None and facts.cancelled_by is not None:
-        user = connection.run(["id", "-nu", str(facts.cancelled_by)], timeout=_TIMEOUT)
-        name = user.stdout.decode("utf-8", "replace").strip() if user.returncode == 0 else ""
-        return replace(facts, canceller=name or None)
     if facts is None and scontrol.returncode and _UNKNOWN_JOB not in scontrol.stderr:
         raise unanswered(connection.place, "scontrol", scontrol)
     # Without accounting, sacct may not be installed.
@@ -180,21 +173,13 @@ def parse_scontrol(text: str) -> JobFacts | None:
         shown = dict(re.findall(r"(?:^|\s)([^\s=]+)=(\S*)", _TEXTS_OF_USERS.sub("\n", block)))
         if not block.startswith("JobId=") or "JobState" not in shown:
             continue
-        state, _ = state_word(shown["JobState"])
+        get = collections.defaultdict(str, shown)
         # The granted amount of each resource is in `TRES` until Slurm 23.02, in `AllocTRES` since.
-        granted = re.search(r"(?:^|,)mem=([^,]*)", shown.get("AllocTRES") or shown.get("TRES") or "")
-        facts = JobFacts(
-            job_id=int(shown["JobId"]),
-            state=state,
-            reason=_reason(shown.get("Reason", "")),
-            elapsed=parse_duration(shown.get("RunTime", "")),
-            time_limit=parse_duration(shown.get("TimeLimit", "")),
-            nodes=_nodes(shown.get("NodeList", "")),
-            num_nodes=parse_count(shown.get("NumNodes", "")),
-            memory=parse_size(granted[1]) if granted else None,
-            restarts=parse_count(shown.get("Restarts", "")),
-        )
-        components.append(_with_exit(facts, shown.get("ExitCode", "")))
+        granted = re.search(r"(?:^|,)mem=([^,]*)", get["AllocTRES"] or get["TRES"])
+        facts = _facts(int(get["JobId"]), get["JobState"], get["Reason"], get["ExitCode"], get["NodeList"], get["NumNodes"])
+        duration, limit = parse_duration(get["RunTime"]), parse_duration(get["TimeLimit"])
+        memory, restarts = parse_size(granted[1]) if granted else None, parse_count(get["Restarts"])
+        components.append(replace(facts, elapsed=duration, time_limit=limit, memory=memory, restarts=restarts))
     return _combined(components) if components else None
 
 
@@ -213,59 +198,44 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
             of_component[-1].append(fields)
     if 0 not in attempts:
         return None
-    return _combined([_from_sacct(job_id, number, rows) for number, rows in sorted(attempts.items())])
+    return _combined([_from_sacct(job_id + number, rows) for number, rows in sorted(attempts.items())])
 
 
-def _from_sacct(job_id: int, component: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
-    """The facts of a job, or of one component, from its rows in sacct, grouped by requeue; ids of components are consecutive."""
+def _from_sacct(number: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
+    """The facts of a job, or of one component, from its rows in sacct, grouped by requeue."""
     job, *steps = attempts[-1]
-    state, cancelled_by = state_word(job["State"])
-    memory, num_nodes = parse_size(job["ReqMem"]), parse_count(job["NNodes"])
-    facts = JobFacts(
-        job_id=job_id + component,
-        state=state,
-        cancelled_by=cancelled_by,
-        reason=_reason(job["Reason"]),
+    facts = _facts(number, job["State"], job["Reason"], job["ExitCode"], job["NodeList"], job["NNodes"])
+    return replace(
+        facts,
         elapsed=float(parse_count(job["ElapsedRaw"])),
         time_limit=60.0 * parse_count(job["TimelimitRaw"]) or None,
-        nodes=_nodes(job["NodeList"]),
-        num_nodes=num_nodes,
-        memory=memory,
+        memory=parse_size(job["ReqMem"]),
         restarts=len(attempts) - 1,
         max_rss=max((size for size in (parse_size(row["MaxRSS"]) for row in steps) if size is not None), default=None),
-        step_out_of_memory=any(_is_out_of_memory(row, (memory or 0) / max(1, num_nodes)) for row in steps),
+        step_out_of_memory=any(row["State"].startswith("OUT_OF_ME") for row in steps),
     )
-    return _with_exit(facts, job["ExitCode"])
 
 
-def _is_out_of_memory(step: Mapping[str, str], limit: float) -> bool:
-    """Whether a cgroup or slurmd ended a step for its memory (slurmd: as root, JobAcctGatherParams=OverMemoryKill).
-
-    An administrator's `scancel` of a step looks the same except for the memory.
-    """
-    state, cancelled_by = state_word(step["State"])
-    killed = cancelled_by == 0 and step["ExitCode"].endswith(":9")
-    return state.startswith("OUT_OF_ME") or (killed and (parse_size(step["MaxRSS"]) or 0) >= limit > 0)
+def _facts(number: int, state: str, reason: str, exit_code: str, nodes: str, num_nodes: str) -> JobFacts:
+    """The facts that scontrol and sacct write alike; without exit code if a node failed, as Slurm then shows a wrong one."""
+    word, cancelled_by = state_word(state)
+    ended = None if word == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", exit_code)
+    code, signal = (int(ended[1]), int(ended[2]) or None) if ended else (None, None)
+    reason = "" if reason in ("None", "(null)") else reason
+    try:
+        names = tuple(expand_nodelist(nodes))
+    except ValueError:
+        names = (nodes,)
+    return JobFacts(number, word, cancelled_by, reason, code, signal, nodes=names, num_nodes=parse_count(num_nodes))
 
 
 def _combined(components: Sequence[JobFacts]) -> JobFacts:
-    """The whole job from its components: the sums of their amounts, and the state of the decisive component."""
+    """The whole job from its components."""
     if len(components) == 1:
         return components[0]
+    nodes = tuple(node for each in components for node in each.nodes)
     job = replace(components[0], components=tuple(components))
-    decisive = components[job.decisive_component]
-    return replace(
-        job,
-        state=decisive.state,
-        cancelled_by=decisive.cancelled_by,
-        reason=decisive.reason,
-        exit_code=decisive.exit_code,
-        signal=decisive.signal,
-        nodes=tuple(node for each in components for node in each.nodes),
-        num_nodes=sum(each.num_nodes for each in components),
-        memory=sum(each.memory or 0 for each in components) or None,
-        max_rss=max((each.max_rss for each in components if each.max_rss is not None), default=None),
-    )
+    return replace(components[job.decisive_component], job_id=job.job_id, components=job.components, nodes=nodes)
 
 
 def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
@@ -308,32 +278,7 @@ def parse_size(text: str) -> int | None:
     return int(float(match[1]) * 1024 ** " KMGTPE".index(match[2] or " ")) if match else None
 
 
-def _with_exit(facts: JobFacts, text: str) -> JobFacts:
-    """With exit code and signal from Slurm's "3:0"; without them if a node failed, as Slurm then shows wrong numbers."""
-    match = None if facts.state == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", text)
-    return replace(facts, exit_code=int(match[1]), signal=int(match[2]) or None) if match else facts
-
-
-def _reason(text: str) -> str:
-    return "" if text in ("None", "(null)") else text
-
-
-def _nodes(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(expand_nodelist(text))
-    except ValueError:
-        return (text,)
-
-
 # ---- The log of a job, with lines of srun and slurmstepd
-
-
-class FailedTask(NamedTuple):
-    """A task that srun reports as failed, and how it ended, such as "Exited with exit code 3" or "Killed"."""
-
-    node: str
-    number: int
-    how: str
 
 
 def relevant_lines(log: str) -> list[str]:
@@ -341,23 +286,22 @@ def relevant_lines(log: str) -> list[str]:
     return [line for line in map(str.strip, log.splitlines()) if line and not _NOISE.match(line)]
 
 
-def failed_tasks(log: str) -> list[FailedTask]:
-    """The tasks that srun reports as failed, in the order of the log.
+def failed_tasks(log: str) -> list[tuple[str, int, str]]:
+    """The tasks that srun reports as failed: node, number, and how it ended, such as "Exited with exit code 3" or "Killed".
 
     Once a task has failed srun ends the others, which follow as "Terminated" or "Killed".
     """
-    return [task for match in map(_TASKS.fullmatch, map(str.strip, log.splitlines())) if match for task in _tasks(match)]
-
-
-def _tasks(match: re.Match[str]) -> list[FailedTask]:
-    try:
-        nodes = expand_nodelist(match["nodes"])
-        numbers = [int(each[1:]) for each in expand_nodelist(f"t[{match['tasks']}]")]
-    except ValueError:
-        return []
-    if len(nodes) != len(numbers):  # Several tasks on one node, which jobs of this package never have.
-        nodes = [match["nodes"]] * len(numbers)
-    return [FailedTask(node, number, match["how"]) for node, number in zip(nodes, numbers, strict=True)]
+    tasks = []
+    for match in filter(None, map(_TASKS.fullmatch, map(str.strip, log.splitlines()))):
+        try:
+            nodes = expand_nodelist(match["nodes"])
+            numbers = [int(each[1:]) for each in expand_nodelist(f"t[{match['tasks']}]")]
+        except ValueError:
+            continue
+        if len(nodes) != len(numbers):  # Several tasks on one node, which jobs of this package never have.
+            nodes = [match["nodes"]] * len(numbers)
+        tasks += [(node, number, match["how"]) for node, number in zip(nodes, numbers, strict=True)]
+    return tasks
 
 
 def node_number(node: str, task: int, nodes: Sequence[str] | None) -> int | None:
@@ -420,8 +364,7 @@ def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> 
     if (lost := state or job.state) in _LOST_NODES:
         return JobVerdict(FailureKind.ALLOCATION, f"{lost}: {on_nodes} is lost, {_LOST_NODES[lost]}{reason}", True)
     if state == "CANCELLED":
-        user = f"user {job.canceller} (id {job.cancelled_by})" if job.canceller else f"user id {job.cancelled_by}"
-        by = "" if job.cancelled_by is None else f" by {user}"
+        by = "" if job.cancelled_by is None else f" by user id {job.cancelled_by}"
         why = "" if job.reason in _REASONS_FOR_WAITING else reason
         return JobVerdict(FailureKind.CANCELLED, f"{which} was cancelled{by}{why}")
     if terminated and state is None:

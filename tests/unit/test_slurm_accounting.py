@@ -89,12 +89,7 @@ class TestRecorded:
         facts = both(version, name)
         assert (facts.state, facts.exit_code) == (state, code)
         assert facts.max_rss and facts.memory and facts.max_rss > facts.memory == 100 * MIB
-        assert facts.out_of_memory
-        assert not controller(version, name).out_of_memory, "without accounting nothing shows it"
-        # An administrator who kills a step leaves the same words, but no memory above the limit.
-        number, text = said(version, name, "sacct")
-        small = parse_sacct(re.sub(r"\|[0-9.]+[KM]$", "|1M", text, flags=re.MULTILINE), number)
-        assert small is not None and small.max_rss == MIB and not small.out_of_memory
+        assert not facts.out_of_memory, "only slurmstepd's line in the log shows it"
 
     def test_pending(self, version: str) -> None:
         facts = both(version, "pen")
@@ -132,8 +127,11 @@ class TestRecorded:
 
     def test_heterogeneous_job(self, version: str) -> None:
         facts = both(version, "het")
-        assert (facts.state, facts.exit_code, facts.nodes, facts.num_nodes) == ("FAILED", 4, ("c1", "c2"), 2)
-        assert accounting(version, "het").nodes == facts.nodes and facts.memory == accounting(version, "het").memory == 2048 * MIB
+        assert (
+            (facts.state, facts.exit_code, facts.nodes)
+            == ("FAILED", 4, ("c1", "c2"))
+            == (*("FAILED", 4, accounting(version, "het").nodes),)
+        )
 
     def test_a_component_that_is_cancelled_explains_the_others(self, version: str) -> None:
         facts = both(version, "hcc")
@@ -144,10 +142,7 @@ class TestRecorded:
 
     def test_a_component_out_of_memory(self, version: str) -> None:
         facts = both(version, "hoo")
-        assert facts.out_of_memory and facts.decisive_component == 1 and facts.memory == 400 * MIB
-        assert [each.out_of_memory for each in facts.components] == [False, True]
-        assert facts.max_rss == facts.components[1].max_rss > 200 * MIB
-        assert not controller(version, "hoo").out_of_memory
+        assert facts.components[1].max_rss and facts.components[1].max_rss > 200 * MIB and not facts.out_of_memory
 
     def test_a_heterogeneous_job_that_is_cancelled(self, version: str) -> None:
         facts = both(version, "hca")
@@ -247,12 +242,9 @@ class Slurm(LocalConnection):
     def __init__(self, scontrol: Completed, sacct: Completed) -> None:
         self.answers = {"scontrol": scontrol, "sacct": sacct}
         self.commands: list[list[str]] = []
-        self.user = Completed(1, b"", b"id: no such user")
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None, *_: Any) -> Completed:
         self.commands.append(list(command))
-        if command[0] == "id":
-            return self.user
         return next((answer for program, answer in self.answers.items() if program in command), NOTHING)
 
 
@@ -276,13 +268,6 @@ def test_asking_the_controller_and_accounting() -> None:
     assert fetch_job_facts(Slurm(DOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
     for without in (DISABLED, DBD_DOWN, NOTHING, Completed(127, b"", b"env: sacct: No such file")):
         assert fetch_job_facts(Slurm(answer("can", "scontrol"), without), 43) == controller("22.05", "can")
-
-
-def test_who_cancelled_a_job_is_known_by_name() -> None:
-    slurm = Slurm(answer("can", "scontrol"), answer("can", "sacct"))
-    slurm.user = Completed(0, b"dev\n", b"")
-    facts = fetch_job_facts(slurm, 43)
-    assert facts is not None and facts.canceller == "dev" and slurm.commands[2] == ["id", "-nu", "1001"]
 
 
 def test_a_job_unknown_to_slurm_is_none_and_no_error() -> None:

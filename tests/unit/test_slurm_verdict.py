@@ -30,11 +30,11 @@ def job(state: str, **fields: Any) -> JobFacts:
         (job("PREEMPTED"), "", "allocation", True, ["PREEMPTED", "another job"]),
         (job("CANCELLED", cancelled_by=1001), "", "cancelled", None, ["cancelled by user id 1001"]),
         (
-            job("CANCELLED", cancelled_by=1001, canceller="dev", reason="DependencyNeverSatisfied"),
+            job("CANCELLED", cancelled_by=1001, reason="DependencyNeverSatisfied"),
             "",
             "cancelled",
             None,
-            ["cancelled by user dev (id 1001) (DependencyNeverSatisfied)"],
+            ["cancelled by user id 1001 (DependencyNeverSatisfied)"],
         ),
         (job("OUT_OF_MEMORY", memory=2 * 2**30), "", "allocation", False, ["OUT_OF_MEMORY", "1024 MiB on each node"]),
         (job("FAILED", signal=125), "", "allocation", False, ["OUT_OF_MEMORY"]),
