@@ -1,19 +1,8 @@
 """What is said when Slurm refuses a job, lets it wait, or can never start it. Pure.
 
 A request that cannot be granted is refused by sbatch or stays pending for ever, depending on the version and on
-`EnforcePartLimits` (slurm.conf(5)); tried on 22.05 and 24.11:
-
-================================  ==================================  =========================
-requested                         EnforcePartLimits=NO, the default   EnforcePartLimits=ALL
-================================  ==================================  =========================
-more nodes than the partition     22.05 pending, 24.11 refused        refused
-more CPUs, GPUs, memory per node  refused; on 22.05 with so many      refused
-                                  CPUs in all pending
-longer than MaxTime               pending, PartitionTimeLimit         refused
-over a limit of the QOS           pending, QOSMax…PerJob…             pending, unless DenyOnLimit
-unknown names of any kind         refused; account and QOS only       refused
-                                  with AccountingStorageEnforce
-================================  ==================================  =========================
+`EnforcePartLimits` (slurm.conf(5)). By default 22.05 lets a job wait that asks for more nodes than its partition has, or for more
+time; 24.11 refuses too many nodes. Limits of a QOS let it wait unless the QOS has DenyOnLimit. Tried on 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -49,9 +38,10 @@ _TIMES = '`sinfo -o "%P %l"` shows how long each partition allows'
 _RESERVATIONS = "`scontrol show reservation` lists them and who may use them"
 _LIMITS = "`sacctmgr show qos` and `sacctmgr show associations user=$USER` show the limits"
 _PARTITION = "`scontrol show partition` shows what it allows"
+_PARTITIONS = "set SlurmQueueConfig.partition to one that `sinfo -s` lists"
 
 _ADVICE = (
-    (r"partition specified|\(inactive or drain\)|not permitted to use this partition|Access/permission denied", "{partition}"),
+    (r"partition specified|\(inactive or drain\)|not permitted to use this partition|Access/permission denied", _PARTITIONS),
     (r"reservation", f"check SlurmQueueConfig.reservation; {_RESERVATIONS}"),
     (r"Invalid account", f"SlurmQueueConfig.account must be one that you may charge in this partition; {_ASSOCIATIONS}"),
     (r"Invalid qos", f"SlurmQueueConfig.qos must be one that your account and the partition allow; {_ASSOCIATIONS}"),
@@ -127,8 +117,8 @@ _AWAITED = ("BeginTime", "Dependency", "Licenses", "Priority", "Reservation", "R
 _TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time of day, without the date.
 
 
-def explain(stderr: str, partitions: Sequence[str] = ()) -> str:
-    """The sentence that says why sbatch failed, and what to do; `partitions` of the cluster as `sinfo -h -o %P` or `%R` lists."""
+def explain(stderr: str) -> str:
+    """The sentence that says why sbatch failed, and what to do."""
     lines = [line for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
     # Lines that do not begin with "sbatch: " may come from the start-up files of a login shell.
     errors = [_PREFIX.sub("", line) for line in lines if line.startswith("sbatch: ")] or lines[-3:]
@@ -136,17 +126,14 @@ def explain(stderr: str, partitions: Sequence[str] = ()) -> str:
     words = text if len(text) <= _MAX_WORDS else "…" + text[-_MAX_WORDS:]
     if is_temporary(stderr):
         return f"Slurm takes no job now ({words}): the request may be all right; try again later"
-    return f"Slurm refused the job ({words}): {_advice(stderr, errors, partitions)}"
+    return f"Slurm refused the job ({words}): {_advice(stderr, errors)}"
 
 
-def _advice(stderr: str, errors: Sequence[str], partitions: Sequence[str]) -> str:
+def _advice(stderr: str, errors: Sequence[str]) -> str:
     if limit := next(filter(None, map(_over_limit, errors)), None):
         return limit
-    for pattern, advice in _ADVICE:
-        if re.search(pattern, stderr, re.IGNORECASE):
-            names = ", ".join(name.rstrip("*") for name in partitions)
-            choose = f"set SlurmQueueConfig.partition to {'one of ' + names if names else 'one that `sinfo -s` lists'}"
-            return advice.replace("{partition}", choose)
+    if advice := next((advice for pattern, advice in _ADVICE if re.search(pattern, stderr, re.IGNORECASE)), None):
+        return advice
     option = _OPTION.search(stderr)
     if option and option[1] in FIELD_OF_OPTION:
         return f"check SlurmQueueConfig.{FIELD_OF_OPTION[option[1]]}, which stands for --{option[1]}"
@@ -164,19 +151,16 @@ def is_temporary(stderr: str) -> bool:
 
 
 def impossible(reason: str, partition: str | None = None) -> str | None:
-    """Why a pending job can never start as requested; None if it may start.
+    """Why a pending job can never start as requested; None if time, other jobs, nodes or an administrator may let it start.
 
-    Time, other jobs, returning nodes or an administrator may let it start. `PartitionNodeLimit` may pass, as it also stands
-    for nodes that are down. The reason is that of squeue, or of scontrol with its underscores. If `partition` names several,
-    separated by commas, the reason is that of the last one tried, and the job may start in another one.
+    The reason is that of squeue, or of scontrol with its underscores. If `partition` names several, separated by commas, the
+    reason is that of the last one tried, and the job may start in another one.
     """
     if partition is not None and "," in partition:
         return None
     reason = reason.replace("_", " ").strip()
-    for pattern, sentence in _NEVER:
-        if re.fullmatch(pattern, reason):
-            return f"{sentence} ({reason})"
-    return _over_limit(reason)
+    sentence = next((sentence for pattern, sentence in _NEVER if re.fullmatch(pattern, reason)), None)
+    return f"{sentence} ({reason})" if sentence else _over_limit(reason)
 
 
 def _over_limit(reason: str) -> str | None:

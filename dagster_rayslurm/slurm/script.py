@@ -22,11 +22,11 @@ _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 _TASK = 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1'
-"""Shell command of each task of a heterogeneous job, see `_srun_across`."""
+"""Shell command of each task of a heterogeneous job, see `_srun`."""
 _FIRST_COMPONENT_VARIABLES = """\
 CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \\
     SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE"""
-"""Variables of the batch script that are true of the first component only, see `_srun_across`."""
+"""Variables of the batch script that are true of the first component only, see `_srun`."""
 
 _END = """\
 # scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.
@@ -87,9 +87,7 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
     lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit"]
     for name, value in check_environment(site, "SlurmResource.site").items():
         lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
-    heterogeneous = bool(request.further_components)
-    srun = _srun_across(len(request.components), command) if heterogeneous else _srun(request.queue.num_nodes, command)
-    lines.append(_END.format(srun=srun, exit=EXIT, cancel=CANCEL, components=COMPONENTS))
+    lines.append(_END.format(srun=_srun(request, command), exit=EXIT, cancel=CANCEL, components=COMPONENTS))
     return "\n".join(lines)
 
 
@@ -129,28 +127,21 @@ def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
             yield f"--{field.option}="
 
 
-def _srun(num_nodes: int, command: Sequence[str]) -> str:
-    # The output is relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know.
-    # No --cpus-per-task: with it the step gets that many CPUs, and not all of the job's (22.05 and later, --exact).
-    options = (
-        f"--nodes={num_nodes} --ntasks={num_nodes} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
-        "--mpi=none --input=none --chdir=. --output=node-%t.log --open-mode=append --export=ALL",
-        shlex.join(check_text(word) for word in command),
-    )
-    return " \\\n    ".join(("srun", *options))
+def _srun(request: JobRequest, command: Sequence[str]) -> str:
+    """One step on all nodes, whose tasks are numbered from the first node on.
 
-
-def _srun_across(components: int, command: Sequence[str]) -> str:
-    """One step of all components, whose tasks are numbered from the first component's first node on.
-
-    `--output` counts tasks anew in each component on 22.05, so the shell chooses the log by the task's own SLURM_NODEID. The
-    batch script's variables for devices and tasks are those of the first component; srun would pass them to the other
-    components, or compute with them (24.11).
+    The output is relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know. With
+    components `--output` counts tasks anew in each (22.05), so the shell chooses the log by the task's own SLURM_NODEID. Without
+    --cpus-per-task the step gets all of the job's CPUs (22.05 and later, --exact). The batch script's variables for devices and
+    tasks are those of the first component; srun would pass them to the other components, or compute with them (24.11).
     """
+    words, number, nodes = shlex.join(check_text(word) for word in command), len(request.components), request.queue.num_nodes
+    before, which, output = "", f"--nodes={nodes} --ntasks={nodes}", " --output=node-%t.log --open-mode=append"
+    if number > 1:
+        before, which, output = f"unset {_FIRST_COMPONENT_VARIABLES}\n", f"--het-group=0-{number - 1}", ""
+        words = f"sh -c {shlex.quote(_TASK)} rayslurm \\\n    {words}"
     options = (
-        f"--het-group=0-{components - 1} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
-        "--mpi=none --input=none --chdir=. --export=ALL",
-        f"sh -c {shlex.quote(_TASK)} rayslurm",
-        shlex.join(check_text(word) for word in command),
+        f"{which} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
+        f"--mpi=none --input=none --chdir=.{output} --export=ALL",
     )
-    return f"unset {_FIRST_COMPONENT_VARIABLES}\n" + " \\\n    ".join(("srun", *options))
+    return before + " \\\n    ".join(("srun", *options, words))

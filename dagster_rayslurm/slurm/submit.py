@@ -106,18 +106,13 @@ def submit(
     patience: float = 0.0,
     needs: RequiredFiles = RequiredFiles(),
 ) -> SubmittedJob:
-    """Make a run directory and submit its `job.sh` exactly once.
+    """Make a run directory, an absolute path, with its `files`, and submit its `job.sh` exactly once.
 
     Args:
-        connection: the edge node.
-        run_dir: absolute path there.
-        files: files of the run directory, with `job.sh`.
         request: the options in `job.sh`; the job name is unique.
-        clock: the cluster's clock, which learns from the answer.
         warn: receives a warning if the answer of a submission was lost.
         claim: whether other processes may make the same directory; only one of them submits.
         patience: seconds for which the edge node may be out of reach once the job may exist.
-        needs: files that must exist before sbatch is called; missing ones are sent again.
 
     Raises:
         ClaimTaken: another process has made the directory and submits the job.
@@ -187,16 +182,8 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
         sentence, temporary = f"sbatch was ended by signal {code - 128} on {place}", True
     else:
         temporary = is_temporary(said)
-        sentence = with_requested_values(explain(said, () if temporary else _partitions(connection)), request)
+        sentence = with_requested_values(explain(said), request)
     return SubmissionRefused(FailureKind.SUBMISSION, sentence, temporary)
-
-
-def _partitions(connection: Connection) -> list[str]:
-    """The partitions of the cluster; none if Slurm does not list them."""
-    with contextlib.suppress(OSError):
-        done = run_slurm(connection, ["sinfo", "--noheader", "--format=%R"], timeout=60)
-        return done.stdout.decode("utf-8", "replace").split() if done.returncode == 0 else []
-    return []
 
 
 def _find(connection: Connection, job_name: str, patience: float) -> str | None:

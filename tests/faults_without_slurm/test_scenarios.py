@@ -103,7 +103,7 @@ SCENARIOS = [
         nothing,
         BEFORE,
         FailureKind.SUBMISSION,
-        r"^Slurm refused the job .*partition to one of compute, gpu \(asked for: partition='nowhere'",
+        r"^Slurm refused the job .*partition to one that `sinfo -s` lists \(asked for: partition='nowhere'",
         (),
         queue={"partition": "nowhere"},
         modes=ALL,

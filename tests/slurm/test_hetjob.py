@@ -222,7 +222,7 @@ def test_two_runs_at_once(het_compute: Make, start: Start, script: Any) -> None:
 @pytest.mark.parametrize(
     ("gpu", "says"),
     [
-        ({"partition": "nowhere"}, ["partition='nowhere' of 'gpu'", "one of compute, gpu"]),
+        ({"partition": "nowhere"}, ["partition='nowhere' of 'gpu'", "sinfo -s"]),
         ({"gpus_per_node": 64}, ["gpus_per_node=64, mem='2500M' of 'gpu'"]),
         ({"num_nodes": 7}, ["component 'gpu': ", "num_nodes=7"]),
         ({"time_limit": "40-0"}, ["component '", "time_limit='40-0'"]),

@@ -107,7 +107,7 @@ def test_components_of_a_job(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
 def test_what_cannot_be_granted_is_refused_in_slurms_words(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     for number, (fields, advice) in enumerate(
         [
-            ({"partition": "nowhere"}, "one of compute, gpu"),
+            ({"partition": "nowhere"}, "set SlurmQueueConfig.partition to one that `sinfo -s` lists"),
             ({"cpus_per_node": 99}, "no node of the partition has"),
             ({"gpus_per_node": 1}, "gpus_per_node=1"),
         ]

@@ -146,7 +146,7 @@ def fields_in(sentence: str) -> set[str]:
 
 @pytest.mark.parametrize(("asked", "stderr", "field"), REFUSALS, ids=[row[0] for row in REFUSALS])
 def test_a_refusal_says_which_field_and_what_slurm_said(asked: str, stderr: str, field: str) -> None:
-    sentence = explain(stderr + "\n", ["compute", "gpu"])
+    sentence = explain(stderr + "\n")
     assert sentence.startswith("Slurm refused the job (")
     assert field in fields_in(sentence)
     words = (
@@ -164,14 +164,13 @@ def test_a_refusal_says_which_field_and_what_slurm_said(asked: str, stderr: str,
 def test_a_refusal_in_full() -> None:
     stderr = f"sbatch: error: invalid partition specified: nope\n{FAILED}Invalid partition name specified\n"
     words = "Slurm refused the job (invalid partition specified: nope; Invalid partition name specified): "
-    assert explain(stderr, ["compute*", "gpu"]) == words + "set SlurmQueueConfig.partition to one of compute, gpu"
     assert explain(stderr) == words + "set SlurmQueueConfig.partition to one that `sinfo -s` lists"
 
 
 @pytest.mark.parametrize("stderr", TEMPORARY)
 def test_temporary_failures_may_be_retried(stderr: str) -> None:
     assert is_temporary(stderr)
-    sentence = explain(stderr, ["compute"])
+    sentence = explain(stderr)
     assert sentence.startswith("Slurm takes no job now (")
     assert sentence.endswith("try again later")
     assert not fields_in(sentence)
@@ -194,9 +193,9 @@ def test_a_sites_own_words_are_passed_on_and_all_else_is_left_out() -> None:
 @given(st.text())
 def test_any_output_of_sbatch_makes_one_bounded_line(stderr: str) -> None:
     for text in (stderr, f"sbatch: error: {stderr}", stderr * 100):
-        sentence = explain(text, [stderr])
-        assert not re.search(r"[\x00-\x08\n\r\x1b]", sentence.replace(stderr, ""))
-        assert len(sentence) < 1500 + len(stderr)
+        sentence = explain(text)
+        assert not re.search(r"[\x00-\x08\n\r\x1b]", sentence)
+        assert len(sentence) < 1500
 
 
 @pytest.mark.parametrize(("reason", "field"), NEVER)
