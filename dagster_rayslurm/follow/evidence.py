@@ -12,55 +12,37 @@ from ..errors import without_colours
 from ..runtime.protocol.record import Record, tail_lines
 from ..slurm.accounting import JobFacts
 
-# Most characters that are kept of each piece of output; `last_output` has 64 pieces.
-_OUTPUT_CHUNK = 4096
+_OUTPUT_CHUNK = 4096  # Most characters that are kept of each piece of output; `last_output` has 64 pieces.
 
 
 @dataclass
 class Evidence:
-    """What is known about one payload so far; `outcome.judge` turns this into a verdict.
+    """What is known about one payload so far; `outcome.judge` turns this into a verdict."""
 
-    Attributes:
-        end: the last record of the payload, which says how the payload ended.
-        started_at: when the runtime accepted the payload, by the clock of the runtime's node.
-        queued: whether the payload waits in a session and has not started.
-        opened, closed: how many processes opened Dagster Pipes (the payload, and perhaps its children), and closed it again.
-        exception: the first exception that the payload reported when it closed Dagster Pipes.
-        message_error: why Dagster refused a Pipes message.
-        runtime_exit: how the runtime ended, in words, if the runtime ended and no `end` was read; else None.
-        culprit: a clause about the runtime that failed first, if its failure ended the runtimes on the other nodes.
-        job: Slurm's accounting of the job; fetched only if the record does not explain the end.
-        ended_unrecorded: why the payload must have ended although its runtime lives and recorded no `end`.
-        interrupted: whether an interrupt of Dagster ended the payload.
-        usage, context: resource usage, and facts about environment, nodes and allocation, so far; the `end` has the final ones.
-        unreachable: why the record could not be read for `connection_loss_timeout`.
-        connection_lost: whether that is because the connection to the cluster is lost, so that Slurm is unreachable, too.
-        last_growth: when the record last grew, by this machine's monotonic clock.
-        tails: the ends of log files, by title.
-        last_output: the last pieces of output, each with its stream, "stdout" or "stderr".
-    """
-
-    end: Record | None = None
-    started_at: float | None = None
-    queued: bool = False
-    opened: int = 0
+    end: Record | None = None  # The last record of the payload, which says how the payload ended.
+    started_at: float | None = None  # When the runtime accepted the payload, by the clock of the runtime's node.
+    queued: bool = False  # Whether the payload waits in a session and has not started.
+    opened: int = 0  # How many processes opened Dagster Pipes: the payload, and perhaps its children.
     closed: int = 0
-    exception: dict[str, Any] | None = None
-    message_error: str | None = None
-    runtime_exit: str | None = None
+    exception: dict[str, Any] | None = None  # The first that the payload reported when it closed Dagster Pipes.
+    message_error: str | None = None  # Why Dagster refused a Pipes message.
+    runtime_exit: str | None = None  # How the runtime ended, in words, if it ended and no `end` was read.
     runtime_log: str = ""
-    culprit: str | None = None
-    job: JobFacts | None = None
-    ended_unrecorded: str | None = None
-    interrupted: bool = False
+    culprit: str | None = None  # A clause about the runtime whose failure ended the runtimes on the other nodes.
+    job: JobFacts | None = None  # Slurm's accounting of the job; fetched only if the record does not explain the end.
+    ended_unrecorded: str | None = None  # Why the payload must have ended although its runtime lives and recorded no `end`.
+    interrupted: bool = False  # Whether an interrupt of Dagster ended the payload.
+    # Usage, and facts about environment, nodes and allocation, so far; the `end` has the final ones.
     usage: dict[str, Any] = field(default_factory=dict)
     context: dict[str, Any] = field(default_factory=dict)
     nodes_lost: int = 0
     damaged_lines: int = 0
-    unreachable: str | None = None
-    connection_lost: bool = False
+    unreachable: str | None = None  # Why the record could not be read for `connection_loss_timeout`.
+    connection_lost: bool = False  # Whether that is because the connection to the cluster is lost; then Slurm is, too.
+    # When the record last grew, by this machine's monotonic clock.
     last_growth: float = field(default_factory=lambda: time.monotonic())
-    tails: dict[str, str] = field(default_factory=dict)
+    tails: dict[str, str] = field(default_factory=dict)  # The ends of log files, by title.
+    # The last pieces of output, each with its stream, "stdout" or "stderr".
     last_output: collections.deque[tuple[str, str]] = field(default_factory=lambda: collections.deque(maxlen=64))
 
     @property

@@ -20,19 +20,13 @@ from ..ssh.base import ConnectionFailed
 from .evidence import Evidence
 from .forward import MessageForwarder, OutputWriter
 
-# Most bytes of one read of a record.
-CHUNK = 1024 * 1024
-
+CHUNK = 1024 * 1024  # Most bytes of one read of a record.
 # Seconds to wait for data that must have been written already: a network file system may show a file, or a part of a file,
 # that late (nfs(5): acregmax is 60 seconds).
 VISIBILITY_TIMEOUT = 60.0
-
 # Phases that are warnings in the Dagster log, because the user should fix something.
 _WARNING_PHASES = ("memory", "own-ray", "unschedulable")
-
-# Most bytes of earlier output that become evidence again after a reattach.
-_TAIL = 65536
-
+_TAIL = 65536  # Most bytes of earlier output that become evidence again after a reattach.
 # Most polls after the ends of all records, to wait for a component whose record still ends before the last requeue.
 _LATE_POLLS = 10
 
@@ -44,8 +38,7 @@ RuntimeExit = Callable[[Evidence], "str | None"]
 class Cadence:
     """How many seconds to pause between two reads of a record: `busy` while data flows, then a share of the silence so far.
 
-    So new data waits for no longer than a fraction of the silence before it, and a silent run costs next to nothing. The
-    longest pause is `waiting` before the payload has started, and `idle` afterwards.
+    The longest pause is `waiting` before the payload has started, and `idle` afterwards.
     """
 
     busy: float
@@ -60,39 +53,25 @@ class Cadence:
 
 @dataclass(frozen=True)
 class ReattachState:
-    """The output and log lines of a payload that an earlier Dagster process showed before it died; empty for a new payload.
+    """The output and log lines of a payload that an earlier Dagster process showed before it died; empty for a new payload."""
 
-    Attributes:
-        offset: the byte of the recorded output at which to continue.
-        logged: level and text of log lines in Dagster's event log since the payload started, oldest first.
-        note: called with the offset up to which all output was shown.
-    """
-
-    offset: int = 0
+    offset: int = 0  # The byte of the recorded output at which to continue.
+    # Level and text of log lines in Dagster's event log since the payload started, oldest first.
     logged: Iterator[tuple[int, str]] = field(default_factory=lambda: iter(()))
-    note: Callable[[int], None] = lambda _: None
+    note: Callable[[int], None] = lambda _: None  # Called with the offset up to which all output was shown.
 
 
 @dataclass
 class RecordState:
-    """What was read of a payload's record so far, and what follows from it. Pure: times are arguments, in seconds.
+    """What was read of a payload's record so far, and what follows from it. Pure: times are arguments, in seconds."""
 
-    Attributes:
-        nonce: the payload's nonce; an `end` with another nonce is ignored.
-        loss_timeout: seconds for which the record may be unreachable.
-        requeue: whether Slurm may requeue the job; then an `end` after a signal from outside is not final.
-        journal, output: the readers of the two files.
-        evidence: what is known of the payload so far; a new object after each requeue.
-        restarts: how often Slurm has requeued the job, as of the last read.
-    """
-
-    nonce: str
-    loss_timeout: float
-    requeue: bool
+    nonce: str  # An `end` with another nonce is ignored.
+    loss_timeout: float  # Seconds for which the record may be unreachable.
+    requeue: bool  # Whether Slurm may requeue the job; then an `end` after a signal from outside is not final.
     journal: LineReader
     output: LineReader
-    evidence: Evidence = field(default_factory=Evidence)
-    restarts: int = 0
+    evidence: Evidence = field(default_factory=Evidence)  # A new object after each requeue.
+    restarts: int = 0  # How often Slurm has requeued the job, as of the last read.
     unreachable_since: float | None = None
 
     def add(self, record: Record) -> bool:
@@ -123,10 +102,7 @@ class RecordState:
     def next_read(self, size: int, exited: str | None, cadence: Cadence, now: float, overdue: bool) -> float | None:
         """Returns the seconds until the next read; None if the record has ended, or nothing more will come.
 
-        Args:
-            size: bytes of the last read.
-            exited: how the runtime had ended before the last read, in words; None if it had not.
-            overdue: whether to stop even before the end.
+        `size` are the bytes of the last read. `exited` says how the runtime had ended before it, None if it had not.
         """
         evidence, end = self.evidence, self.evidence.end
         if size:
@@ -146,25 +122,17 @@ class RecordState:
 
 @dataclass
 class Follower:
-    """Follows one payload's record to its `end`: shows output, forwards messages, and collects evidence.
-
-    Attributes:
-        connection: reads files; see `Connection.read`.
-        handler: Dagster's handler of Pipes messages.
-        requeue: whether Slurm may requeue the job. Then results wait until the payload has ended.
-        component: the component's name, a prefix of output and log lines; None for a run with one payload.
-        reattach: the output and log lines that an earlier Dagster process showed.
-    """
+    """Follows one payload's record to its `end`: shows output, forwards messages, and collects evidence."""
 
     connection: Any
     run_dir: str
     nonce: str
-    handler: Any
+    handler: Any  # Dagster's handler of Pipes messages.
     log: Any
     cadence: Cadence
     loss_timeout: float = 86400.0
-    requeue: bool = False
-    component: str | None = None
+    requeue: bool = False  # Whether Slurm may requeue the job. Then results wait until the payload has ended.
+    component: str | None = None  # A prefix of output and log lines; None for a run with one payload.
     reattach: ReattachState = field(default_factory=ReattachState)
 
     def __post_init__(self) -> None:
@@ -201,8 +169,7 @@ class Follower:
     def poll(self, runtime_exit: RuntimeExit, deadline: float = float("inf")) -> float | None:
         """Read new parts of the record once; returns the seconds until the next read, or None if nothing more will come.
 
-        Args:
-            deadline: time of `time.monotonic` at which to stop even before the end.
+        At the `deadline`, a time of `time.monotonic`, it stops even before the end.
         """
         # The runtime's end is checked before the read, so that the read finds all that a runtime wrote before its end.
         exited = runtime_exit(self.evidence)
@@ -269,12 +236,7 @@ class Follower:
 
 
 def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float = float("inf")) -> None:
-    """Follow the records of several payloads at once, each at its own pace, until all have ended.
-
-    Args:
-        followed: followers, each with the callback that reports the end of its runtime.
-        deadline: time of `time.monotonic` at which to stop even before the ends.
-    """
+    """Follow the records of several payloads at once, each at its own pace, until all have ended or the deadline has come."""
     for follower, _ in followed:
         follower.start()
     due = dict.fromkeys(range(len(followed)), 0.0)

@@ -20,20 +20,14 @@ from dagster_pipes import PipesContextData, PipesExtras, PipesParams
 from ..errors import without_colours
 from .evidence import Evidence
 
-# A line with its end; a progress bar ends each of its states with a carriage return.
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)")
-# Characters after which a line without an end is shown in pieces.
-_LONGEST = 65536
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)")  # With its end; a progress bar ends each of its states with a carriage return.
+_LONGEST = 65536  # Characters after which a line without an end is shown in pieces.
 
 
 class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
-    """Dagster's side of one run's Pipes session; it reads nothing itself, as followers do that.
+    """Dagster's side of one run's Pipes session; it reads nothing itself, as followers do that."""
 
-    Attributes:
-        pipes_context: what backends write into the run directory; set within the session.
-        handler: Dagster's message handler, which gets the payload's messages; set within the session.
-    """
-
+    # Set within the session: what backends write into the run directory, and Dagster's handler of the payload's messages.
     pipes_context: PipesContextData
     handler: Any
 
@@ -93,19 +87,14 @@ def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext
 
 @dataclass
 class MessageForwarder:
-    """Forwards the messages of one payload to Dagster, each message once, and logs lines about the payload.
-
-    Attributes:
-        hold_results: whether results wait for `forward_held`, because Slurm may requeue the job.
-        logged: level and text of the lines that an earlier Dagster process logged for this payload, oldest first. Each
-            new line is searched behind the line found before. The first line that is not found ends the search; this
-            line and all later lines are logged.
-    """
+    """Forwards the messages of one payload to Dagster, each message once, and logs lines about the payload."""
 
     handler: Any
     logger: Any
     prefix: str
-    hold_results: bool
+    hold_results: bool  # Whether results wait for `forward_held`, because Slurm may requeue the job.
+    # Level and text of the lines that an earlier Dagster process logged for this payload, oldest first. Each new line is searched
+    # behind the line found before. The first line that is not found ends the search; this and all later lines are logged.
     logged: Iterator[tuple[int, str]]
     held: list[dict[str, Any]] = field(default_factory=list)
 
@@ -128,8 +117,8 @@ class MessageForwarder:
 
     def forward_held(self, evidence: Evidence) -> None:
         """Forward the results that were held back, now that the job cannot be requeued."""
-        while self.held:
-            message = self.held.pop(0)
+        held, self.held = self.held, []
+        for message in held:
             try:
                 self.handler.handle_message(message)
             except Exception as error:  # noqa: BLE001
@@ -171,14 +160,11 @@ class OutputWriter:
     """Writes a payload's output to Dagster's stdout and stderr.
 
     If Dagster's own terminal is lost or its disk is full, that is logged once and does not end the payload.
-
-    Attributes:
-        prefix: what each line begins with, so that several payloads can share a stream; "" shows the output as it is.
-        partial: by stream, a line that is not shown yet, because it has no end and lines get a prefix.
     """
 
-    prefix: str
+    prefix: str  # What each line begins with, so that several payloads can share a stream; "" shows the output as it is.
     warn: Callable[[str], None]
+    # By stream, a line that is not shown yet, because it has no end and lines get a prefix.
     partial: dict[str, str] = field(default_factory=dict)
     failed: bool = False
 
