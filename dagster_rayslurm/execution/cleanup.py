@@ -18,11 +18,7 @@ from ..ssh.base import Connection, ConnectionFailed
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The fields of `ComputeResource` that every run needs; see there for their meaning.
-
-    Attributes:
-        home: the base directory on this machine, wherever payloads run.
-    """
+    """The fields of `ComputeResource` that every run needs; see there for their meaning."""
 
     mode: str
     require_messages: bool
@@ -30,19 +26,16 @@ class RunSettings:
     retention_days: float
     connection_loss_timeout: float
     runtime_start_timeout: float
-    home: Layout
+    home: Layout  # The base directory on this machine, wherever payloads run.
 
     def keeps_run_dir(self, failed: bool) -> bool:
         """Whether the run directory stays after a run that failed or succeeded."""
         return self.keep_run_dirs == "all" or (self.keep_run_dirs == "failed" and failed)
 
 
-# Seconds between two tries to download a file over a lost connection.
-_RETRY = 5.0
-# Most files that a warning names.
-_SHOWN = 5
-# Seconds between two sweeps of one base directory by one process.
-_SWEEP_INTERVAL = 3600.0
+_RETRY = 5.0  # Seconds between two tries to download a file over a lost connection.
+_SHOWN = 5  # Most files that a warning names.
+_SWEEP_INTERVAL = 3600.0  # Seconds between two sweeps of one base directory by one process.
 # When this process last swept each base directory, by host and path, by the monotonic clock.
 _last_sweep: dict[tuple[str, Path], float] = {}
 
@@ -50,12 +43,8 @@ _last_sweep: dict[tuple[str, Path], float] = {}
 def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
     """Copy a payload's output files from its working directory to this machine.
 
-    Args:
-        end: the payload's `end` record, which names the files; its `outputs_failed` gets a sentence for each failed copy.
-        timeout: seconds for which the connection may be lost.
-
-    Raises:
-        OSError: the connection is lost, or the record names a file outside the working directory.
+    The `end` record names the files; its `outputs_failed` gets a sentence for each failed copy. Raises OSError if the connection
+    is lost for `timeout` seconds, or the record names a file outside the working directory.
     """
     failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
     for name in [entry["name"] for entry in end["outputs"]]:

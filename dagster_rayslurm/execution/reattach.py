@@ -1,12 +1,11 @@
 """Reattach: continue a payload that an earlier attempt at this step started and did not follow to its end.
 
-A payload on a cluster outlives the Dagster process that started it. Dagster's event log outlives that process, too. A retry
-of the step, in the same run or in a run that retries from failure, finds the payload's run directory there. It also finds
-the log messages that were forwarded already. Results and custom messages are read again from the payload's record.
+A payload on a cluster outlives the Dagster process that started it. A retry of the step, in the same run or in a run that
+retries from failure, finds the payload's run directory and the forwarded log messages in Dagster's event log. Results and custom
+messages are read again from the payload's record.
 
-Output is different: Dagster keeps the output of a step in a file of this machine, without marking what belongs to a payload.
-So a bookmark, also a file of this machine, notes after each batch how much output was shown. After a reattach, at most the
-last batch is shown twice. If the machine is lost, output and bookmark are lost, too; then all output is shown again.
+Dagster keeps the output of a step in a file of this machine, without marking what belongs to a payload. So a bookmark, also a
+file of this machine, notes after each batch how much output was shown. After a reattach, at most the last batch is shown twice.
 """
 
 from __future__ import annotations
@@ -37,53 +36,33 @@ try:
 except ImportError:  # A Dagster without reattach: each attempt starts a new payload.
     reattach = None  # type: ignore[assignment]
 
-try:
-    from dagster._core.storage.local_compute_log_manager import LocalComputeLogManager
-except ImportError:  # A Dagster without this class: after a reattach, all output is shown again.
-    LocalComputeLogManager = None  # type: ignore[assignment, misc]
-
-# Beginning of the name under which Dagster's event log keeps a payload's run directory.
-_CLIENT = "dagster-rayslurm"
+_CLIENT = "dagster-rayslurm"  # Beginning of the name under which Dagster's event log keeps a payload's run directory.
 # Tags of a Dagster run that retries another run from failure.
 _IS_RETRY = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
-# Most entries of the event log, or runs, in one query.
-_PAGE = 1000
-# Bytes of a bookmark's file, always the same, so that each write replaces the whole text before.
-_BOOKMARK_BYTES = 1024
+_PAGE = 1000  # Most entries of the event log, or runs, in one query.
+_BOOKMARK_BYTES = 1024  # Of a bookmark's file, always the same, so that each write replaces the whole text before.
 
-# Guards `_calls`.
-_lock = threading.Lock()
-# Number of payloads that each attempt at a step has started in this process, by run id, step and retry number.
-#
-# The first payload of a retry continues the first payload of the attempt before, the second continues the second, and so on.
+_lock = threading.Lock()  # Guards `_calls`.
+# Number of payloads that each attempt at a step has started in this process, by run id, step and retry number: the first payload
+# of a retry continues the first payload of the attempt before, the second continues the second, and so on.
 _calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What `execute` starts or continues: a plan in a run directory, new or that of an earlier attempt.
+    """What `execute` starts or continues: a plan in a run directory, new or that of an earlier attempt."""
 
-    Attributes:
-        step: the step, with its ownership of the payload.
-        plan: the plan; after a reattach, with the nonce of the earlier attempt.
-        name: the name of the run directory.
-        bookmark: notes how much output was shown; None for a payload that cannot outlive this process.
-        state: the output and log lines that an earlier attempt already showed in Dagster.
-    """
-
-    step: Step
-    plan: Plan
-    name: str
-    bookmark: Bookmark | None = None
-    state: ReattachState = field(default_factory=ReattachState)
+    step: Step  # With its ownership of the payload.
+    plan: Plan  # After a reattach, with the nonce of the earlier attempt.
+    name: str  # Of the run directory.
+    bookmark: Bookmark | None = None  # None for a payload that cannot outlive this process.
+    state: ReattachState = field(default_factory=ReattachState)  # What an earlier attempt already showed in Dagster.
 
 
 def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout) -> Launch:
     """Take over the payload of an earlier attempt if it was the same request; else prepare a new launch.
 
-    Raises:
-        StartError: the plan cannot run.
-        OSError: the cluster cannot be asked.
+    Raises StartError if the plan cannot run, OSError if the cluster cannot be asked.
     """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
@@ -164,12 +143,8 @@ class AttemptHistory:
 
     @property
     def output_is_local(self) -> bool:
-        """Whether Dagster keeps shown output on this machine, where it outlives the process.
-
-        Other managers of logs upload output only now and then, so some may be lost with the process.
-        """
-        manager = self._context.instance.compute_log_manager
-        return LocalComputeLogManager is not None and isinstance(manager, LocalComputeLogManager)
+        """Whether shown output outlives this process; other managers of logs upload output only now and then."""
+        return type(self._context.instance.compute_log_manager).__name__ == "LocalComputeLogManager"
 
     def _entries(self) -> Iterator[dg.EventLogEntry]:
         """Yields the event log of this run and the runs that it retries, oldest first; reads a page only when it is needed."""

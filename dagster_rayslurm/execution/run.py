@@ -28,22 +28,14 @@ from ..ssh.base import ConnectionFailed
 from .cleanup import RunSettings, discard, fetch_outputs, missing_output_warnings, sweep
 from .reattach import Launch, reattach_or_new
 
-# The name of a component; None if the run has a single payload.
-Component = str | None
-
-# Seconds beyond the grace period for which a cancelled payload's record is still read.
-_CANCEL_MARGIN = 15.0
+Component = str | None  # The name of a component; None if the run has a single payload.
+_CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled payload's record is still read.
 
 
 def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, settings: RunSettings, extras: Any) -> CompletedRun:
-    """Run a plan, or the plans of all components at once, to the end; returns what the user's asset gets of the run.
+    """Run a plan, or plans by component in the job's order, to the end; returns what the user's asset gets of the run.
 
-    Args:
-        plan: a `Plan`, or plans by component, in the order of the components in the job.
-        extras: the Pipes extras, the same for each payload.
-
-    Raises:
-        RunFailure: a payload did not succeed.
+    `extras` are the Pipes extras, the same for each payload. Raises RunFailure if a payload did not succeed.
     """
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
     with start_errors():
@@ -93,12 +85,12 @@ def start_errors() -> Iterator[None]:
 
 @dataclass
 class FollowedPayload:
-    """One running payload with the follower of its record; `start_by` is when its runtime must have started."""
+    """One running payload with the follower of its record."""
 
     plan: Plan
     running: RunningPayload
     follower: Follower
-    start_by: float
+    start_by: float  # When its runtime must have started.
 
     @property
     def evidence(self) -> Evidence:
@@ -119,21 +111,15 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """One run from its start to its verdict.
-
-    Attributes:
-        plans: the plans by component, in the order of the components in the job.
-        payloads: the payloads that have started, by component.
-        outputs_left: whether some output files could not be copied, and are only in the run directory.
-    """
+    """One run from its start to its verdict."""
 
     context: dg.OpExecutionContext
     backend: Backend
     settings: RunSettings
     launch: Launch
-    plans: Mapping[Any, Plan]
-    payloads: dict[Component, FollowedPayload] = field(default_factory=dict)
-    outputs_left: bool = False
+    plans: Mapping[Any, Plan]  # By component, in the order of the components in the job.
+    payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
+    outputs_left: bool = False  # Whether some output files could not be copied, and are only in the run directory.
 
     def __post_init__(self) -> None:
         self.run_dir = str(self.backend.layout.runs / self.launch.name)
@@ -148,12 +134,8 @@ class PayloadRun:
     def follow(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> None:
         """Start the payloads, follow them to their ends, and release them whatever happens.
 
-        Args:
-            start: starts the payloads, in the order of the plans, and registers each as soon as it runs.
-            handler_of: returns the handler for Pipes messages of a component.
-
-        Raises:
-            RunFailure: the payloads cannot be started, or a later attempt has taken the payload over.
+        `start` registers each payload as soon as it runs, in the order of the plans; `handler_of` returns the handler for Pipes
+        messages of a component. Raises RunFailure if the payloads cannot be started, or a later attempt has taken over.
         """
 
         def register(running: RunningPayload) -> None:
@@ -166,15 +148,13 @@ class PayloadRun:
                 with start_errors():
                     start(register)
                 follow_all([(each.follower, partial(self._poll, each)) for each in self.payloads.values()])
-            except RunFailure:
-                with deferred_interrupts():
-                    for each in self.payloads.values():
-                        each.running.kill()
-                        each.follower.flush_output()
-                raise
             except BaseException as error:
                 with deferred_interrupts() as interrupted_again:
-                    self._end_interrupted(error, interrupted_again)
+                    if not isinstance(error, RunFailure):
+                        self._end_interrupted(error, interrupted_again)
+                    for each in self.payloads.values() if isinstance(error, RunFailure) else ():
+                        each.running.kill()
+                        each.follower.flush_output()
                 raise
         except BaseException as error:
             self._raise_if_superseded(error)
@@ -204,8 +184,7 @@ class PayloadRun:
     def clean_up(self, verdict: Verdict) -> str | None:
         """Remove the run directory unless the settings keep it; returns its path, with the host, if it stays.
 
-        Raises:
-            RunFailure: a later attempt has taken the payload over, and the verdict of that attempt counts.
+        Raises RunFailure if a later attempt has taken the payload over, whose verdict counts.
         """
         remove = not self.outputs_left and not self.settings.keeps_run_dir(verdict.kind is not None)
         # Over a lost connection the payload may go on, and a retry may take it over.
@@ -312,8 +291,8 @@ class PayloadRun:
 
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
         """Fetch output files and warn of missing ones; returns why some are only in the run directory, or None."""
-        end = payload.evidence.end or {"outputs": []}
-        outputs, run_dir = self.outputs / (payload.follower.component or ""), payload.follower.run_dir
+        end, run_dir = payload.evidence.end or {"outputs": []}, payload.follower.run_dir
+        outputs = self.outputs / (payload.follower.component or "")
         problem = None
         try:
             fetch_outputs(end, self.backend.connection, run_dir, outputs, self.settings.connection_loss_timeout)
@@ -322,8 +301,8 @@ class PayloadRun:
         for warning in missing_output_warnings(end, succeeded):
             self.context.log.warning(f"[rayslurm] {payload.label}{warning}")
         if problem is None and end["outputs_failed"]:
-            sentence = f"an output could not be copied to {outputs}"
-            problem = f"{sentence}, and stays in the run directory: {end['outputs_failed'][0]}"
+            copy = f"an output could not be copied to {outputs}"
+            problem = f"{copy}, and stays in the run directory: {end['outputs_failed'][0]}"
         return problem
 
 

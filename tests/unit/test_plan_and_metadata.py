@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome.chart import usage_chart
-from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata
+from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata, usage_chart
 from dagster_rayslurm.plan import existing_files, parse_payload, run_dir_name
 from dagster_rayslurm.slurm.accounting import JobFacts
 
