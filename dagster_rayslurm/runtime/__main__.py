@@ -1,4 +1,4 @@
-"""`python -I runtime.pyz run DIR | node DIR | part DIR | session DIR | serve DIR | ask DIR | ray-node ORDER | hold FILE`."""
+"""`python -I runtime.pyz run DIR | node DIR | part DIR | session DIR | serve DIR | ask DIR | ray-node ORDER`."""
 
 # Types stand in comments, because an older Python must parse this file to say that it is too old. Each role imports what it
 # needs when it begins: a start takes about 0.13 s, most of it imports.
@@ -188,10 +188,10 @@ _ROLES = {"run": run, "serve": serve, **_IN_A_STEP}
 def main(argv):  # type: (list[str]) -> int
     """Run the role that the first argument names, and return the exit code; see the module's docstring."""
     role = argv[0] if argv else ""
-    if role in ("ray-node", "hold"):
+    if role == "ray-node":
         from .ray import node_main
 
-        return node_main.main(argv[1:]) if role == "ray-node" else node_main.hold(argv[1])
+        return node_main.main(argv[1:])
     if role == "ask":
         from .protocol import rpc
 

@@ -36,7 +36,7 @@ def failed(node: int, attempt: int = 1, reason: EndReason = EndReason.CLUSTER_ST
 def table(*hosts: int, dead: int | None = None) -> Event:
     row = {"address": "10.0.0.1", "resources": {"CPU": 1.0}, "component": None}
     nodes = {str(each): {**row, "hostname": f"h{each}", "head": each == 0, "alive": each != dead} for each in hosts}
-    return {"event": Report.NODES, "nodes": nodes}
+    return {"event": Report.NODES, "nodes": nodes, "ray_version": "2.60.0"}
 
 
 def run(*events: Event, workers: int = 2, **spec: Any) -> tuple[Membership, list[Action]]:

@@ -402,7 +402,7 @@ def test_a_worker_joins_a_cluster(head: Head, scratch_base: Any) -> None:
     assert [(order["op"], order["cluster"], order["attempt"]) for order in told] == [("ray", "", 1)]
     common = {"alive": True, "address": "127.0.0.1", "resources": {}, "component": None}
     nodes = {name: {**common, "hostname": name, "head": name == "host0"} for name in ("host0", "host1")}
-    cluster.on_event({"event": "nodes", "nodes": nodes})
+    cluster.on_event({"event": "nodes", "nodes": nodes, "ray_version": "2.60.0"})
     assert cluster.ready and "cluster-ready" in [name for name, _ in listener.phases]
     cluster.stop()
     private.remove()

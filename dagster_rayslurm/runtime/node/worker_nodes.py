@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set
 
 from ..process.loop import Loop, Timer
@@ -14,15 +15,12 @@ from ..protocol.rpc import RECONNECT_GRACE, Channel, Listener, Message, RpcServe
 from ..protocol.spec import SpecError, from_fields
 from .resources import NodeResources, named
 
+# Seconds that the head's runtime waits at its end for the nodes to disconnect; a node cleans up within milliseconds.
 _STOP_TIMEOUT = 2.0
-"""Seconds that the head's runtime waits at its end for the nodes to disconnect; a node cleans up within milliseconds."""
-_USAGE_TIMEOUT = 0.25
-"""Seconds that the end of a payload waits for the usage of the worker nodes."""
+_USAGE_TIMEOUT = 0.25  # Seconds that the end of a payload waits for the usage of the worker nodes.
+# Each command that ends something, with the command that began it.
 _UNDOES = {NodeCommand.REPORT: NodeCommand.MEASURE, NodeCommand.END_RAY: NodeCommand.START_RAY}
-"""Each command that ends something, with the command that began it."""
-
-UsageByHost = Dict[str, Dict[str, Any]]
-"""The measured usage of each node, by hostname, with its component if it has one."""
+UsageByHost = Dict[str, Dict[str, Any]]  # The measured usage of each node, by hostname, with its component if it has one.
 
 
 class Identity(NamedTuple):
@@ -150,7 +148,7 @@ class WorkerNodes(Listener):
         self.loop.call_later(_USAGE_TIMEOUT if expected else 0.0, lambda: self._finish(nonce))
 
     def dismiss(self) -> None:
-        """Tell all worker nodes to end their runtimes; nodes that have not connected yet are told when they connect."""
+        """Tell all worker nodes to end their runtimes, later ones when they connect."""
         self._stopped = True
         for node in self.members.values():
             node.send(op=NodeCommand.STOP)
@@ -160,7 +158,7 @@ class WorkerNodes(Listener):
 
         Nodes that never connected are waited for `patience` seconds: only this runtime can tell them to end.
         """
-        if patience > 0 and not self._all_joined:
+        if patience > 0 and not self._all_joined():
             self.loop.resume(patience)
         if self._server is not None:
             self._server.close()
@@ -190,42 +188,37 @@ class WorkerNodes(Listener):
     def closed(self, channel: Channel, why: str) -> None:
         """Called when a connection has ended: reports the loss, and once more if the node does not reconnect in time."""
         node = self._node_of_channel.pop(channel, None)
-        if node is None:
-            return
-        node.channel = None
+        if node is not None:
+            node.channel = None
+            node.grace = self.loop.call_later(RECONNECT_GRACE, partial(self._missed, node))
+            self.on_event(node, {"event": NodeEvent.LOST, "message": why})
 
-        def missed() -> None:
-            node.gone = True
-            self.on_event(node, {"event": NodeEvent.GONE})
+    def _missed(self, node: WorkerNode) -> None:
+        node.gone = True
+        self.on_event(node, {"event": NodeEvent.GONE})
 
-        node.grace = self.loop.call_later(RECONNECT_GRACE, missed)
-        self.on_event(node, {"event": NodeEvent.LOST, "message": why})
-
-    @property
     def _all_joined(self) -> bool:
         return all(node.joined for node in self.members.values())
 
     def _introduce(self, channel: Channel, message: Message) -> None:
         """Take a new connection as that of the node that its first message names, and send the node its commands."""
-        place, resources = message.get("node_id"), message.get("machine")
-        node = self.members.get(place) if isinstance(place, int) else None
+        place, machine = message.get("node_id"), message.get("machine")
         try:
-            from_fields(NodeResources, resources, "what a node tells of itself")
-        except SpecError as error:
+            from_fields(NodeResources, machine, "what a node tells of itself")
+            node = self.members[place]  # type: ignore[index]
+        except (SpecError, KeyError, TypeError) as error:
             print("rayslurm: %s" % error, file=sys.stderr)
-            node = None
-        if node is None or resources is None:
             return channel.close()
         if node.channel is not None:  # The node reconnected before its loss was noticed here.
             del self._node_of_channel[node.channel]
             node.channel.close()
-        node.channel, node.machine, node.gone = channel, resources, False
+        node.channel, node.machine, node.gone = channel, dict(machine or {}), False
         if node.grace is not None:
             node.grace.cancel()
         self._node_of_channel[channel] = node
         if self._stopped:
             channel.send(op=NodeCommand.STOP)
-            return self.loop.stop() if self._all_joined else None
+            return self.loop.stop() if self._all_joined() else None
         for command in node.commands.values():
             channel.send(**command)
         self.on_event(node, {"event": NodeEvent.JOINED})

@@ -170,7 +170,7 @@ class RayCluster:
         kind = event["event"]
         if kind == Report.TABLES:
             self._answer(event["id"], event["tables"])
-        elif kind == Report.VERSION:
+        elif kind == Report.NODES:
             self.ray_version = event["ray_version"]
         elif kind == Report.PHASE:
             self.listener.on_phase(event["phase"], event["message"])

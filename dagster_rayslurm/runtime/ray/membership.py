@@ -29,8 +29,7 @@ UNSCHEDULABLE = "unschedulable"
 class Report(TextEnum):
     """What happens to Ray on one node. The program `node_main` sends some of these, and `RayNode` makes the others."""
 
-    VERSION = "version"  # Ray was imported; its version is `ray_version`.
-    NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one.
+    NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one. `ray_version` is Ray's version.
     ENTRYPOINT = "entrypoint"  # `ray symmetric-run` has started its command, so the Ray cluster is up.
     PHASE = "phase"  # A line for the Dagster log: `phase` and `message`.
     GCS_LOST = "gcs-lost"  # Ray's control service (GCS) has ended.

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import threading
@@ -33,19 +32,9 @@ _START_TIMEOUT, _POLL = 60.0, 0.1  # Seconds in which a new idle worker must beg
 
 
 def main(argv: List[str]) -> int:
-    """Run Ray on this node until it ends, and return the exit code. The only argument is a JSON object.
+    """Run Ray on this node until it ends, and return the exit code. The only argument is the order of `RayNode`, as JSON.
 
-    Keys:
-        fd: descriptor of a socket; this program sends reports (`Report`) and gets requests (`serve`) over it, as JSON lines.
-        gcs: "HOST:PORT" of the head.
-        head: whether this node is the head.
-        expected: number of nodes of the complete Ray cluster.
-        ray_version: the required version; null for any.
-        token: whether token authentication is on.
-        command: the words of the command line after `ray`.
-        entrypoint: file that appears when `ray symmetric-run` has its cluster up (see `hold`); null for `ray start`.
-        idle_workers: number of CPUs for which workers are kept idle; 0 for none.
-        temp_dir: Ray's temporary directory.
+    Over the socket `fd` this program sends reports (`Report`) and gets requests (`serve`), as JSON lines.
     """
     order = json.loads(argv[0])
     report = _Reporter(order["fd"])
@@ -64,7 +53,7 @@ def main(argv: List[str]) -> int:
         report(event=Report.FAILED, reason=EndReason.ENVIRONMENT, message=refusal)
         return 1
     if order["head"]:
-        report(event=Report.VERSION, ray_version=ray.__version__)
+        order["ray_version"] = ray.__version__
         serve(order["fd"], order["gcs"], logs_of(order["temp_dir"]), order["idle_workers"], report)
         threading.Thread(target=_watch, args=(order, report), daemon=True).start()
         if "--include-dashboard=false" in command:
@@ -76,18 +65,6 @@ def main(argv: List[str]) -> int:
     sys.argv = ["ray", *internals.disable_client_server(command)]
     scripts.main()  # type: ignore[no-untyped-call]
     return 0
-
-
-def hold(path: str) -> int:
-    """Serve as the command of `ray symmetric-run`: make the file `path`, which says that the Ray cluster is up, and never end.
-
-    `ray symmetric-run` keeps the cluster up as long as its command runs. It does not run the payload itself, because it also
-    exits with 0 when Ray did not start (Ray 2.60).
-    """
-    with open(path, "x"):
-        pass
-    while True:
-        signal.pause()
 
 
 # ---- Whether the installed Ray can be used
@@ -203,7 +180,7 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
         while True:
             nodes = _nodes(client)
             if nodes is not None and nodes != known:
-                report(event=Report.NODES, nodes=nodes)
+                report(event=Report.NODES, nodes=nodes, ray_version=order["ray_version"])
                 known = nodes
             elif nodes is None and known is not None and isinstance(_connect_error(gcs, 2.0), ConnectionRefusedError):
                 # A GCS that is only slow does not refuse. `ray start` begins to watch its processes seconds later.

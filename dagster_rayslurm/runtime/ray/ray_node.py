@@ -32,26 +32,28 @@ from .membership import Event, Report
 
 _ATTEMPTS = 3  # Most attempts to start Ray on this node.
 _CLASH = r"address already in use|port \d+ is already|already occupied|Failed to bind"
+# What Ray's logs contain when another attempt may succeed: a port was taken, or Ray's agents were not up in its own 15 s.
 _TEMPORARY = re.compile(_CLASH + r"|Timed out waiting for file \S*_port_", re.IGNORECASE)
-"""What Ray's logs contain when another attempt may succeed: a port was taken, or Ray's agents were not up in its own 15 s."""
 _UP = "Ray runtime started."  # What `ray start` prints when Ray is up on a node (Ray 2.60).
 _KEEPS_WORKERS_READY = "ray"  # A module: a runtime that preloads it for payloads also keeps idle Ray workers ready.
 # Ray's logs that may tell why Ray failed on a node.
 _LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "ray_process_exit.log")
+# The `ray` program that `ray symmetric-run` finds in its PATH; %s is the Python to use.
 _SHIM = """#!/bin/sh
 # `ray stop` would end every Ray of this user on this node, also other clusters; this one ends with its runtime.
 [ "$1" = stop ] && exit 0
 exec %s -m ray.scripts.scripts "$@"
 """
-"""The `ray` program that `ray symmetric-run` finds in its PATH; %s is the Python to use."""
+# The command of `ray symmetric-run`, as long as the cluster is up: it makes a file, which says that, and never ends. It is not
+# the payload, because `ray symmetric-run` also exits with 0 when Ray did not start (Ray 2.60).
+_HOLD = ["/bin/sh", "-c", ': >"$0"; exec sleep 2147483647']
 _STORE_SHARE = 0.3  # Of a node's memory, for Ray's object store if the user sets no size; Ray's own default.
 _SMALLEST_STORE = 75 * 2**20  # Bytes; Ray 2.60 refuses to start with a smaller object store.
+# Variable by which processes of a payload's own cluster are found even if they left the process tree below `ray start`.
 _MARK = "RAYSLURM_CLUSTER"
-"""Variable by which processes of a payload's own cluster are found even if they left the process tree below `ray start`."""
+# Names of clusters' directories: one character, because the path of a Unix socket must be short. "r" is the warm one's.
 _DIR_NAMES = [name for name in string.digits + string.ascii_lowercase if name != "r"]
-"""Names of clusters' directories: one character, because the path of a Unix socket must be short. "r" is the warm one's."""
-_DYING, _LONGEST_PAUSE = 0.5, 60.0
-"""First and longest pause in seconds between two attempts to remove a cluster's directories; each doubles the last."""
+_DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directories are removed, and until another attempt.
 
 
 # ---- Arguments and environment of `ray start` and `ray symmetric-run` (Ray 2.60), without side effects
@@ -157,13 +159,13 @@ def clean_up_cluster(loop: Loop, place: Scratch, key: str) -> None:
     Dying processes may write to the directories again, so the removal is repeated until nothing is left.
     """
 
-    def clear(pause: float) -> None:
+    def clear() -> None:
         processes.kill_all(processes.with_environment("%s=%s" % (_MARK, key)))
         place.remove()
         if os.path.lexists(place.path) or os.path.lexists(place.ray_temp_dir):
-            loop.call_later(pause, lambda: clear(min(2 * pause, _LONGEST_PAUSE)))
+            loop.call_later(_PAUSE, clear)
 
-    loop.call_later(_DYING, lambda: clear(_DYING))
+    loop.call_later(_DYING, clear)
 
 
 # ---- The process
@@ -192,11 +194,9 @@ class RayNode:
         self._log = self.scratch.join("ray-start.log")
         self._gcs: Optional[str] = None
         self._address: Optional[str] = None
-        self._socket: Optional[socket.socket] = None
-        """Connection to Ray's process; None while there is none."""
+        self._socket: Optional[socket.socket] = None  # Connection to Ray's process; None while there is none.
         self._partial = b""
-        self._daemons: Set[int] = set()
-        """Ids of Ray's daemons that are children of this runtime, which `ray symmetric-run` causes; else empty."""
+        self._daemons: Set[int] = set()  # Ray's daemons that are children of this runtime; only with `ray symmetric-run`.
         self._attempt = 0
         self._over = False
         self._token_path = self.scratch.join("ray.token")
@@ -282,8 +282,7 @@ class RayNode:
         env.update(ray_environment(spec, self._token_path))
         entrypoint = self.scratch.join("entrypoint") if self._symmetric else None
         if entrypoint:
-            hold = [sys.executable, sys.argv[0], "hold", entrypoint]
-            command = symmetric_arguments(command, gcs, self.nodes, hold)
+            command = symmetric_arguments(command, gcs, self.nodes, [*_HOLD, entrypoint])
             env["PATH"] = os.pathsep.join([self._write_shim(), env.get("PATH", os.defpath)])
             env["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"] = str(int(spec.startup_timeout))
             env["RAY_ADDRESS"] = gcs  # Otherwise the `ray.init` in `ray symmetric-run` finds other clusters.
@@ -300,7 +299,6 @@ class RayNode:
             "idle_workers": min(cpus, existing) if prestarts else 0,
             "temp_dir": temp_dir,
         }
-        self._close()
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._socket.setblocking(False)
@@ -328,12 +326,6 @@ class RayNode:
             file.write(_SHIM % shlex.quote(sys.executable))
         return directory
 
-    def _close(self) -> None:
-        if self._socket is not None:
-            self.loop.forget(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
-
     def _read_reports(self) -> None:
         while self._socket is not None:
             try:
@@ -343,7 +335,9 @@ class RayNode:
             except OSError:
                 data = b""  # The process ended before it had read a request.
             if not data:
-                self._close()
+                self.loop.forget(self._socket.fileno())
+                self._socket.close()
+                self._socket = None
             lines, self._partial = split_lines(self._partial + data)
             for line in lines:
                 self._handle(json.loads(line.decode("utf-8")))
@@ -404,10 +398,9 @@ class RayNode:
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\t[A-Z]+ \S+ -- ")
-"""Time, level and source at the start of a line that Ray logs."""
+_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\t[A-Z]+ \S+ -- ")  # Time, level and source of a line that Ray logs.
+# Matches log lines that report no error, and lines in which `ray start` prints a placeholder without its value.
 _NO_ERROR = re.compile(r"\b(DEBUG|INFO)\b|`\{\}`")
-"""Matches log lines that report no error, and lines in which `ray start` prints a placeholder without its value."""
 
 
 def last_error_line(log: str) -> str:
