@@ -86,22 +86,21 @@ def remove(path: str) -> None:
 # -- transfers: the client keeps the descriptor ----------------------------------------------------------------------------
 
 
-def open_read(path: str, offset: int, limit: int) -> "tuple[int, list[int], bytes]":
-    """Open a file; returns its descriptor, its size, time and inode, and its bytes from `offset` on.
+def open_read(path: str, version: "list[int]", offset: int, limit: int) -> "tuple[int, list[int], int, bytes]":
+    """Open a file to read from `offset` on, or from 0 if `version` is not its own; returns that offset and some bytes, too.
 
-    The descriptor is -1 if these are all bytes.
+    Returns its descriptor first, and its version: size, time and inode.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
-        data = os.pread(fd, limit, offset)
+        found = [status.st_size, status.st_mtime_ns, status.st_ino]
+        if found != version:
+            offset = 0
+        return fd, found, offset, os.pread(fd, limit, offset)
     except BaseException:
         os.close(fd)
         raise
-    if offset + len(data) >= status.st_size:
-        os.close(fd)
-        fd = -1
-    return fd, [status.st_size, status.st_mtime_ns, status.st_ino], data
 
 
 def read_at(fd: int, offset: int, limit: int) -> bytes:
@@ -120,12 +119,13 @@ def open_write(path: str, offset: int) -> "tuple[int, int]":
     return fd, offset
 
 
-def write_at(fd: int, offset: int, data: bytes) -> None:
-    """Write bytes into an open file."""
+def write_at(fd: int, offset: int, data: bytes) -> int:
+    """Write bytes into an open file; returns their number."""
     view = memoryview(data)
     while view:
         count = os.pwrite(fd, view, offset)
         view, offset = view[count:], offset + count
+    return len(data)
 
 
 def finish(fd: int, temporary: str, path: str, mode: int) -> None:

@@ -6,6 +6,7 @@ This module imports no SSH client.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import posixpath
 import random
@@ -14,7 +15,7 @@ import shlex
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,11 +34,7 @@ _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
 
 class ConnectionFailed(ConnectionError):
-    """Raised when a connection cannot be made or has broken. The message is one sentence that names the remedy.
-
-    Attributes:
-        temporary: whether a later try with the same configuration may succeed.
-    """
+    """A connection cannot be made or has broken; if `temporary`, a later try with the same configuration may succeed."""
 
     def __init__(self, sentence: str, temporary: bool = True) -> None:
         super().__init__(sentence)
@@ -45,15 +42,15 @@ class ConnectionFailed(ConnectionError):
 
 
 class ServerBusy(ConnectionFailed):
-    """Raised when the SSH server refuses logins for now."""
+    """The SSH server refuses logins for now."""
 
 
 class ConnectionGone(ConnectionFailed):
-    """Raised when the connection had ended before the operation started, so the server did not carry it out."""
+    """The connection had ended before the operation started, so the server did not carry it out."""
 
 
 class ConnectionLost(ConnectionFailed):
-    """Raised when the connection broke during an operation, so it is unknown whether the server carried it out."""
+    """The connection broke during an operation, and it is unknown whether the server carried it out."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +106,8 @@ class Connection(ABC):
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:
         """The result of `operation`, which calls functions of `edge` on the machine.
 
-        Args:
-            doing: what the operation does, for error messages, such as "reading /a/b".
-            operation: is called again after a lost connection.
-            repeat: whether also if it may have been carried out.
-            deadline: value of `time.monotonic()` after which it is not called again, and no longer waited for.
+        `doing` is for error messages, such as "reading /a/b". After a lost connection the operation is called again if it was
+        not carried out, or with `repeat`, until `deadline`, a value of `time.monotonic()`.
         """
 
     @abstractmethod
@@ -125,15 +119,9 @@ class Connection(ABC):
         """Log out. The next use of the connection logs in again."""
 
     def call(self, function: Callable[..., T], *args: Any, repeat: bool = False, timeout: float | None = None) -> T:
-        """The result of a function of a module of `edge`, called on the machine.
+        """The result of a function of a module of `edge`, called on the machine; with `repeat` again after a lost connection.
 
         Arguments and results are bytes or JSON, or a tuple of them as the result.
-
-        Args:
-            function: the function.
-            args: its arguments.
-            repeat: whether the function may be called again if the connection was lost during the call.
-            timeout: seconds.
 
         Raises:
             TimeoutError: the call took over `timeout` seconds; commands that it runs are killed.
@@ -150,22 +138,17 @@ class Connection(ABC):
         timeout: float | None = None,
         function: Callable[..., Any] = processes.run,
         options: Sequence[Any] = (),
+        repeat: bool = False,
     ) -> Completed:
         """Run a command, wait until it ends, and return its exit code and output. No shell interprets its words.
 
         The exit code is 127 if the program does not exist, as in a shell. `run` does not wait for background processes that
-        the command leaves behind, and drops their output.
-
-        Args:
-            command: program and arguments.
-            stdin: the whole standard input.
-            timeout: seconds after which the command is killed, with all processes that it started.
-            function: the function of `edge` that runs the command, as `processes.run` does.
-            options: further arguments of the function.
+        the command leaves behind, and drops their output. With `repeat` a command that may have run is run again. `function` is
+        the function of `edge` that runs the command, as `processes.run` does, with `options` as further arguments.
 
         Raises:
             ValueError: a word contains a NUL character.
-            TimeoutError: the command took longer than `timeout` seconds.
+            TimeoutError: the command took longer than `timeout` seconds; it was killed, with all processes that it started.
             ConnectionLost: the connection broke, and the command may have run.
             ConnectionFailed: there is no connection, and the command did not run.
         """
@@ -178,7 +161,7 @@ class Connection(ABC):
             return submit(function, list(command), stdin, remaining, *options)()
 
         try:
-            code, out, err = self.attempt("", operation, False, deadline)
+            code, out, err = self.attempt("", operation, repeat, deadline)
         except ConnectionFailed:
             raise
         except TimeoutError:
@@ -222,11 +205,7 @@ class Connection(ABC):
     def rename(self, old: str, new: str) -> None:
         """Rename a file within its directory, atomically.
 
-        The rename is repeated after a lost connection, so the file may have been renamed although `rename` raises.
-
-        Raises:
-            FileNotFoundError: the file does not exist, perhaps because an earlier try has renamed it.
-            OSError: the file cannot be renamed.
+        The rename is repeated after a lost connection, which raises `FileNotFoundError` if the first one was carried out.
         """
         self._on_file(f"renaming {old}", files.rename, old, new)
 
@@ -252,22 +231,14 @@ class Connection(ABC):
                     return _report(progress, size, size)
                 fd, done = submit(files.open_write, temporary, done)()
                 source.seek(done)
-                waiting = deque[tuple[Callable[[], Any], int]]()
-                while True:
-                    if data := source.read(PART):
-                        waiting.append((submit(files.write_at, fd, source.tell() - len(data), data), len(data)))
-                    if waiting and (not data or len(waiting) >= _WINDOW):
-                        arrived, count = waiting.popleft()
-                        arrived()
-                        done += count
-                        _report(progress, done, max(size, done))
-                    if not waiting:
-                        break
+                starts = range(done, size, PART)
+                for count in _pipelined(submit(files.write_at, fd, start, source.read(PART)) for start in starts):
+                    done += count
+                    _report(progress, done, max(size, done))
                 submit(files.finish, fd, temporary, path, mode)()
 
-        doing = f"copying {local_path} to {path}"
         try:
-            self.attempt(doing, put, True)
+            self.attempt(f"copying {local_path} to {path}", put, True)
         except ConnectionFailed:
             raise
         except OSError:
@@ -276,37 +247,21 @@ class Connection(ABC):
             raise
 
     def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
-        """Copy a file to this machine, and make the directories above it."""
+        """Copy a file to this machine, and make the directories above it. After a lost connection the copy continues."""
         files.make_dir(os.path.dirname(local_path))
         temporary = files.temporary_name(local_path)
         version: list[int] = []
 
         def get(submit: Submit) -> None:
             nonlocal version
-            with open(temporary, "ab") as target:  # After a loss the download continues.
-                fd, found, data = submit(files.open_read, path, target.tell(), PART)()
-                if version and version != found:  # It was replaced meanwhile.
-                    target.truncate(0)
-                    version = []
-                    if fd >= 0:
-                        submit(files.close, fd)
-                    return get(submit)
-                version = found
-                size = version[0]
-                target.write(data)
-                _report(progress, target.tell(), max(size, target.tell()))
-                if fd < 0:
-                    return None
+            with open(temporary, "ab") as target:
+                fd, version, start, data = submit(files.open_read, path, version, target.tell(), PART)()
+                target.truncate(start)  # The file may have been replaced meanwhile.
+                starts = range(start + len(data), version[0], PART)
                 try:
-                    waiting = deque[Callable[[], Any]]()
-                    for offset in range(target.tell(), size, PART):
-                        waiting.append(submit(files.read_at, fd, offset, min(PART, size - offset)))
-                        while len(waiting) >= _WINDOW or (waiting and offset + PART >= size):
-                            data = waiting.popleft()()
-                            target.write(data)
-                            _report(progress, target.tell(), size)
-                            if len(data) < PART:  # The end, perhaps of a file that has become shorter.
-                                return None
+                    for part in itertools.chain([data], _pipelined(submit(files.read_at, fd, start, PART) for start in starts)):
+                        target.write(part)
+                        _report(progress, target.tell(), max(version[0], target.tell()))
                 finally:
                     with contextlib.suppress(OSError):
                         submit(files.close, fd)
@@ -319,6 +274,17 @@ class Connection(ABC):
                 os.unlink(temporary)
 
 
+def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """The results of calls in order, of which `_WINDOW` are under way at once."""
+    waiting = deque[Callable[[], T]]()
+    for call in calls:
+        waiting.append(call)
+        if len(waiting) == _WINDOW:
+            yield waiting.popleft()()
+    while waiting:
+        yield waiting.popleft()()
+
+
 def _report(progress: Progress | None, done: int, size: int) -> None:
     if progress and size:
         progress(done, size)
@@ -328,13 +294,8 @@ def _report(progress: Progress | None, done: int, size: int) -> None:
 
 
 def check_no_variable(path: str, field: str) -> None:
-    """Refuse a path that contains a shell variable, because nothing expands variables in paths.
-
-    Raises:
-        ValueError: the path contains a variable. The message names `field`, the configuration field of the path.
-    """
-    found = _VARIABLE.search(path)
-    if found:
+    """Raise `ValueError` if a path of a configuration field contains a shell variable, because nothing expands it."""
+    if found := _VARIABLE.search(path):
         raise ValueError(
             f'{field}: {path!r}: variables such as ${found[2]} are not expanded; write the value, or begin with "~/"'
         )
@@ -346,11 +307,7 @@ def is_rooted(path: str) -> bool:
 
 
 def expand_home(connection: Connection, path: str) -> str:
-    """The path with a leading "~" replaced by the home directory of the connection's user.
-
-    Raises:
-        OSError: the connection cannot find out the home directory.
-    """
+    """The path with a leading "~" replaced by the home directory of the connection's user; `OSError` if there is none."""
     return posixpath.join(connection.home(), path[2:]) if path == "~" or path.startswith("~/") else path
 
 
@@ -370,7 +327,7 @@ class Backoff:
         return time.monotonic() - self._since
 
     def pause(self) -> float:
-        """Returns the seconds to sleep before the next retry. Jitter keeps many processes from retrying at the same moment."""
+        """The seconds to sleep before the next retry, with jitter, so that many processes do not retry at the same moment."""
         pause = min(self._next, max(1.5, 0.05 * self.seconds), 30.0)
         self._next *= 2
         return pause * random.uniform(0.5, 1.0)

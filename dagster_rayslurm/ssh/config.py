@@ -6,7 +6,6 @@ import base64
 import os
 import re
 import warnings
-from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Optional
 
@@ -17,10 +16,6 @@ from ..config import StrictResource, at_least, check_text, checked, choice, plai
 
 _INTEGERS = ("port", "connect_timeout", "keepalive")
 """Fields whose variables hold an integer."""
-_WITHOUT_VARIABLE = ("jump_host", "require_existing_master")
-"""Fields that `from_env` does not read from a variable of their own."""
-_KEY = "KEY"
-"""Second name of the variable KEY_PATH: the one that dagster-slurm uses."""
 _WITH_USER_OR_PORT = re.compile(r"(?:ssh://)?(?:(?P<user>[^@/]+)@)?(?P<host>[^@:/]+|\[[^]]+\])(?::(?P<port>\d+))?/?")
 
 
@@ -140,9 +135,6 @@ class SSHConnectionResource(StrictResource):
         prefix are ignored with a warning. The last underscore of the prefix may be left out. A missing host raises at the first
         use of the resource, not at import.
 
-        Args:
-            prefix: first part of each variable's name.
-
         Example:
             ```python
             ssh = SSHConnectionResource.from_env()
@@ -151,39 +143,56 @@ class SSHConnectionResource(StrictResource):
         stem = prefix.rstrip("_") + "_"
         jump = f"{stem}JUMP_"
         _warn_of_unknown(stem, tuple(name for name in sorted(os.environ) if name.startswith(stem)))
-        fields = _references(stem, os.environ)
+        fields = _references(stem)
         if f"{jump}HOST" in os.environ:
-            fields["jump_host"] = cls(**_references(jump, os.environ))
+            fields["jump_host"] = cls(**_references(jump))
         return cls(**fields)
 
 
-def _fields_with_variable() -> list[str]:
-    return [name for name in SSHConnectionResource.model_fields if name not in _WITHOUT_VARIABLE]
+def _variables() -> dict[str, str]:
+    """The fields that `from_env` reads, by the last part of their variables' names."""
+    names = [name for name in SSHConnectionResource.model_fields if name not in ("jump_host", "require_existing_master")]
+    return {"KEY": "key_path"} | {name.upper(): name for name in names}  # dagster-slurm says KEY.
 
 
-def _references(stem: str, environ: Mapping[str, str]) -> dict[str, Any]:
+def _references(stem: str) -> dict[str, Any]:
     """`EnvVar` references for the fields whose variables are set, and always for `host`, so that an error names its variable."""
-    names = {name: stem + name.upper() for name in _fields_with_variable()}
-    if names["key_path"] not in environ:
-        names["key_path"] = stem + _KEY
     return {
-        name: dg.EnvVar.int(variable) if name in _INTEGERS else dg.EnvVar(variable)
-        for name, variable in names.items()
-        if variable in environ or name == "host"
+        name: (dg.EnvVar.int if name in _INTEGERS else dg.EnvVar)(stem + variable)
+        for variable, name in _variables().items()
+        if stem + variable in os.environ or name == "host"
     }
 
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
     """Warn of the variables that no field is read from; once for each prefix and set of variables."""
-    known = [name.upper() for name in _fields_with_variable()]
-    unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in (*known, _KEY)]
+    unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in _variables()]
     if unknown:
-        warnings.warn(
-            f"{', '.join(unknown)}: no such variable is read; there are {stem}{f', {stem}'.join(known)}, and the same with "
-            f"{stem}JUMP_ for a jump host",
-            stacklevel=3,
-        )
+        known = ", ".join(stem + name for name in _variables() if name != "KEY")
+        what = f"no such variable is read; there are {known}, and the same with {stem}JUMP_ for a jump host"
+        warnings.warn(f"{', '.join(unknown)}: {what}", stacklevel=3)
 
 
 SSHConnectionResource.model_rebuild()
+
+
+# -- the files of a configuration, with `~` expanded ---------------------------------------------------------------------
+
+
+def key_path(ssh: SSHConnectionResource) -> str | None:
+    """The path of the configured private key file, or None."""
+    return os.path.expanduser(ssh.key_path) if ssh.key_path else None
+
+
+def certificate_path(ssh: SSHConnectionResource) -> str | None:
+    """The path of the configured certificate, or else of the one beside the key (KEY-cert.pub), as OpenSSH does; or None."""
+    if ssh.certificate_path:
+        return os.path.expanduser(ssh.certificate_path)
+    beside = f"{key_path(ssh)}-cert.pub"
+    return beside if ssh.key_path and os.path.exists(beside) else None
+
+
+def known_hosts_path(ssh: SSHConnectionResource) -> str:
+    """The path of the file of known hosts that a connection reads and adds to."""
+    return os.path.expanduser(ssh.known_hosts_file or "~/.ssh/known_hosts")

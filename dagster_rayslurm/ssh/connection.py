@@ -20,7 +20,6 @@ from concurrent.futures import TimeoutError as NotInTime
 from typing import Any, Protocol, TypeVar
 
 from .. import edge
-from ..edge import files
 from ..edge.agent import Sender, command_line, messages, program
 from . import errors
 from .base import Backoff, Connection, ConnectionFailed, ConnectionGone, ConnectionLost, Forward, ServerBusy, Submit
@@ -30,10 +29,10 @@ T = TypeVar("T")
 
 _FIRST_LOGIN_PATIENCE = 3.0
 """Seconds for which a failed first login is tried again; if it still fails, the configuration is probably wrong."""
+_FIRST_WAIT = 5
+"""Seconds that the first try of a later login may take; doubled each time. TCP repeats a lost packet later and later."""
 _PROGRESS = 5.0
 """Seconds that an attempt must last before it breaks, so that its end counts as the start of a new outage."""
-_SILENCE = 5.0
-"""Seconds without an answer after which the agent is asked whether it lives before it gets a request that cannot be repeated."""
 _MAX_NOISE = 1024 * 1024
 """Most bytes of output of the shell's start-up files before the agent's hello."""
 _MIN_PYTHON = (3, 6)
@@ -43,19 +42,15 @@ _BUFFER = 256 * 1024
 
 
 class Refused(Exception):
-    """Raised when the server opens no further session on this login (`MaxSessions`, sshd_config(5)). Nothing was started."""
+    """The server opens no further session on this login (`MaxSessions`, sshd_config(5)). Nothing was started."""
 
 
 class Stream(Protocol):
-    """Standard input and output of a command that an SSH client runs."""
+    """Standard input and output of a command that an SSH client runs; all raise `OSError` or `EOFError` at its end."""
 
-    def sendall(self, data: bytes) -> None:
-        """Send bytes; raises `OSError` or `EOFError` if the channel has ended."""
-        ...
+    def sendall(self, data: bytes) -> None: ...
 
-    def recv(self, size: int) -> bytes:
-        """Some bytes; b"" at the end."""
-        ...
+    def recv(self, size: int) -> bytes: ...
 
     def close(self) -> None:
         """End the channel, which ends the command's standard input."""
@@ -74,24 +69,14 @@ class Transport(Protocol):
         ...
 
     def start(self, command: str) -> Iterator[Stream]:
-        """Start a command in the login shell of the server; yields further channels if sessions are refused on the first.
-
-        Raises:
-            Refused, ConnectionFailed: nothing was started.
-        """
+        """Start a command in the login shell; yields further channels if the first is refused; raises as `Stream.failure`."""
         ...
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Copy bytes between a local client and `host:port`, which the server can reach, until both directions have ended.
-
-        Raises:
-            ConnectionGone: nothing was copied.
-        """
+        """Copy bytes between a client and an address that the server reaches; `ConnectionGone` if nothing was copied."""
         ...
 
-    def close(self) -> None:
-        """Log out."""
-        ...
+    def close(self) -> None: ...
 
 
 def agent_command(ssh: SSHConnectionResource) -> tuple[str, bytes]:
@@ -108,13 +93,8 @@ def _program() -> bytes:
 class AgentClient:
     """A running agent, which calls functions for many threads at once.
 
-    Args:
-        ssh: the server.
-        stream: a channel on which the command of `agent_command` was started.
-        hello: the beginning of the hello.
-
-    Raises:
-        Refused, ConnectionFailed: the agent does not start. Nothing was called.
+    It needs a channel on which the command of `agent_command` was started, and the beginning of the hello. Raises `Refused` or
+    `ConnectionFailed` if the agent does not start; nothing was called.
     """
 
     def __init__(self, ssh: SSHConnectionResource, stream: Stream, hello: bytes) -> None:
@@ -122,7 +102,7 @@ class AgentClient:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
         self.lost = False
-        self.heard = time.monotonic()
+        self._deadline = time.monotonic() + ssh.connect_timeout
         alarm = threading.Timer(ssh.connect_timeout, stream.close)
         alarm.daemon = True
         alarm.start()
@@ -139,11 +119,7 @@ class AgentClient:
         threading.Thread(target=self._receive, name="rayslurm-agent", daemon=True).start()
 
     def submit(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-        """Start a call, and return a function that waits for its result.
-
-        Raises:
-            ConnectionGone: the agent had ended before.
-        """
+        """Start a call, and return a function that waits for its result; `ConnectionGone` if the agent had ended before."""
         number, future = next(self._numbers), Future[Any]()
         self._waiting[number] = future
         if self.lost:
@@ -176,7 +152,7 @@ class AgentClient:
             data = b""
             with contextlib.suppress(OSError, EOFError):
                 data = self._stream.recv(_BUFFER)
-            if not data and time.monotonic() >= self.heard + self._ssh.connect_timeout:
+            if not data and time.monotonic() >= self._deadline:
                 raise errors.no_answer(self._ssh)
             if not data or len(received) > _MAX_NOISE:
                 raise self._stream.failure(received.decode("utf-8", "replace")[-300:].strip())
@@ -187,10 +163,8 @@ class AgentClient:
         return received[found.end() :]
 
     def _read(self, size: int) -> bytes:
-        parts, missing = [], size
-        if self._rest:
-            parts, self._rest = [self._rest[:size]], self._rest[size:]
-            missing -= len(parts[0])
+        parts, self._rest = [self._rest[:size]], self._rest[size:]
+        missing = size - len(parts[0])
         while missing:
             data = self._stream.recv(min(missing, _BUFFER))
             if not data:
@@ -202,7 +176,6 @@ class AgentClient:
     def _receive(self) -> None:
         with contextlib.suppress(Exception):  # Whatever ended the channel: who waits gets `ConnectionLost` below.
             for header, values in messages(self._read):
-                self.heard = time.monotonic()
                 future = self._waiting.pop(header["id"], None)
                 if future is not None:
                     _resolve(future, header, values)
@@ -227,9 +200,7 @@ def _resolve(future: Future[Any], header: dict[str, Any], values: list[Any]) -> 
 class SSHConnection(Connection):
     """Files and commands of an edge node, by SSH. All threads share one login and one agent.
 
-    Args:
-        ssh: the server and how to log in.
-        log_in: logs in with one of the two SSH clients; raises `ConnectionFailed`.
+    `log_in` is the login of an SSH client; it raises `ConnectionFailed`.
     """
 
     def __init__(self, ssh: SSHConnectionResource, log_in: Callable[[SSHConnectionResource], Transport]) -> None:
@@ -238,7 +209,7 @@ class SSHConnection(Connection):
         self._lock = threading.Lock()
         self._transport: Transport | None = None
         self._agent: AgentClient | None = None
-        self._ever_connected = False
+        self._wait: int | None = None  # For the next login; None before the first one that works.
         self._failed: tuple[float, Exception] | None = None
 
     @property
@@ -255,8 +226,6 @@ class SSHConnection(Connection):
             agent, began = None, time.monotonic()
             try:
                 agent = self._connected()
-                if not repeat and time.monotonic() - agent.heard > _SILENCE:
-                    self._ask_for_life(agent)
                 return operation(functools.partial(agent.submit, deadline))
             except Refused:
                 failure = errors.no_sessions(self.ssh)
@@ -268,19 +237,13 @@ class SSHConnection(Connection):
                 raise self._named(error, doing) from None
             if outage is None or (agent is not None and time.monotonic() - began > _PROGRESS):
                 outage = Backoff(began if agent is None else time.monotonic())
-            patient = self._ever_connected or isinstance(failure, ServerBusy)
+            patient = self._wait is not None or isinstance(failure, ServerBusy)
             patience = self.ssh.connect_timeout if patient else min(_FIRST_LOGIN_PATIENCE, self.ssh.connect_timeout)
             pause = outage.pause()
             too_late = deadline is not None and time.monotonic() + pause > deadline
             if not failure.temporary or outage.seconds + pause > patience or too_late:
                 raise failure from None
             time.sleep(pause)
-
-    def _ask_for_life(self, agent: AgentClient) -> None:
-        try:
-            agent.submit(None, files.account)()
-        except ConnectionLost as error:
-            raise ConnectionGone(str(error)) from None
 
     def _named(self, error: OSError, doing: str) -> OSError:
         """An error of the edge node, with a message that says where and what."""
@@ -292,11 +255,7 @@ class SSHConnection(Connection):
         return failure
 
     def _connected(self) -> AgentClient:
-        """An agent that runs; logs in and starts one if there is none.
-
-        Raises:
-            Refused, ConnectionFailed: in this thread, or just before in another one.
-        """
+        """An agent that runs; logs in and starts one if there is none. Raises as a login and `AgentClient` do."""
         called_at = time.monotonic()
         with self._lock:
             if self._agent is not None and not self._agent.lost:
@@ -315,8 +274,12 @@ class SSHConnection(Connection):
         """A login that works. The caller holds the lock."""
         if self._transport is None or not self._transport.alive():
             self._log_out()
-            self._transport = self._log_in(self.ssh)
-            self._ever_connected = True
+            ssh = self.ssh
+            if self._wait is not None:
+                ssh = _with_timeout(ssh, self._wait)
+                self._wait *= 2
+            self._transport = self._log_in(ssh)
+            self._wait = _FIRST_WAIT
         return self._transport
 
     def _start_agent(self, transport: Transport) -> AgentClient:
@@ -357,32 +320,32 @@ class SSHConnection(Connection):
             self._log_out()
 
 
+def _with_timeout(ssh: SSHConnectionResource, seconds: int) -> SSHConnectionResource:
+    """The configuration with no longer timeouts than `seconds`."""
+    jump = ssh.jump_host and _with_timeout(ssh.jump_host, seconds)
+    return ssh.model_copy(update={"connect_timeout": min(seconds, ssh.connect_timeout), "jump_host": jump})
+
+
 class ListeningForward(Forward):
     """A port on 127.0.0.1 that is forwarded over SSH. Other users of this machine can connect to the port as well.
 
-    Args:
-        tunnel: copies the bytes of one client over SSH until both directions have ended.
+    `tunnel` copies the bytes of one client over SSH until both directions have ended.
     """
 
     def __init__(self, tunnel: Callable[[socket.socket], None]) -> None:
         self._tunnel = tunnel
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        super().__init__("127.0.0.1", self._listener.getsockname()[1])
+        super().__init__(*self._listener.getsockname())
         self._clients: set[socket.socket] = set()
-        self._lock = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="rayslurm-forward", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # Wakes the thread in accept, which a close alone does not.
-        self._listener.close()
-        with self._lock:
-            clients = list(self._clients)
-        for client in clients:
+        for each in (self._listener, *tuple(self._clients)):  # A close alone does not wake the thread that waits for it.
             with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
+                each.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -391,16 +354,11 @@ class ListeningForward(Forward):
             except OSError:
                 self._closed.wait(0.1)  # The listener is closed, or file descriptors have run out for now.
                 continue
-            with self._lock:
-                self._clients.add(client)
+            self._clients.add(client)
             threading.Thread(target=self._serve, args=(client,), name="rayslurm-forward", daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        try:
-            # A failure closes the client's connection, as a direct connection would fail.
-            with contextlib.suppress(OSError, EOFError, Refused):
-                self._tunnel(client)
-        finally:
-            client.close()
-            with self._lock:
-                self._clients.discard(client)
+        # A failure closes the client's connection, as a direct connection would fail.
+        with client, contextlib.suppress(OSError, EOFError, Refused):
+            self._tunnel(client)
+        self._clients.discard(client)

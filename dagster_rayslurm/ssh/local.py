@@ -1,10 +1,14 @@
-"""`LocalConnection`, this machine as a `Connection`, and the private directory that all processes of a user share."""
+"""This machine: as a `Connection`, and the private directory and locks that all processes of a user share."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import random
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from .base import Connection, Forward, Submit
@@ -13,26 +17,6 @@ T = TypeVar("T")
 
 _LONGEST_DIR = 40
 """Characters of XDG_RUNTIME_DIR up to which `private_dir` lies in it; the path of a control socket must stay short."""
-
-
-def private_dir() -> str:
-    """The directory for sockets and locks that only this user's processes can access. It is made at the first use.
-
-    The path is short, because the path of a control socket in it may not exceed 107 bytes (unix(7)).
-
-    Raises:
-        OSError: the directory cannot be made, or other users can access it.
-    """
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    short = 0 < len(runtime) <= _LONGEST_DIR and os.path.isdir(runtime)
-    path = f"{runtime}/rayslurm" if short else f"/tmp/rayslurm-{os.getuid()}"
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        status = os.lstat(path)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise OSError(f"{path} is not a directory of user {os.getuid()} alone; remove it or mend its owner and mode")
-    return path
 
 
 class LocalConnection(Connection):
@@ -54,3 +38,46 @@ class LocalConnection(Connection):
 def _submit(function: Callable[..., T], *arguments: object) -> Callable[[], T]:
     result = function(*arguments)
     return lambda: result
+
+
+def private_dir() -> str:
+    """The directory for sockets and locks that only this user's processes can access. It is made at the first use.
+
+    The path is short, because the path of a control socket in it may not exceed 107 bytes (unix(7)). Raises `OSError` if the
+    directory cannot be made, or other users can access it.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    short = 0 < len(runtime) <= _LONGEST_DIR and os.path.isdir(runtime)
+    path = f"{runtime}/rayslurm" if short else f"/tmp/rayslurm-{os.getuid()}"
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise OSError(f"{path} is not a directory of user {os.getuid()} alone; remove it or mend its owner and mode")
+    return path
+
+
+@contextlib.contextmanager
+def locked(name: str, count: int = 1, timeout: float = float("inf")) -> Iterator[None]:
+    """Inside the block, hold one of the `count` locks of a name, which all processes of the user on this machine share.
+
+    Raises `TimeoutError` if none was free for `timeout` seconds.
+    """
+    paths = [os.path.join(private_dir(), f"{name}-{index}") for index in range(count)]
+    deadline = time.monotonic() + timeout
+    while True:
+        for path in random.sample(paths, count):
+            with open(path, "a") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                try:
+                    yield
+                    return
+                finally:
+                    fcntl.flock(lock, fcntl.LOCK_UN)  # Closing is not enough: a forked child holds the file open as well.
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(random.uniform(0.02, 0.1))

@@ -1,4 +1,4 @@
-"""What both SSH clients need for a login: checked key files, loaded keys, the keys of the agent, and a limit on parallel logins.
+"""What both SSH clients need for a login: checked key files, keys, answers to prompts, host keys, and a limit on parallel logins.
 
 The checks run before anything is sent, so both clients report a mistake in the same words.
 """
@@ -6,14 +6,17 @@ The checks run before anything is sent, so both clients report a mistake in the 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import fnmatch
+import getpass
 import hashlib
 import os
-import random
+import re
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import paramiko
@@ -22,9 +25,8 @@ from cryptography.hazmat.primitives import serialization
 from paramiko.pkey import UnknownKeyType
 
 from . import errors
-from .config import SSHConnectionResource
-from .known_hosts import known_hosts_path
-from .local import private_dir
+from .config import SSHConnectionResource, certificate_path, key_path, known_hosts_path
+from .local import locked
 
 SLOTS = 4
 """Number of logins to one SSH server that this user's processes on this machine may have in progress at once.
@@ -36,55 +38,71 @@ WAIT_FACTOR = 10
 """How long a login waits for a slot, as a multiple of its `connect_timeout`."""
 _AGENT_TIMEOUT = 5.0
 """Seconds to wait for the agent to list its keys."""
+_ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b", re.IGNORECASE)
+"""Matches prompts for a second factor, which may contain the word "password" too."""
 
 
 @contextlib.contextmanager
-def login_slot(target: str, connect_timeout: float) -> Iterator[None]:
-    """Hold one of the `SLOTS` slots for a login to a target such as "edge:22"; wait until one is free.
+def login_slot(ssh: SSHConnectionResource) -> Iterator[None]:
+    """Hold one of the `SLOTS` slots for a login to a server; wait until one is free."""
+    target, limit = f"{ssh.host}:{ssh.port}", WAIT_FACTOR * ssh.connect_timeout
+    with contextlib.ExitStack() as slot:
+        try:
+            slot.enter_context(locked(f"login-{hashlib.sha256(target.encode()).hexdigest()[:16]}", SLOTS, limit))
+        except TimeoutError:
+            sentence = f"{SLOTS} other logins to {target} have been in progress for {limit} s"
+            raise errors.failed(ssh, sentence, temporary=True) from None
+        yield
 
-    A slot is a lock file, so that all processes of the user share the limit.
 
-    Raises:
-        TimeoutError: no slot became free within `WAIT_FACTOR` times `connect_timeout` seconds.
+def asks_password(prompt: str) -> bool:
+    """Whether a prompt asks for the password of the account, and not for a second factor."""
+    return "password" in prompt.lower() and not _ONE_TIME.search(prompt)
+
+
+@dataclass
+class Prompts:
+    """Answers the prompts of servers, and of `ssh` for passphrases: each secret once, because repeated wrong ones lock accounts.
+
+    Prompts name the login, such as "dev@edge's password: " or "(dev@edge) Password: ". OpenSSH before 8.5 passes a server's own
+    prompt on without it, which is clear if there is a single server. `unanswered` is the first prompt that got no answer.
     """
-    name = hashlib.sha256(target.encode()).hexdigest()[:16]
-    paths = [os.path.join(private_dir(), f"login-{name}-{index}") for index in range(SLOTS)]
-    deadline = time.monotonic() + WAIT_FACTOR * connect_timeout
-    while True:
-        for path in random.sample(paths, SLOTS):
-            with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-                try:
-                    yield
-                    return
-                finally:
-                    fcntl.flock(lock, fcntl.LOCK_UN)  # A forked child holds the file open as well.
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{SLOTS} other logins to {target} have been in progress for {WAIT_FACTOR * connect_timeout:g} s")
-        time.sleep(random.uniform(0.02, 0.1))
+
+    servers: Sequence[SSHConnectionResource]
+    unanswered: str = ""
+    _given: set[tuple[int, str]] = field(default_factory=set)
+
+    def answer(self, prompt: str) -> str | None:
+        """The secret that a prompt asks for, or None."""
+        for number, ssh in enumerate(self.servers):
+            if secret := self._secret(ssh, prompt):
+                if (number, secret) not in self._given:
+                    self._given.add((number, secret))
+                    return secret
+                break
+        self.unanswered = self.unanswered or prompt.strip()
+        return None
+
+    def _secret(self, ssh: SSHConnectionResource, prompt: str) -> str | None:
+        if "passphrase for" in prompt.lower():
+            return ssh.key_passphrase if f"'{key_path(ssh) or ''}'" in prompt else None
+        named = prompt.startswith((f"{login_name(ssh)}'s password", f"({login_name(ssh)}) "))
+        clear = named or (len(self.servers) == 1 and "@" not in prompt)
+        return ssh.password if clear and asks_password(prompt) else None
 
 
-def key_path(ssh: SSHConnectionResource) -> str | None:
-    """The path of the configured private key file, with `~` expanded, or None."""
-    return os.path.expanduser(ssh.key_path) if ssh.key_path else None
+def login_name(ssh: SSHConnectionResource) -> str:
+    """The login as ssh writes it: "dev@edge"."""
+    return f"{ssh.user or getpass.getuser()}@{ssh.host}"
 
 
-def certificate_path(ssh: SSHConnectionResource) -> str | None:
-    """The path of the configured certificate, or else of the one beside the key (KEY-cert.pub), as OpenSSH does; or None."""
-    if ssh.certificate_path:
-        return os.path.expanduser(ssh.certificate_path)
-    key = key_path(ssh)
-    beside = f"{key}-cert.pub"
-    return beside if key and os.path.exists(beside) else None
+# -- keys ----------------------------------------------------------------------------------------------------------------
 
 
 def check_files(ssh: SSHConnectionResource) -> None:
     """Check that the configured key, certificate and known hosts files can be read, for the server and its jump hosts."""
     for hop in ssh.hops():
-        key, certificate = key_path(hop), certificate_path(hop)
+        key, known_hosts = key_path(hop), known_hosts_path(hop)
         if key:
             _check_readable(hop, key, "key_path")
             status = os.stat(key)
@@ -92,56 +110,73 @@ def check_files(ssh: SSHConnectionResource) -> None:
             if status.st_uid == os.getuid() and status.st_mode & 0o077:
                 mode = stat.S_IMODE(status.st_mode)
                 raise errors.failed(hop, f"others can read the key {key} (mode {mode:04o}); run: chmod 600 {key}")
-        if hop.certificate_path and certificate:
-            _check_readable(hop, certificate, "certificate_path")
-        if hop.known_hosts_file and os.path.exists(known_hosts_path(hop)):
-            _check_readable(hop, known_hosts_path(hop), "known_hosts_file")
+        if hop.certificate_path:
+            _check_readable(hop, str(certificate_path(hop)), "certificate_path")
+        if hop.known_hosts_file and os.path.exists(known_hosts):
+            _check_readable(hop, known_hosts, "known_hosts_file")
 
 
-def _check_readable(ssh: SSHConnectionResource, path: str, field: str) -> None:
+def _check_readable(ssh: SSHConnectionResource, path: str, name: str) -> None:
     try:
-        with open(path, "rb") as file:
-            file.read(1)
+        _text(path, 1)
     except FileNotFoundError:
-        raise errors.failed(ssh, f"{path} does not exist; check `{field}`") from None
+        raise errors.failed(ssh, f"{path} does not exist; check `{name}`") from None
     except OSError as error:
         raise errors.failed(
-            ssh, f"{path} cannot be read ({error.strerror}); check `{field}` and the file's owner and mode"
+            ssh, f"{path} cannot be read ({error.strerror}); check `{name}` and the file's owner and mode"
         ) from None
+
+
+def _text(path: str, size: int = -1) -> str:
+    with open(path, errors="replace") as file:
+        return file.read(size)
+
+
+def load_key(ssh: SSHConnectionResource, path: str) -> Any | None:
+    """A private key with its certificate, as a key object of paramiko; None if paramiko does not know its kind, as OpenSSH may.
+
+    For a locked key without passphrase this is the agent's key object, if the agent holds the key.
+    """
+    key = _unlock(ssh, path, ssh.key_passphrase)
+    certificate = certificate_path(ssh) if ssh.key_path else None
+    if key is not None and certificate:
+        try:
+            loaded = serialization.load_ssh_public_identity(_text(certificate).encode())
+            if not isinstance(loaded, serialization.SSHCertificate):
+                raise ValueError
+            key.load_certificate(certificate)
+        except (ValueError, UnsupportedAlgorithm):
+            raise errors.failed(ssh, f"{certificate} is not a certificate for the key {path}; check `certificate_path`") from None
+        if loaded.valid_before < time.time():
+            ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(loaded.valid_before))
+            raise errors.failed(ssh, f"the certificate {certificate} ended {ended}; have it renewed")
+    return key
+
+
+def _unlock(ssh: SSHConnectionResource, path: str, passphrase: str | None) -> Any | None:
+    try:
+        return paramiko.PKey.from_path(path, passphrase.encode() if passphrase else None)
+    except TypeError:  # cryptography: a passphrase for an unlocked key, or none for a locked one.
+        if passphrase:
+            return _unlock(ssh, path, None)
+        with contextlib.suppress(OSError, IndexError, StopIteration):
+            public = _text(f"{path}.pub").split()[1]
+            return next(key for key in agent_keys() if key.get_base64() == public)
+        raise errors.failed(ssh, f"the key {path} is locked; give `key_passphrase`, or add the key to an agent") from None
+    except (UnsupportedAlgorithm, UnknownKeyType):
+        return None
+    except (ValueError, paramiko.SSHException) as error:
+        if passphrase and "PRIVATE KEY-----" in _text(path) and "format" not in str(error).lower():
+            raise errors.failed(ssh, f"`key_passphrase` does not open the key {path}; check it") from None
+        raise errors.failed(ssh, f"{path} is not a private key that can be read; check `key_path`") from None
 
 
 def check_keys(ssh: SSHConnectionResource) -> None:
     """Check that the keys of the server and its jump hosts can be used, because `ssh` says little about a key that cannot."""
     for hop in ssh.hops():
         path = key_path(hop)
-        # A public key file only selects a key of the agent. Only ssh can use a FIDO key.
-        if path and not _text(path).startswith(("ssh-", "ecdsa-", "sk-")):
-            with contextlib.suppress(_UnknownKeyType):
-                _load(hop, path)
-
-
-def load_key(ssh: SSHConnectionResource, path: str) -> Any:
-    """A private key with its certificate, as a key object of paramiko.
-
-    For a locked key without passphrase this is the agent's key object, if the agent holds the key.
-    """
-    try:
-        return _load(ssh, path)
-    except _UnknownKeyType:
-        raise errors.failed(ssh, f'the key {path} is of a kind that paramiko does not know; use client="openssh"') from None
-
-
-class _UnknownKeyType(Exception):
-    """Raised when paramiko does not support the type of a key. OpenSSH may support it."""
-
-
-def _load(ssh: SSHConnectionResource, path: str) -> Any:
-    key = _unlock(ssh, path, ssh.key_passphrase)
-    certificate = certificate_path(ssh) if ssh.key_path else None
-    if certificate:
-        _check_certificate(ssh, path, key, certificate)
-        key.load_certificate(certificate)
-    return key
+        if path and not _text(path).startswith(("ssh-", "ecdsa-", "sk-")):  # A public key file selects a key of the agent.
+            load_key(hop, path)
 
 
 def agent_keys() -> list[Any]:
@@ -158,48 +193,118 @@ def agent_keys() -> list[Any]:
     return list(keys)
 
 
-def _unlock(ssh: SSHConnectionResource, path: str, passphrase: str | None) -> Any:
-    """A private key as a key object of paramiko, opened with the passphrase or taken from the agent."""
-    try:
-        return paramiko.PKey.from_path(path, passphrase.encode() if passphrase else None)
-    except TypeError:  # cryptography: a passphrase for an unlocked key, or none for a locked one.
-        if passphrase:
-            return _unlock(ssh, path, None)
-        key = _from_agent(path)
-        if key is None:
-            raise errors.failed(ssh, f"the key {path} is locked; give `key_passphrase`, or add the key to an agent") from None
-        return key
-    except (UnsupportedAlgorithm, UnknownKeyType):
-        raise _UnknownKeyType from None
-    except (ValueError, paramiko.SSHException) as error:
-        if passphrase and "PRIVATE KEY-----" in _text(path) and "format" not in str(error).lower():
-            raise errors.failed(ssh, f"`key_passphrase` does not open the key {path}; check it") from None
-        raise errors.failed(ssh, f"{path} is not a private key that can be read; check `key_path`") from None
+# -- host keys: only the paramiko client checks them here ------------------------------------------------------------------
+
+# The format of the files is that of sshd(8), OpenSSH 9.2, "SSH_KNOWN_HOSTS FILE FORMAT". paramiko's own reader ignores wildcards
+# and the @revoked marker, and its writer drops comments and markers.
 
 
-def _from_agent(path: str) -> Any | None:
-    """The agent's key that matches the public key file (PATH.pub) beside a private key file, or None."""
-    with contextlib.suppress(OSError, IndexError):
-        public = _text(f"{path}.pub").split()[1]
-        return next((key for key in agent_keys() if key.get_base64() == public), None)
-    return None
+@dataclass(frozen=True)
+class KnownKey:
+    """A host key from a file of known hosts: its type, and the key in base64. A @revoked key must never be accepted."""
+
+    key_type: str
+    key: str
+    revoked: bool = False
 
 
-def _check_certificate(ssh: SSHConnectionResource, path: str, key: Any, certificate: str) -> None:
-    try:
-        loaded = serialization.load_ssh_public_identity(_text(certificate).encode())
-        if not isinstance(loaded, serialization.SSHCertificate):
-            raise ValueError
-    except (ValueError, UnsupportedAlgorithm):
-        raise errors.failed(ssh, f"{certificate} is not an OpenSSH certificate; check `certificate_path`") from None
-    public = loaded.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    if public.split()[1] != key.get_base64().encode():
-        raise errors.failed(ssh, f"{certificate} is not a certificate for the key {path}; check `certificate_path`")
-    if loaded.valid_before < time.time():
-        ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(loaded.valid_before))
-        raise errors.failed(ssh, f"the certificate {certificate} ended {ended}; have it renewed")
+class Trust(Enum):
+    """The result of comparing the key that a host shows with the known keys of that host."""
+
+    KNOWN = "known"
+    NEW = "new"
+    CHANGED = "changed"
+    REVOKED = "revoked"
 
 
-def _text(path: str) -> str:
-    with open(path, errors="replace") as file:
-        return file.read()
+def _host_name(host: str, port: int) -> str:
+    return host if port == 22 else f"[{host}]:{port}"
+
+
+def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
+    """The keys of a host in the text of a file of known hosts, without those of certificate authorities."""
+    name, keys = _host_name(host, port).lower(), []
+    for line in text.splitlines():
+        fields = line.split()
+        revoked = bool(fields) and fields[0] == "@revoked"
+        if revoked:
+            fields = fields[1:]
+        if len(fields) >= 3 and not fields[0].startswith(("#", "@")) and _matches(fields[0], name):
+            keys.append(KnownKey(fields[1], fields[2], revoked))
+    return keys
+
+
+def _matches(patterns: str, name: str) -> bool:
+    """Whether the first field of a line in a file of known hosts (a list of patterns, or a hash) covers a host name."""
+    if patterns.startswith("|1|"):
+        with contextlib.suppress(ValueError, AssertionError):
+            return bool(paramiko.HostKeys.hash_host(name, patterns) == patterns)
+        return False
+    # Brackets are part of a name, as in "[edge]:2222", and never a set of characters.
+    matching = [each for each in patterns.lower().split(",") if fnmatch.fnmatchcase(name, each.lstrip("!").replace("[", "[[]"))]
+    return bool(matching) and not any(each.startswith("!") for each in matching)
+
+
+def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
+    """Whether the key that a host shows is known, new, changed or revoked, by the known keys of that host.
+
+    If all known keys are of other types, the key counts as changed. Otherwise an attacker in the middle would only need to show
+    a key of a new type.
+    """
+    same = [known.revoked for known in keys if (known.key_type, known.key) == (key_type, key)]
+    if same:
+        return Trust.REVOKED if any(same) else Trust.KNOWN
+    return Trust.CHANGED if any(not known.revoked for known in keys) else Trust.NEW
+
+
+def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
+    """The host keys to expect of a server: its configured `host_key`, or else its keys in the files of known hosts."""
+    if ssh.host_key:
+        key_type, key = ssh.host_key.split()
+        return [KnownKey(key_type, key)]
+    keys = []
+    for path in (known_hosts_path(ssh), "/etc/ssh/ssh_known_hosts"):
+        try:
+            keys += known_keys(_text(path), ssh.host, ssh.port)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise errors.failed(ssh, f"the known hosts cannot be read ({error}); check `known_hosts_file`") from None
+    return keys
+
+
+def check_host_key(ssh: SSHConnectionResource, key_type: str, key: str) -> None:
+    """Refuse a host key that the configuration does not trust. With "accept-new" a new key is added to the known hosts."""
+    shown = f"{key_type} {key}"
+    trust = judge(expected_keys(ssh), key_type, key)
+    if trust is Trust.NEW and ssh.host_key_checking == "accept-new" and not ssh.host_key:
+        try:
+            trust = _learn(ssh, key_type, key)
+        except OSError as error:
+            raise errors.failed(
+                ssh, f"its new host key cannot be kept ({error}); make that file writable, or name another as `known_hosts_file`"
+            ) from None
+    if trust is Trust.KNOWN or (ssh.host_key_checking == "off" and not ssh.host_key):
+        return
+    if ssh.host_key:
+        raise errors.host_key_not_pinned(ssh, f"it shows {shown}")
+    if trust is Trust.REVOKED:
+        raise errors.host_key_revoked(ssh)
+    if trust is Trust.CHANGED:
+        raise errors.host_key_changed(ssh, f"it shows {shown} now")
+    raise errors.host_key_unknown(ssh, f": {shown}")
+
+
+def _learn(ssh: SSHConnectionResource, key_type: str, key: str) -> Trust:
+    """Add a host's key to the known hosts, unless another process has just added one; returns whether the key is known then."""
+    path = known_hosts_path(ssh)
+    with locked("known-hosts"):
+        trust = judge(expected_keys(ssh), key_type, key)
+        if trust is not Trust.NEW:
+            return trust
+        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "a+b") as file:
+            if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+                file.write(b"\n")
+            file.write(f"{_host_name(ssh.host, ssh.port)} {key_type} {key}\n".encode())
+        return Trust.KNOWN

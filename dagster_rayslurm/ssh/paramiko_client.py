@@ -6,6 +6,7 @@ Each process has one login for each configured connection.
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import os
 import socket
@@ -18,20 +19,23 @@ import paramiko
 
 from . import errors
 from .base import ConnectionFailed
-from .config import SSHConnectionResource
+from .config import SSHConnectionResource, key_path
 from .connection import Refused
-from .known_hosts import KnownKey, check_host_key, expected_keys
-from .login import agent_keys, check_files, key_path, load_key, login_slot
+from .login import (
+    Prompts,
+    agent_keys,
+    asks_password,
+    check_files,
+    check_host_key,
+    expected_keys,
+    load_key,
+    login_name,
+    login_slot,
+)
 from .openssh import master_command
-from .openssh_askpass import asks_password
 
 _LOG = "dagster_rayslurm.paramiko"
 """Name of paramiko's logger, which is silenced."""
-_CONNECT_SLICE = 4.0
-"""Seconds after which a TCP connection attempt is given up and a new one starts.
-
-The kernel repeats a lost packet later and later, so a new attempt succeeds earlier.
-"""
 _OPEN_TIMEOUT = 60.0
 """Seconds for the server to open a channel."""
 _SETTLE = 0.3
@@ -56,10 +60,8 @@ def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
     transport: ParamikoTransport | None = None
     for hop in ssh.hops():
         try:
-            with login_slot(f"{hop.host}:{hop.port}", hop.connect_timeout):
+            with login_slot(hop):
                 transport = _log_in_to(hop, transport)
-        except TimeoutError as error:
-            raise errors.failed(hop, str(error), temporary=True) from None
         finally:
             if transport is not None and transport.ssh is not hop:
                 transport.close()  # The login to this host failed: log out from the jump host before it.
@@ -70,69 +72,67 @@ def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
 def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> ParamikoTransport:
     """Log in to one server, directly or through the login to its jump host, and return the login."""
     deadline = time.monotonic() + ssh.connect_timeout
-    stream = jump.open_tcp(ssh, deadline) if jump else _connect(ssh, deadline)
-    transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
-    transport.set_log_channel(_LOG)
-    transport.logger.setLevel(100)  # paramiko logs tracebacks of failures that `errors` reports in a sentence.
-    transport.daemon = True
+    transport: Any = None
     try:
-        remaining = max(0.1, deadline - time.monotonic())
-        transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = remaining
-        expected = expected_keys(ssh)
-        _prefer_key_types(transport, expected)
-        transport.start_client(timeout=remaining)
+        stream = jump.open_tcp(ssh) if jump else _connect(ssh)
+        transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
+        transport.set_log_channel(_LOG)
+        transport.logger.setLevel(100)  # paramiko logs tracebacks of failures that `errors` reports in a sentence.
+        transport.daemon = True
+        transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = _left(deadline)
+        _prefer_known_types(transport, ssh)
+        transport.start_client(timeout=_left(deadline))
         if not transport.initial_kex_done:
             raise errors.no_answer(ssh)
         shown = transport.get_remote_server_key()
-        check_host_key(ssh, expected, shown.get_name(), shown.get_base64())
-        transport.auth_timeout = max(0.1, deadline - time.monotonic())
+        check_host_key(ssh, shown.get_name(), shown.get_base64())
+        transport.auth_timeout = _left(deadline)
         _authenticate(transport, ssh, ssh.user or getpass.getuser())
     except BaseException as error:
-        transport.close()
-        if isinstance(error, (paramiko.SSHException, EOFError, OSError)) and not isinstance(error, ConnectionFailed):
+        if transport is not None:
+            transport.close()
+        if isinstance(error, (paramiko.SSHException, EOFError, OSError, UnicodeError)) and not isinstance(
+            error, ConnectionFailed
+        ):
             raise _explain(ssh, error, deadline) from None
         raise
     return ParamikoTransport(ssh, transport, jump)
 
 
-def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
-    while True:
-        remaining = deadline - time.monotonic()
-        try:
-            stream = socket.create_connection((ssh.host, ssh.port), timeout=max(0.1, min(_CONNECT_SLICE, remaining)))
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return stream
-        except (socket.gaierror, UnicodeError):
-            raise errors.unknown_host(ssh) from None
-        except ConnectionRefusedError:
-            raise errors.nothing_listens(ssh) from None
-        except TimeoutError:
-            if time.monotonic() >= deadline:
-                raise errors.no_answer(ssh) from None
-        except OSError as error:
-            raise errors.unreachable(ssh, error.strerror or str(error)) from None
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
+
+
+def _connect(ssh: SSHConnectionResource) -> socket.socket:
+    stream = socket.create_connection((ssh.host, ssh.port), timeout=ssh.connect_timeout)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return stream
 
 
 def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> ConnectionFailed:
     """The `ConnectionFailed` for an exception that was raised during a login."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        return errors.unknown_host(ssh)
     if time.monotonic() >= deadline - 0.05 or isinstance(error, TimeoutError):
         return errors.no_answer(ssh)
-    text = str(error) or type(error).__name__
+    if isinstance(error, ConnectionRefusedError):
+        return errors.nothing_listens(ssh)
     if "Invalid SSH banner" in text or "not a SSH server" in text or "Indecipherable protocol version" in text:
         return errors.not_ssh(ssh)
     if isinstance(error, paramiko.IncompatiblePeer):
         return errors.failed(ssh, f"no cipher or key exchange in common ({text}); the server is too old or too new")
     if "SSH protocol banner" in text or isinstance(error, (EOFError, ConnectionResetError)):
         return errors.busy(ssh)
+    if isinstance(error, OSError) and error.strerror:
+        return errors.unreachable(ssh, error.strerror)
     return errors.failed(ssh, f"the login broke off ({text})", temporary=True)
 
 
-def _prefer_key_types(transport: Any, expected: list[KnownKey]) -> None:
-    """Make the transport ask for a host key of a known type first.
-
-    Otherwise a host with several keys may seem to have changed its key.
-    """
-    known = [name for key in expected if not key.revoked for name in _SIGNATURES.get(key.key_type, (key.key_type,))]
+def _prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
+    """Make the transport ask for a known host key first, because a host with several keys may seem to have changed its key."""
+    types = [key.key_type for key in expected_keys(ssh) if not key.revoked]
+    known = [name for each in types for name in _SIGNATURES.get(each, (each,))]
     options = transport.get_security_options()
     options.key_types = tuple(sorted(options.key_types, key=lambda name: name not in known))
 
@@ -157,10 +157,10 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
         if not offered:
             return
         break  # The key was the first factor; `offered` names the next ones.
-    prompts = _Prompts(ssh.password)
+    prompts = Prompts([ssh])
     methods: list[Callable[[], list[str]]] = []
     if ssh.password is not None or "keyboard-interactive" in offered:
-        methods.append(lambda: transport.auth_interactive(user, prompts))
+        methods.append(lambda: transport.auth_interactive(user, functools.partial(_answers, prompts)))
     if ssh.password is not None:
         tried.append("the password")
         methods.append(lambda: transport.auth_password(user, ssh.password, fallback=False))
@@ -176,35 +176,20 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
                 return
     _check_active(transport, ssh)
     if prompts.unanswered and not asks_password(prompts.unanswered):
-        raise errors.prompt_unanswered(ssh, prompts.unanswered, master_command(ssh))
-    raise errors.login_refused(ssh, " and ".join(tried), ", ".join(offered or _offered_methods(transport, user)))
+        raise errors.prompt_unanswered(ssh, prompts.unanswered, command=master_command(ssh))
+    takes = ", ".join(offered or _offered_methods(transport, user))
+    nothing = "nothing, for no key, agent or password is there"
+    raise errors.login_refused(ssh, " and ".join(tried) or nothing, offered=takes and f"; it takes {takes}")
 
 
-class _Prompts:
-    """Called by paramiko with keyboard-interactive prompts: answers the first prompt for a password with the password.
-
-    All other prompts get an empty answer. The first of them is kept as `unanswered`.
-    """
-
-    def __init__(self, password: str | None) -> None:
-        self._password = password
-        self.unanswered: str | None = None
-
-    def __call__(self, title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG002
-        return [self._answer(prompt) for prompt, _ in fields]
-
-    def _answer(self, prompt: str) -> str:
-        if self._password is not None and asks_password(prompt):
-            password, self._password = self._password, None  # A second prompt means a wrong password; retries lock accounts.
-            return password
-        self.unanswered = self.unanswered or prompt.strip()
-        return ""
+def _answers(prompts: Prompts, title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG001
+    return [prompts.answer(f"({login_name(prompts.servers[0])}) {prompt}") or "" for prompt, _ in fields]
 
 
 def _check_active(transport: Any, ssh: SSHConnectionResource) -> None:
     """Raise if the server closed the connection after a refused key."""
     if not transport.is_active():
-        raise errors.login_refused(ssh, "all that was tried so far (it hung up)", "")
+        raise errors.login_refused(ssh, "all that was tried so far (it hung up)", offered="")
 
 
 def _offered_methods(transport: Any, user: str) -> list[str]:
@@ -222,14 +207,18 @@ def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
     """The keys to try in a login, in order, each after its name for messages."""
     path = key_path(ssh)
     if path:
-        yield f"the key {path}", load_key(ssh, path)
+        key = load_key(ssh, path)
+        if key is None:
+            raise errors.failed(ssh, f'the key {path} is of a kind that paramiko does not know; use client="openssh"')
+        yield f"the key {path}", key
         return
     for key in agent_keys()[:_MAX_AGENT_KEYS]:
         yield f"the agent's key {key.comment or key.fingerprint}", key
     for default in map(os.path.expanduser, _DEFAULT_KEYS):
         if os.path.exists(default):
             with contextlib.suppress(ConnectionFailed):  # The user did not configure this key.
-                yield f"the key {default}", load_key(ssh, default)
+                if (key := load_key(ssh, default)) is not None:
+                    yield f"the key {default}", key
 
 
 # -- the authenticated transport -----------------------------------------------------------------------------------------
@@ -256,13 +245,7 @@ class ParamikoStream:
 
 
 class ParamikoTransport:
-    """One login by paramiko: an authenticated transport.
-
-    Args:
-        ssh: the server.
-        transport: the authenticated transport of paramiko.
-        jump: the login to the jump host, which is closed with this one.
-    """
+    """One login by paramiko: an authenticated transport; the login to the jump host is closed with it."""
 
     def __init__(self, ssh: SSHConnectionResource, transport: Any, jump: ParamikoTransport | None) -> None:
         self.ssh = ssh
@@ -277,10 +260,7 @@ class ParamikoTransport:
         return bool(self._transport.is_active())
 
     def settled_alive(self) -> bool:
-        """Whether the login still works, asked after a channel has ended.
-
-        Waits up to `_SETTLE` seconds, because paramiko ends the channels just before it marks the transport as ended.
-        """
+        """Whether the login still works, asked after a channel has ended: paramiko ends channels just before the transport."""
         self._transport.join(_SETTLE)
         return self.alive()
 
@@ -312,15 +292,14 @@ class ParamikoTransport:
             _copy(channel.recv, client.sendall, lambda: client.shutdown(socket.SHUT_WR))
             thread.join()
 
-    def open_tcp(self, target: SSHConnectionResource, deadline: float) -> Any:
+    def open_tcp(self, target: SSHConnectionResource) -> Any:
         """A channel to the SSH server behind this jump host."""
-        remaining = max(0.1, deadline - time.monotonic())
         try:
-            return self._open("direct-tcpip", (target.host, target.port), ("127.0.0.1", 0), remaining)
+            return self._open("direct-tcpip", (target.host, target.port), ("127.0.0.1", 0), target.connect_timeout)
         except paramiko.ChannelException as error:
-            raise errors.jump_refused(target, self.ssh, error.text or "refused") from None
+            raise errors.jump_refused(target, error.text or "refused") from None
         except ConnectionFailed:
-            raise errors.jump_refused(target, self.ssh, f"no answer within {target.connect_timeout} s") from None
+            raise errors.jump_refused(target, f"no answer within {target.connect_timeout} s") from None
 
     def close(self) -> None:
         self._closed.set()

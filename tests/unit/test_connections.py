@@ -19,12 +19,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.ssh.base import Backoff
-from dagster_rayslurm.ssh.known_hosts import KnownKey, Trust, add_key, judge, known_keys
+from dagster_rayslurm.ssh.base import Backoff, ConnectionFailed
 from dagster_rayslurm.ssh.local import private_dir
-from dagster_rayslurm.ssh.login import SLOTS, login_slot
-from dagster_rayslurm.ssh.openssh import control_path, explain, jump_options, login_options, master_command
-from dagster_rayslurm.ssh.openssh_askpass import choose
+from dagster_rayslurm.ssh.login import SLOTS, KnownKey, Prompts, Trust, check_host_key, judge, known_keys, login_slot
+from dagster_rayslurm.ssh.openssh import control_path, explain, master_command, options
 from dagster_rayslurm.ssh.pool import connection_to
 
 # -- known hosts ---------------------------------------------------------------------------------------------------------
@@ -67,9 +65,10 @@ def test_names_in_known_hosts(names: str, host: str, port: int, matches: bool) -
 def test_ssh_finds_added_keys(host: str, port: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     key = "AAAAC3NzaC1lZDI1NTE5AAAAIEDShYqB4U8POSp9FNGz41/mdW55+3B0ypEtfSJ2vmv7"
     file = tmp_path_factory.mktemp("k") / "known"
-    add_key(str(file), host, port, "ssh-ed25519", key)
-    add_key(str(file), host, port, "ssh-ed25519", key)
-    assert file.read_text().count("\n") == 1 and file.stat().st_mode & 0o777 == 0o600
+    file.write_text("# without a newline at its end")
+    for _ in range(2):
+        check_host_key(resource(host=host, port=port, known_hosts_file=str(file)), "ssh-ed25519", key)
+    assert file.read_text().count("\n") == 2
     name = host if port == 22 else f"[{host}]:{port}"
     found = subprocess.run(["ssh-keygen", "-F", name, "-f", file], capture_output=True, text=True)
     assert key in found.stdout
@@ -89,12 +88,16 @@ def test_trust_in_a_host_key() -> None:
 
 def test_threads_add_a_key_once(tmp_path: Path) -> None:
     file = tmp_path / "dir" / "known"
-    threads = [threading.Thread(target=add_key, args=(str(file), f"h{i % 3}", 22, "ssh-rsa", "K")) for i in range(24)]
+    servers = [resource(host=f"h{i % 3}", known_hosts_file=str(file)) for i in range(24)]
+    threads = [threading.Thread(target=check_host_key, args=(server, "ssh-rsa", "K")) for server in servers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(file.read_text().splitlines()) == [f"h{i} ssh-rsa K" for i in range(3)]
+    assert file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConnectionFailed, match="host key is not the one in"):
+        check_host_key(servers[0], "ssh-rsa", "B")
 
 
 # -- ssh options ---------------------------------------------------------------------------------------------------------
@@ -105,13 +108,14 @@ def resource(**fields: Any) -> SSHConnectionResource:
 
 
 def test_only_configured_fields_override_the_users_ssh_config() -> None:
-    options = login_options(resource())
-    assert not any(option.startswith(("Port=", "User=", "IdentityFile=", "UserKnownHostsFile=")) for option in options)
-    assert "StrictHostKeyChecking=accept-new" in options and "BatchMode=yes" in options
-    full = login_options(
+    plain = options(resource(), "/scratch")
+    assert not any(option.startswith(("Port=", "User=", "IdentityFile=", "UserKnownHostsFile=")) for option in plain)
+    assert "StrictHostKeyChecking=accept-new" in plain and "BatchMode=yes" in plain
+    full = options(
         resource(
             port=2222, user="dev", key_path="/k e%y", certificate_path="/c", known_hosts_file="/kh", host_key_checking="strict"
-        )
+        ),
+        "/scratch",
     )
     assert {"Port=2222", "User=dev", 'IdentityFile="/k e%%y"', "IdentitiesOnly=yes", 'CertificateFile="/c"'} < set(full)
     assert {'UserKnownHostsFile="/kh"', "StrictHostKeyChecking=yes"} < set(full)
@@ -120,7 +124,7 @@ def test_only_configured_fields_override_the_users_ssh_config() -> None:
 def test_secrets_are_in_no_option() -> None:
     jump = resource(host="jump", password="s3cret", key_path="/k", key_passphrase="pass")
     ssh = resource(password="s3cret2", jump_host=jump)
-    words = " ".join([*login_options(ssh), *jump_options(ssh, {}), control_path(ssh), master_command(ssh)])
+    words = " ".join([*options(ssh, "/scratch"), control_path(ssh), master_command(ssh)])
     assert "s3cret" not in words and "pass" not in words.replace("NumberOfPasswordPrompts", "")
 
 
@@ -143,21 +147,20 @@ def test_host_and_user_names_that_look_like_options_are_refused(name: str) -> No
             resource(**fields)
 
 
-ANSWERS = [
-    {"kind": "passphrase", "for": "/home/me/key", "secret": "a"},
-    {"kind": "password", "for": "me@jump", "secret": "b"},
-    {"kind": "password", "for": "me@edge", "secret": "c"},
+SERVERS = [
+    resource(host="jump", user="me", key_path="/home/me/key", key_passphrase="passphrase", password="of jump"),
+    resource(host="edge", user="me", password="of edge"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "index"),
+    ("prompt", "secret"),
     [
-        ("Enter passphrase for key '/home/me/key': ", 0),
+        ("Enter passphrase for key '/home/me/key': ", "passphrase"),
         ("Enter passphrase for key '/home/me/other': ", None),
-        ("me@jump's password: ", 1),
-        ("me@edge's password: ", 2),
-        ("(me@edge) Password: ", 2),
+        ("me@jump's password: ", "of jump"),
+        ("me@edge's password: ", "of edge"),
+        ("(me@edge) Password: ", "of edge"),
         ("Password: ", None),
         ("me@edge2's password: ", None),
         ("(me@edge) One-time password (OATH): ", None),
@@ -165,20 +168,16 @@ ANSWERS = [
         ("The authenticity of host can't be established. Continue? ", None),
     ],
 )
-def test_askpass_answers_a_prompt(prompt: str, index: int | None) -> None:
-    assert choose(ANSWERS, prompt) == index
+def test_a_prompt_gets_its_own_secret_once(prompt: str, secret: str | None) -> None:
+    prompts = Prompts(SERVERS)
+    assert prompts.answer(prompt) == secret
+    assert prompts.unanswered == ("" if secret else prompt.strip())
+    assert prompts.answer(prompt) is None and prompts.unanswered == prompt.strip()
 
 
-def test_askpass_answers_a_prompt_without_a_name_if_there_is_one_server() -> None:
-    assert choose([{**ANSWERS[1], "alone": "yes"}], "Password: ") == 0
-    assert choose([{**ANSWERS[1], "alone": "yes"}], "somebody@else's password: ") is None
-
-
-def test_adding_a_key_that_another_process_has_just_added(tmp_path: Path) -> None:
-    file = str(tmp_path / "known")
-    assert add_key(file, "h", 22, "ssh-rsa", "A") is Trust.KNOWN
-    assert add_key(file, "h", 22, "ssh-rsa", "A") is Trust.KNOWN
-    assert add_key(file, "h", 22, "ssh-rsa", "B") is Trust.CHANGED
+def test_a_prompt_without_a_name_is_clear_if_there_is_one_server() -> None:
+    assert Prompts(SERVERS[1:]).answer("Password: ") == "of edge"
+    assert Prompts(SERVERS[1:]).answer("somebody@else's password: ") is None
 
 
 def test_secrets_are_not_printed() -> None:
@@ -201,7 +200,7 @@ def test_login_slots_limit_simultaneous_logins() -> None:
     at_once, most, lock = [0], [0], threading.Lock()
 
     def log_in() -> None:
-        with login_slot("test-host:22", 30):
+        with login_slot(resource(host="test-host")):
             with lock:
                 at_once[0] += 1
                 most[0] = max(most[0], at_once[0])
@@ -252,8 +251,6 @@ def test_a_private_directory_that_others_can_access_is_refused(monkeypatch: pyte
         ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @ edge", "its host key is not the one in"),
         ("No ED25519 host key is known for edge. Host key verification failed.", 'host_key_checking is "strict"'),
         ("@ WARNING: REVOKED HOST KEY DETECTED! @ edge", "is marked @revoked in"),
-        ('Load key "/k": incorrect passphrase supplied to decrypt private key', "`key_passphrase` does not open the key /k"),
-        ('Load key "/k": invalid format', "/k is not a private key that can be read (invalid format)"),
         ("kex_exchange_identification: Connection closed by remote host", "closes connections before the login"),
         ("kex_exchange_identification: banner line contains invalid characters", "is not an SSH server; check `port`"),
         ("a\n\n b ", "ssh failed: a / b"),

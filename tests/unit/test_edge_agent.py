@@ -283,14 +283,15 @@ def test_an_upload_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert start == 0
 
 
-def test_a_small_file_is_read_at_once_and_closed(tmp_path: Path) -> None:
+def test_a_download_goes_on_in_the_same_version_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abcdef")
     before = len(os.listdir("/proc/self/fd"))
-    fd, (size, _, _), data = files.open_read(str(tmp_path / "file"), 2, 10)
-    assert (fd, size, data) == (-1, 6, b"cdef") and len(os.listdir("/proc/self/fd")) == before
-    fd, _, data = files.open_read(str(tmp_path / "file"), 0, 2)
-    assert data == b"ab" and files.read_at(fd, 2, 10) == b"cdef"
+    fd, version, start, data = files.open_read(str(tmp_path / "file"), [], 2, 3)
+    assert (version[0], start, data, files.read_at(fd, 3, 10)) == (6, 0, b"abc", b"def")
+    files.close(fd)
+    fd, _, start, data = files.open_read(str(tmp_path / "file"), version, 2, 3)
+    assert (start, data) == (2, b"cde")
     files.close(fd)
     with pytest.raises(IsADirectoryError):
-        files.open_read(str(tmp_path), 0, 2)
+        files.open_read(str(tmp_path), [], 0, 2)
     assert len(os.listdir("/proc/self/fd")) == before
