@@ -104,11 +104,11 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, re
         log.warning(f"[rayslurm] remote_base: {sentence}")
 
     try:
-        installed = install(connection, base, list(files.bundles.values()), _progress(log), recheck, warn)
+        install(connection, base, list(files.bundles.values()), _progress(log), recheck, warn)
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     log.debug(f"[rayslurm] delivered {', '.join(files.bundles) or 'nothing'} to {connection.place}")
-    return installed.runtime
+    return runtime_place(base)
 
 
 def required_files(connection: Connection, base: str, packed: Sequence[PayloadFiles], log: Any) -> RequiredFiles:

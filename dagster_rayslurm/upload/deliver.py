@@ -6,22 +6,19 @@ Each is sent once, found again by its name, and invisible under that name until 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
-import os
 import posixpath
 import secrets
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 from ..archive import build_runtime, runtime_name
 from ..edge import delivery
 from ..ssh.base import Connection, ConnectionFailed, Progress
-from ..ssh.local import private_dir
+from ..ssh.local import locked
 from .bundle import Bundle
 
 _SMALL = 1024 * 1024
@@ -34,19 +31,9 @@ _LOOK_TIMEOUT = 300.0
 _UNPACK_TIMEOUT = 600.0
 _UNPACKED_PER_SECOND = 1024 * 1024
 """An archive must be unpacked within `_UNPACK_TIMEOUT` seconds, plus a second for each of these bytes."""
-_LOCK_POLL = 0.1
-"""Seconds between two attempts to get the lock of this machine."""
 
 _known: weakref.WeakKeyDictionary[Connection, dict[str, float]] = weakref.WeakKeyDictionary()
 """By connection: the `time.monotonic()` at which this process last saw each path on the cluster."""
-
-
-@dataclass(frozen=True)
-class Installed:
-    """The result of `install`: the paths on the cluster of each bundle and of the runtime, a zipapp."""
-
-    bundles: Mapping[Bundle, str]
-    runtime: str
 
 
 def place_of(base: str, bundle: Bundle) -> str:
@@ -55,7 +42,7 @@ def place_of(base: str, bundle: Bundle) -> str:
 
 
 def runtime_place(base: str) -> str:
-    """The path of the runtime on the cluster."""
+    """The path of the runtime, a zipapp, on the cluster."""
     return posixpath.join(base, "runtime", runtime_name())
 
 
@@ -66,7 +53,7 @@ def install(
     progress: Progress | None = None,
     afresh: bool = False,
     warn: Callable[[str], object] = lambda _: None,
-) -> Installed:
+) -> None:
     """Install bundles and the runtime on the cluster if they are missing there; only their owner can read them.
 
     If nothing is missing, this takes one small call, or none within five minutes of the last one. Several processes may
@@ -74,7 +61,7 @@ def install(
 
     Args:
         base: the absolute base directory on the cluster.
-        progress: called with the bytes sent, for each item.
+        progress: called with the bytes sent, for each large item.
         afresh: check all items on the cluster, even those that this process saw a short time ago.
         warn: called with a warning about a base directory that others may write to.
 
@@ -88,14 +75,20 @@ def install(
     items |= {place_of(base, bundle): bundle for bundle in bundles}
     for path in _missing(connection, base, list(items), warn):
         bundle = items[path]
-        if bundle is None or bundle.size + _ENTRY * len(bundle.manifest.entries) <= _SMALL:
-            _send_small(connection, base, bundle, progress)
+        if bundle is None:
+            _make(connection, base, path, delivery.install_file, build_runtime())
+        elif bundle.size + _ENTRY * len(bundle.manifest.entries) <= _SMALL:
+            archive = io.BytesIO()
+            bundle.write_archive(archive)
+            _make(connection, base, path, delivery.install, "", archive.getvalue())
         else:
-            with _machine_lock(f"{connection.place} {path}"):
+            # Only one hex digit of the hash, so that there are at most 16 lock files.
+            with locked(f"install-{hashlib.sha256(f'{connection.place} {path}'.encode(errors='replace')).hexdigest()[0]}"):
                 if _missing(connection, base, [path]):
-                    _send_large(connection, base, bundle, progress)
+                    name = _upload(connection, posixpath.dirname(path), bundle, progress)
+                    timeout = _UNPACK_TIMEOUT + bundle.size / _UNPACKED_PER_SECOND
+                    _make(connection, base, path, delivery.install, name, b"", timeout=timeout)
         _known.setdefault(connection, {})[path] = time.monotonic()
-    return Installed({bundle: place_of(base, bundle) for bundle in bundles}, runtime_place(base))
 
 
 def _missing(
@@ -110,7 +103,7 @@ def _missing(
     if all(path in known and now - known[path] < _KNOWN_FOR for path in paths):
         return []
     where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
-    with _errors(connection, base, f"looking at {base}", _LOOK_TIMEOUT):
+    with _in_time(connection, base, f"looking at {base}", _LOOK_TIMEOUT):
         owner, open_place, group, found = connection.call(delivery.look, base, places, repeat=True, timeout=_LOOK_TIMEOUT)
     if owner:
         raise PermissionError(f"{where}: {base} belongs to {owner}, who could change what runs there")
@@ -126,18 +119,9 @@ def _missing(
     return [path for path, place in zip(paths, places, strict=True) if place not in found]
 
 
-def _send_small(connection: Connection, base: str, bundle: Bundle | None, progress: Progress | None) -> None:
-    """Install the runtime (None) or a bundle with a single call, which gets its content."""
-    archive = io.BytesIO()
-    archive.write(build_runtime()) if bundle is None else bundle.write_archive(archive)
-    _install(connection, base, bundle, "", archive.getvalue())
-    if progress:
-        progress(archive.tell(), archive.tell())
-
-
-def _send_large(connection: Connection, base: str, bundle: Bundle, progress: Progress | None) -> None:
-    """Install a bundle by an upload, and a call that unpacks the uploaded file."""
-    name, directory = f".rs-{secrets.token_hex(8)}.tgz", posixpath.join(base, "bundles")
+def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Progress | None) -> str:
+    """Copy the archive of a bundle to the cluster; returns the name of the file there."""
+    name = f".rs-{secrets.token_hex(8)}.tgz"
     with tempfile.NamedTemporaryFile(prefix="rayslurm-") as archive:
         try:
             bundle.write_archive(archive)
@@ -146,54 +130,34 @@ def _send_large(connection: Connection, base: str, bundle: Bundle, progress: Pro
             raise OSError(f"{archive.name} cannot be written before it goes to {connection.place}: {error.strerror}") from None
         connection.make_dir(directory)
         connection.upload(archive.name, posixpath.join(directory, name), progress)
-    _install(connection, base, bundle, name, b"")
+    return name
 
 
-def _install(connection: Connection, base: str, bundle: Bundle | None, archive: str, data: bytes) -> None:
-    """Make the runtime or a bundle on the cluster; `archive` is an uploaded file there, or "" for `data`."""
-    path = runtime_place(base) if bundle is None else place_of(base, bundle)
-    timeout = _UNPACK_TIMEOUT + (bundle.size / _UNPACKED_PER_SECOND if bundle else 0)
-    directory, name = posixpath.split(path)
-    with _errors(connection, base, f"making {path}", timeout):
-        if bundle is None:
-            connection.call(delivery.install_file, directory, name, data, repeat=True, timeout=timeout)
-        else:
-            connection.call(delivery.install, directory, name, archive, data, repeat=True, timeout=timeout)
+def _make(
+    connection: Connection,
+    base: str,
+    path: str,
+    function: Callable[..., None],
+    *content: object,
+    timeout: float = _UNPACK_TIMEOUT,
+) -> None:
+    """Make the runtime or a bundle on the cluster by a function of `delivery`."""
+    try:
+        with _in_time(connection, base, f"making {path}", timeout):
+            connection.call(function, *posixpath.split(path), *content, repeat=True, timeout=timeout)
+    except (ConnectionFailed, TimeoutError):
+        raise
+    except OSError as error:
+        said = str(error).removeprefix(f"{connection.place}: ")
+        raise OSError(f"{connection.place}: {path} cannot be made: {said}") from None
 
 
 @contextlib.contextmanager
-def _errors(connection: Connection, base: str, doing: str, timeout: float) -> Iterator[None]:
-    """Name the machine, the path and the remedy in errors of the cluster's file system."""
+def _in_time(connection: Connection, base: str, doing: str, timeout: float) -> Iterator[None]:
     try:
         yield
-    except ConnectionFailed:
-        raise
     except TimeoutError:
         raise TimeoutError(
             f"{connection.place}: {doing} took over {timeout:.0f} s and was ended; the file system of {base} "
             "does not answer: try again later, or choose another remote_base"
         ) from None
-    except OSError as error:
-        if not doing.startswith("making "):
-            raise
-        said = str(error).removeprefix(f"{connection.place}: ")
-        raise OSError(f"{connection.place}: {doing.removeprefix('making ')} cannot be made: {said}") from None
-
-
-@contextlib.contextmanager
-def _machine_lock(name: str) -> Iterator[None]:
-    """Hold a lock inside the block, so that of this user's processes on this machine only one at a time installs an item."""
-    # Only one hex digit of the hash, so that there are at most 16 lock files.
-    path = os.path.join(private_dir(), f"install-{hashlib.sha256(os.fsencode(name)).hexdigest()[0]}")
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_LOCK_POLL)
-        yield
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # Closing is not enough: a child process forked meanwhile has the file open, too.
-        os.close(fd)

@@ -11,8 +11,8 @@ import os
 import posixpath
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from pathspec import GitIgnoreSpec
 
@@ -32,12 +32,12 @@ _ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
 """Entries of virtual and conda environments, which are left out, as they would not work on another machine."""
 _DANGLING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """Errors of stat(2) for a link whose target does not exist."""
-_UNSUPPORTED = {
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_UNSUPPORTED = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+MAX_BYTES, MAX_ENTRIES = 500 * 2**20, 100_000
+"""The largest bundle that is accepted; Ray 2.60 has the same limit of bytes. Too many entries suggest a wrong directory."""
+
+_Rules = tuple[tuple[str, str, GitIgnoreSpec], ...]
+"""The ignore files that count for a directory, the deepest first: name, the directory that has it in the bundle, patterns."""
 
 
 class EntryKind(TextEnum):
@@ -50,37 +50,24 @@ class EntryKind(TextEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One file, directory or symbolic link of a bundle.
+    """One file, directory or symbolic link of a bundle."""
 
-    Attributes:
-        name: the entry's path in the bundle.
-        source: the entry's path on this machine; "" for a directory that exists only in the bundle.
-        executable: whether a file's owner may execute it; no other mode bit is kept.
-        target: the target of a link; relative to the link if the target is in the bundle.
-        stamp: stat fields of a file that change whenever the file does.
-    """
-
-    name: str
+    name: str  # The path in the bundle.
     kind: EntryKind
-    source: str
-    executable: bool = False
+    source: str  # The path on this machine, without links but the entry itself; "" for a directory only in the bundle.
+    executable: bool = False  # By its owner; no other mode bit is kept.
     size: int = 0
-    target: str = ""
-    stamp: tuple[int, ...] = ()
+    target: str = ""  # Of a link; relative to the link if the target is in the bundle.
+    stamp: tuple[int, ...] = ()  # Stat fields of a file that change whenever the file does.
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The entries of a bundle, sorted by the bytes of their names, before their content is read.
+    """The entries of a bundle, sorted by the bytes of their names, before their content is read."""
 
-    Attributes:
-        argument: the argument of `run()` or the launcher that named the files, for error messages.
-        root: the bundled directory, without links; None for files that were named one by one.
-    """
-
-    argument: str
+    argument: str  # The argument of `run()` or the launcher that named the files, for error messages.
     entries: tuple[Entry, ...]
-    root: str | None = None
+    root: str | None = None  # The bundled directory, without links; None for files that were named one by one.
 
     @property
     def size(self) -> int:
@@ -88,18 +75,7 @@ class Manifest:
         return sum(entry.size for entry in self.entries)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The largest bundle that is accepted; Ray 2.60 has the same limit of bytes. Too many entries suggest a wrong directory."""
-
-    max_bytes: int = 500 * 2**20
-    max_entries: int = 100_000
-
-
-_LIMITS = Limits()
-
-
-def scan(directory: str, *, argument: str = "working_dir", limits: Limits = _LIMITS) -> Manifest:
+def scan(directory: str, *, argument: str = "working_dir") -> Manifest:
     """The manifest of a directory, without the files that its ignore files name or that no cluster needs.
 
     A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces it, as in Ray.
@@ -108,13 +84,13 @@ def scan(directory: str, *, argument: str = "working_dir", limits: Limits = _LIM
     Raises:
         ValueError: the files exceed the limits, or a file cannot be read or copied; the sentence says what to do.
     """
-    found = _Scan(argument, limits, os.path.abspath(directory))
-    real = os.path.realpath(directory)
-    found.walk(_Scope(real, ""), ())
-    return found.manifest(real)
+    root = os.path.abspath(directory)
+    found = _Scan(argument, f"list what payloads do not need in {root}/.rayignore", root)
+    found.walk(os.path.realpath(directory), "", ())
+    return found.manifest(os.path.realpath(directory))
 
 
-def scan_files(files: Mapping[str, str], *, argument: str = "extra_files", limits: Limits = _LIMITS) -> Manifest:
+def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Manifest:
     """The manifest of single files and directories, which are paths on this machine by path in the bundle.
 
     Ignore files do not count; `__pycache__`, `.git` and the like are left out.
@@ -122,7 +98,7 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files", limit
     Raises:
         ValueError: as for `scan`; or a path in the bundle is absolute, not normalized, or below another one.
     """
-    found = _Scan(argument, limits, None)
+    found = _Scan(argument)
     for name, path in sorted(files.items()):
         parts = name.split("/")
         above = ["/".join(parts[:length]) for length in range(1, len(parts))]
@@ -133,26 +109,8 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files", limit
             raise ValueError(f"{argument}: {name!r} is not the name of a file in a bundle")
         for parent in above:
             found.add(Entry(parent, EntryKind.DIR, ""))
-        found.follow(_Link(os.path.abspath(path), name, None, None))
+        found.follow(path, name, None)
     return found.manifest(None)
-
-
-@dataclass(frozen=True)
-class _IgnoreFile:
-    """One ignore file: its name (`kind`), its directory in the tree, and its patterns."""
-
-    kind: str
-    directory: str
-    spec: GitIgnoreSpec
-
-    def ignores(self, name: str, is_dir: bool) -> bool | None:
-        """Whether an entry of the tree is ignored; None if no pattern matches it."""
-        below = name[len(self.directory) + 1 :] if self.directory else name
-        return self.spec.check_file(f"{below}/" if is_dir else below).include
-
-
-_Rules = tuple[_IgnoreFile, ...]
-"""The ignore files that count for one directory: its own, and then those of its parents, up to the top of the tree."""
 
 
 def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
@@ -163,81 +121,56 @@ def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
     base = posixpath.basename(name)
     if base in _LEFT_OUT or base.endswith(".pyc"):
         return True
-    verdicts = ((file.ignores(name, is_dir) for file in rules if file.kind == kind) for kind in IGNORE_FILES)
-    return any(next((verdict for verdict in each if verdict is not None), False) for each in verdicts)
+    for kind in IGNORE_FILES:
+        below = ((name[len(top) + 1 :] if top else name, spec) for each, top, spec in rules if each == kind)
+        verdicts = (spec.check_file(f"{path}/" if is_dir else path).include for path, spec in below)
+        if next((verdict for verdict in verdicts if verdict is not None), False):
+            return True
+    return False
 
 
-@dataclass(frozen=True)
-class _Scope:
-    """A directory whose content is scanned: its path without links, its name in the bundle.
-
-    `via` are the directories that contain the links which led to this directory.
-    """
-
-    real: str
-    name: str
-    via: tuple[str, ...] = ()
-
-    def name_of(self, real: str) -> str | None:
-        """The name in the bundle of a path below the directory; None for any other path."""
-        if real == self.real:
-            return self.name
-        prefix = self.real.rstrip("/") + "/"
-        return posixpath.join(self.name, real[len(prefix) :]) if real.startswith(prefix) else None
-
-
-@dataclass(frozen=True)
-class _Link:
-    """A link of a scanned directory, or a path that the user named; only for the latter, scope and rules are None."""
-
-    path: str
-    name: str
-    scope: _Scope | None
-    rules: _Rules | None
-
-
+@dataclass
 class _Scan:
     """Collects the entries of one bundle; raises `ValueError` if they exceed the limits."""
 
-    def __init__(self, argument: str, limits: Limits, root: str | None) -> None:
-        self._argument, self._limits, self._root = argument, limits, root
-        self._remedy = f"list what payloads do not need in {root}/.rayignore" if root else "leave it out"
-        self._entries: dict[str, Entry] = {}
-        self._links: list[_Link] = []
+    argument: str
+    remedy: str = "leave it out"
+    root: str = "the files"
+    _entries: dict[str, Entry] = field(default_factory=dict)
+    _places: dict[str, str] = field(default_factory=dict)  # Names in the bundle by path on this machine, without links.
+    _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)  # Path and name; their directory's rules.
 
     def manifest(self, root: str | None) -> Manifest:
         """The manifest of all collected entries. Links are resolved here, when all other entries are known."""
+        if root is not None:
+            self._places[root] = ""
         while self._links:
-            links, self._links = sorted(self._links, key=lambda link: os.fsencode(link.name)), []
+            links, self._links = sorted(self._links, key=lambda link: os.fsencode(link[1])), []
             for link in links:
-                self._resolve(link)
+                self._resolve(*link)
         self._check_limits()
-        return Manifest(self._argument, tuple(sorted(self._entries.values(), key=lambda entry: os.fsencode(entry.name))), root)
+        return Manifest(self.argument, tuple(sorted(self._entries.values(), key=lambda entry: os.fsencode(entry.name))), root)
 
     def add(self, entry: Entry) -> None:
         self._entries[entry.name] = entry
-        if len(self._entries) > self._limits.max_entries:
+        if entry.kind is not EntryKind.LINK:
+            self._places.setdefault(entry.source, entry.name)
+        if len(self._entries) > MAX_ENTRIES:
             self._check_limits()
 
-    def walk(self, scope: _Scope, rules: _Rules | None) -> None:
-        """Add the content of a directory, except ignored entries; links wait for `manifest`. Rules None read no ignore file."""
-        waiting = [(scope.real, scope.name, rules)]
+    def walk(self, top: str, name: str, rules: _Rules | None) -> None:
+        """Add a directory, except ignored entries; its links wait for `manifest`. Rules None read no ignore file."""
+        waiting = [(top, name, rules)]
         while waiting:
             path, name, rules = waiting.pop()
-            with self._readable(path):
-                try:
-                    with os.scandir(path) as listing:
-                        items = {item.name: item for item in listing}
-                except FileNotFoundError:
-                    if path == scope.real:
-                        raise
-                    continue  # The directory was removed after its parent was read.
-            if path != scope.real:
-                if any(mark in items for mark in _ENVIRONMENT_MARKERS):
-                    continue
+            with self._readable(path), os.scandir(path) as listing:
+                items = {item.name: item for item in listing}
+            if path != top and any(mark in items for mark in _ENVIRONMENT_MARKERS):
+                continue
+            if name:
                 self.add(Entry(name, EntryKind.DIR, path))
             if rules is not None:
-                rules = (*self._ignore_files(name, path, items), *rules)
+                rules = (*(self._ignore_file(kind, name, path) for kind in IGNORE_FILES if kind in items), *rules)
             for item in items.values():
                 full = posixpath.join(name, item.name)
                 is_link = item.is_symlink()
@@ -245,84 +178,78 @@ class _Scan:
                 if _ignored(rules or (), full, is_dir):
                     continue
                 if is_link:
-                    self._links.append(_Link(item.path, full, scope, rules))
+                    self._links.append((item.path, full, rules))
                 elif is_dir:
                     waiting.append((item.path, full, rules))
                 else:
-                    with self._readable(item.path), contextlib.suppress(FileNotFoundError):  # The file was removed meanwhile.
-                        self._add_file(item.path, full, item.stat(follow_symlinks=False))
+                    self._add_file(item.path, full)
 
-    def follow(self, link: _Link) -> None:
-        """Add the target of a link to the bundle, under the name of the link."""
-        real = os.path.realpath(link.path)
-        with self._readable(link.path):
-            found = os.stat(real)
-            if not stat.S_ISDIR(found.st_mode):
-                return self._add_file(real, link.name, found)
-            if link.scope is not None and any(mark in os.listdir(real) for mark in _ENVIRONMENT_MARKERS):
-                return
-        via = () if link.scope is None else (*link.scope.via, os.path.dirname(link.path))
-        if any(os.path.commonpath([real, directory]) == real for directory in via):
+    def follow(self, path: str, name: str, rules: _Rules | None) -> None:
+        """Add the target of a link, or what the user named, to the bundle."""
+        real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(os.path.abspath(path)))
+        if not os.path.isdir(real):
+            return self._add_file(real, name)
+        if os.path.islink(path) and os.path.commonpath([real, parent]) == real:
             raise ValueError(
-                f"{self._argument}: the link {link.path} leads to {real}, which contains it; remove it or list it in .rayignore"
+                f"{self.argument}: the link {path} leads to {real}, which contains it; remove it or list it in .rayignore"
             )
-        self.add(Entry(link.name, EntryKind.DIR, real))
-        self.walk(_Scope(real, link.name, via), link.rules)
+        self.walk(real, name, rules)
 
-    def _resolve(self, link: _Link) -> None:
+    def _resolve(self, path: str, name: str, rules: _Rules | None) -> None:
         """Add a link as a link if its target is in the bundle or does not exist; else add its target instead."""
-        assert link.scope is not None
-        with self._readable(link.path):
+        target = ""
+        with self._readable(path):
             try:
-                os.stat(link.path)
+                os.stat(path)
             except OSError as error:
                 if error.errno not in _DANGLING:
                     raise
-                with contextlib.suppress(FileNotFoundError):
-                    self.add(Entry(link.name, EntryKind.LINK, link.path, target=os.readlink(link.path)))
+                target = os.readlink(path)
+            place = self._places.get(os.path.realpath(path))
+            if not target and place is None:
+                if not os.path.isdir(path) or not any(mark in os.listdir(path) for mark in _ENVIRONMENT_MARKERS):
+                    self.follow(path, name, rules)
                 return
-        mapped = link.scope.name_of(os.path.realpath(link.path))
-        if mapped is None or (mapped != link.scope.name and mapped not in self._entries):
-            return self.follow(link)
-        target = posixpath.relpath(f"/{mapped}", f"/{posixpath.dirname(link.name)}")
-        self.add(Entry(link.name, EntryKind.LINK, link.path, target=target))
+        target = target or posixpath.relpath(f"/{place}", f"/{posixpath.dirname(name)}")
+        self.add(Entry(name, EntryKind.LINK, path, target=target))
 
-    def _ignore_files(self, directory: str, path: str, names: Collection[str]) -> Iterator[_IgnoreFile]:
-        """The ignore files of a directory on this machine, whose name in the tree is `directory`."""
-        for kind in IGNORE_FILES:
-            file = os.path.join(path, kind)
-            if kind not in names or not os.path.isfile(file):
-                continue
+    def _ignore_file(self, kind: str, directory: str, path: str) -> tuple[str, str, GitIgnoreSpec]:
+        """The ignore file of a directory on this machine, whose name in the bundle is `directory`."""
+        file = os.path.join(path, kind)
+        lines: list[str] = []
+        if os.path.isfile(file):
             with self._readable(file), open(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as text:
                 lines = [line.rstrip("\r\n") for line in text]
-            try:
-                yield _IgnoreFile(kind, directory, GitIgnoreSpec.from_lines(lines))
-            except ValueError as error:
-                raise ValueError(f"{self._argument}: {file} has a pattern that means nothing: {error}") from None
+        try:
+            return kind, directory, GitIgnoreSpec.from_lines(lines)
+        except ValueError as error:
+            raise ValueError(f"{self.argument}: {file} has a pattern that means nothing: {error}") from None
 
-    def _add_file(self, path: str, name: str, found: os.stat_result) -> None:
+    def _add_file(self, path: str, name: str) -> None:
+        with self._readable(path):
+            found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
             kind = _UNSUPPORTED.get(stat.S_IFMT(found.st_mode), "no file")
-            raise ValueError(f"{self._argument}: {path} is {kind}, which cannot be copied; {self._remedy}")
+            raise ValueError(f"{self.argument}: {path} is {kind}, which cannot be copied; {self.remedy}")
         # Tools can set the mtime back, but not the ctime.
         stamp = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
         self.add(Entry(name, EntryKind.FILE, path, bool(found.st_mode & stat.S_IXUSR), found.st_size, stamp=stamp))
 
     def _check_limits(self) -> None:
-        entries, limits = self._entries.values(), self._limits
+        entries = self._entries.values()
         total = sum(entry.size for entry in entries)
-        if len(entries) > limits.max_entries:
+        if len(entries) > MAX_ENTRIES:
             directories = ((f"{posixpath.dirname(entry.name) or '.'}/", 1) for entry in entries)
             most = ", ".join(f"{name} ({number})" for name, number in _largest(directories))
-            excess = f"more than {limits.max_entries} files and directories, most of them in {most}"
-        elif total > limits.max_bytes:
+            excess = f"more than {MAX_ENTRIES} files and directories, most of them in {most}"
+        elif total > MAX_BYTES:
             files = ((entry.name, entry.size) for entry in entries)
             most = ", ".join(f"{name} ({_amount(size)})" for name, size in _largest(files) if size)
-            excess = f"{_amount(total)}, more than {_amount(limits.max_bytes)}; the largest are {most}"
+            excess = f"{_amount(total)}, more than {_amount(MAX_BYTES)}; the largest are {most}"
         else:
             return
         raise ValueError(
-            f"{self._argument}: {self._root or 'the files'} would be {excess}; {self._remedy}, and keep data on the "
+            f"{self.argument}: {self.root} would be {excess}; {self.remedy}, and keep data on the "
             "cluster, in the directory that payloads find in RAYSLURM_DATA_DIR"
         )
 
@@ -334,7 +261,7 @@ class _Scan:
         except OSError as error:
             where = error.filename or path
             raise ValueError(
-                f"{self._argument}: {where} cannot be read: {error.strerror}; make it readable, or {self._remedy}"
+                f"{self.argument}: {where} cannot be read: {error.strerror}; make it readable, or {self.remedy}"
             ) from None
 
 

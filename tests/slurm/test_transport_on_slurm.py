@@ -23,7 +23,7 @@ from dagster_rayslurm.ssh.base import Connection
 from dagster_rayslurm.ssh.pool import new_connection
 from dagster_rayslurm.upload import deliver
 from dagster_rayslurm.upload.bundle import bundle_directory, bundle_files
-from dagster_rayslurm.upload.deliver import install
+from dagster_rayslurm.upload.deliver import install, place_of, runtime_place
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,8 @@ def on_a_node(edge: Connection, *command: str) -> str:
 
 def test_a_tree_arrives_and_the_nodes_see_it(edge: Connection, base: str, source: Path) -> None:
     made = bundle_directory(str(source))
-    path = install(edge, base, [made]).bundles[made]
+    install(edge, base, [made])
+    path = place_of(base, made)
     on_edge = run(edge, "sh", "-c", f'cd "$1" && {LISTING}', "sh", path)
     assert on_edge == listing(source)
     on_node = on_a_node(edge, "sh", "-c", f'cd "$1" && {LISTING}; ./pkg/up; python3 ./link', "sh", path)
@@ -105,14 +106,16 @@ def test_a_tree_arrives_and_the_nodes_see_it(edge: Connection, base: str, source
 
 
 def test_the_runtime_starts_on_a_node(edge: Connection, base: str, stack: Any) -> None:
-    runtime = install(edge, base, []).runtime
+    install(edge, base, [])
+    runtime = runtime_place(base)
     said = on_a_node(edge, "sh", "-c", '"$1" -I "$2" 2>&1; true', "sh", f"{stack.env['RAYSLURM_ENV_PATH']}/bin/python", runtime)
     assert "runtime.pyz run DIR" in said
 
 
 def test_a_payload_cannot_change_what_others_use(edge: Connection, base: str, source: Path) -> None:
     made = bundle_directory(str(source))
-    path = install(edge, base, [made]).bundles[made]
+    install(edge, base, [made])
+    path = place_of(base, made)
     before = run(edge, "sh", "-c", f'cd "$1" && {LISTING}', "sh", path)
     for attempt in ("echo x >>link", "echo x >pkg/new", "rm tool.sh", "mv pkg other", "mkdir empty/d", "ln -s x empty/l"):
         done = edge.run(["sh", "-c", f'cd "$1" && {attempt}', "sh", path])
@@ -122,9 +125,9 @@ def test_a_payload_cannot_change_what_others_use(edge: Connection, base: str, so
 
 def test_nobody_else_reads_it(edge: Connection, base: str, source: Path, stack: Any) -> None:
     made = bundle_directory(str(source))
-    done = install(edge, base, [made])
+    install(edge, base, [made])
     assert run(edge, "find", base, "!", "-type", "l", "-perm", "/077") == ""
-    for path in (done.bundles[made], done.runtime):
+    for path in (place_of(base, made), runtime_place(base)):
         said = stack.exec("edge", ["ls", path], user="other", check=False)
         assert "Permission denied" in said
 
@@ -134,18 +137,19 @@ def test_what_is_there_costs_one_small_call(edge: Connection, base: str, source:
     made, script = bundle_directory(str(source)), bundle_files({"train.py": str(source / "pkg/train.py")})
     progress: list[tuple[int, int]] = []
     first = Counting(edge)
-    done = install(first, base, [made, script], lambda *told: progress.append(told))  # type: ignore[arg-type]
+    install(first, base, [made, script], lambda *told: progress.append(told))  # type: ignore[arg-type]
     assert first.asked.count("upload") == 1 and progress[-2][0] == progress[-2][1] > 12 * 2**20 and len(progress) > 10
     second = Counting(edge)
     began = time.monotonic()
-    assert install(second, base, [made, script]) == done  # type: ignore[arg-type]
+    install(second, base, [made, script])  # type: ignore[arg-type]
     assert second.asked == ["call"] and time.monotonic() - began < 1
     install(second, base, [made, script])  # type: ignore[arg-type]
     assert second.asked == ["call"]
     (source / "pkg/train.py").write_text("print(2)")
     changed = bundle_files({"train.py": str(source / "pkg/train.py")})
     third = Counting(edge)
-    path = install(third, base, [made, changed]).bundles[changed]  # type: ignore[arg-type]
+    install(third, base, [made, changed])  # type: ignore[arg-type]
+    path = place_of(base, changed)
     assert third.asked == ["call", "call"]
     assert run(edge, "cat", f"{path}/train.py") == "print(2)"
 
@@ -177,7 +181,7 @@ def test_a_connection_that_breaks_while_it_is_sent(
     broken.set()
     thread.join(120)
     assert found
-    assert run(edge, "sh", "-c", f'cd "$1" && {LISTING}', "sh", found[0].bundles[made]) == listing(source)
+    assert run(edge, "sh", "-c", f'cd "$1" && {LISTING}', "sh", place_of(base, made)) == listing(source)
     assert run(edge, "find", base, "-name", ".rs-*") == ""
 
 
@@ -185,7 +189,7 @@ def test_two_machines_at_once(edge: Connection, base: str, source: Path, monkeyp
     (source / "big").write_bytes(os.urandom(6 * 2**20))
     made = bundle_directory(str(source))
     # Locks are this machine's: without them these are two machines.
-    monkeypatch.setattr("dagster_rayslurm.upload.deliver._machine_lock", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("dagster_rayslurm.upload.deliver.locked", lambda _: contextlib.nullcontext())
     found: list[Any] = []
     pair = [Counting(edge), Counting(edge)]
     threads = [threading.Thread(target=lambda each=each: found.append(install(each, base, [made]))) for each in pair]
@@ -193,25 +197,25 @@ def test_two_machines_at_once(edge: Connection, base: str, source: Path, monkeyp
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 2 and found[0] == found[1]
-    assert run(edge, "sh", "-c", f'cd "$1" && {LISTING}', "sh", found[0].bundles[made]) == listing(source)
+    assert len(found) == 2
+    assert run(edge, "sh", "-c", f'cd "$1" && {LISTING}', "sh", place_of(base, made)) == listing(source)
     assert run(edge, "find", base, "-name", ".rs-*") == ""
 
 
 def test_read_only_trees_are_swept(edge: Connection, base: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = bundle_directory(str(source))
-    done = install(edge, base, [made])
+    install(edge, base, [made])
     run_dir = f"{base}/runs/0123abcd-a-0123456789ab"
     run(edge, "mkdir", "-p", f"{run_dir}/work/closed/in")
     run(edge, "chmod", "-R", "500", f"{run_dir}/work/closed")
-    run(edge, "ln", "-s", done.bundles[made], f"{run_dir}/work/link")
+    run(edge, "ln", "-s", place_of(base, made), f"{run_dir}/work/link")
     assert sweep_remote(edge, base, 14, every_minutes=0) == []
-    run(edge, "touch", "-d", "15 days ago", done.bundles[made], run_dir)
+    run(edge, "touch", "-d", "15 days ago", place_of(base, made), run_dir)
     removed = sweep_remote(edge, base, 14, every_minutes=0)
     assert sorted(removed) == [f"bundles/{made.name}", "runs/0123abcd-a-0123456789ab"]
     monkeypatch.setattr(deliver, "_known", weakref.WeakKeyDictionary())  # As another process, or this one in a while.
-    assert install(edge, base, [made]) == done
-    assert run(edge, "sh", "-c", f'cd "$1" && {LISTING}', "sh", done.bundles[made]) == listing(source)
+    install(edge, base, [made])
+    assert run(edge, "sh", "-c", f'cd "$1" && {LISTING}', "sh", place_of(base, made)) == listing(source)
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dagster_rayslurm.backends.run_dir import sweep_remote
 from dagster_rayslurm.plan import run_dir_name
 from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.upload.bundle import bundle_files
-from dagster_rayslurm.upload.deliver import install
+from dagster_rayslurm.upload.deliver import install, place_of, runtime_place
 
 from ..fake_slurm import FakeSlurm
 
@@ -120,14 +120,14 @@ def test_foreign_files_stay(base: Path, make: Callable[..., Path], tmp_path: Pat
 def test_unused_bundles_and_runtimes_are_removed(base: Path, tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     made = bundle_files({"d/f": str(tmp_path / "f")})
-    done = install(LocalConnection(), str(base), [made])
+    install(LocalConnection(), str(base), [made])
     assert sweep(base) == []
-    for path in (done.bundles[made], done.runtime):
+    for path in (place_of(str(base), made), runtime_place(str(base))):
         os.utime(path, (time.time() - 15 * DAY,) * 2)
     assert sweep(base) == sorted([f"bundles/{made.name}", f"runtime/{runtime_name()}"])
     assert os.listdir(base / "bundles") == os.listdir(base / "runtime") == []
-    again = install(LocalConnection(), str(base), [made])
-    assert Path(again.bundles[made], "d/f").read_text() == "x"
+    install(LocalConnection(), str(base), [made])
+    assert Path(place_of(str(base), made), "d/f").read_text() == "x"
 
 
 def test_bundles_named_by_a_run_directory_stay(base: Path, make: Callable[..., Path]) -> None:
