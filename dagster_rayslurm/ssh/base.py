@@ -138,13 +138,12 @@ class Connection(ABC):
         timeout: float | None = None,
         function: Callable[..., Any] = processes.run,
         options: Sequence[Any] = (),
-        repeat: bool = False,
     ) -> Completed:
         """Run a command, wait until it ends, and return its exit code and output. No shell interprets its words.
 
         The exit code is 127 if the program does not exist, as in a shell. `run` does not wait for background processes that
-        the command leaves behind, and drops their output. With `repeat` a command that may have run is run again. `function` is
-        the function of `edge` that runs the command, as `processes.run` does, with `options` as further arguments.
+        the command leaves behind, and drops their output. `function` is the function of `edge` that runs the command, as
+        `processes.run` does, with `options` as further arguments.
 
         Raises:
             ValueError: a word contains a NUL character.
@@ -161,7 +160,7 @@ class Connection(ABC):
             return submit(function, list(command), stdin, remaining, *options)()
 
         try:
-            code, out, err = self.attempt("", operation, repeat, deadline)
+            code, out, err = self.attempt("", operation, False, deadline)
         except ConnectionFailed:
             raise
         except TimeoutError:
