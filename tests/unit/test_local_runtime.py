@@ -14,7 +14,7 @@ from dagster_rayslurm.backends.local import OwnRuntime
 from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.runtime.protocol.record import STATUS
-from dagster_rayslurm.ssh import known_hosts
+from dagster_rayslurm.ssh.local import locked
 
 from ..conftest import wait_until
 
@@ -54,27 +54,18 @@ def test_a_runtime_that_has_ended_below_its_keeper_is_not_ended_again(tmp_path: 
             process.wait()
 
 
-def test_a_forked_child_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that Dagster forks while one of its threads holds the lock of the known hosts has the file open as well."""
+def test_a_forked_child_keeps_no_lock() -> None:
+    """A process that Dagster forks while one of its threads holds a lock has the file open as well."""
     reads, writes = os.pipe()
-    children = []
-
-    def fork() -> None:
+    with locked("fork-test"):
         if (child := os.fork()) == 0:
             os.close(writes)
             os.read(reads, 1)
             os._exit(0)
-        children.append(child)
-
-    file, judge = tmp_path / "known_hosts", known_hosts.judge
-    monkeypatch.setattr(known_hosts, "judge", lambda *given: (fork(), judge(*given))[1])
-    known_hosts.add_key(str(file), "h", 22, "ssh-ed25519", "A")
-    assert file.read_text() == "h ssh-ed25519 A\n"
     try:
-        free = subprocess.run(["flock", "--nonblock", str(file), "true"], timeout=10)
-        assert free.returncode == 0
+        with locked("fork-test", timeout=1):
+            pass
     finally:
         os.close(writes)
-        for child in children:
-            os.waitpid(child, 0)
+        os.waitpid(child, 0)
         os.close(reads)
