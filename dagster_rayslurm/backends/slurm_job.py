@@ -16,7 +16,6 @@ from ..interrupts import deferred_interrupts
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, node_number, relevant_lines
-from ..slurm.commands import run_slurm
 from ..slurm.refusals import (
     most_informative_row,
     never_starts,
@@ -26,7 +25,7 @@ from ..slurm.refusals import (
 )
 from ..slurm.request import JobRequest
 from ..slurm.script import LOG, parse_exit
-from ..slurm.shared_queue import QueueRow, QueueSnapshot, SharedQueue, fetch_queue, parse_count
+from ..slurm.shared_queue import QueueRow, QueueSnapshot, SharedQueue, fetch_queue, parse_count, run_slurm
 from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone
 from ..ssh.base import Connection, ConnectionFailed

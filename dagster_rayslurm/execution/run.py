@@ -23,7 +23,7 @@ from ..plan import Plan
 from ..runtime.protocol.record import SECRETS, component_dir
 from ..separate.together import ReportMerger, failures_metadata, judge_components, metadata_of_all
 from ..slurm.accounting import relevant_lines
-from ..slurm.commands import SlurmUnanswered
+from ..slurm.shared_queue import SlurmUnanswered
 from ..ssh.base import ConnectionFailed
 from .cleanup import RunSettings, discard, fetch_outputs, missing_output_warnings, sweep
 from .reattach import Launch, reattach_or_new

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from ..errors import FailureKind
 from ..runtime.node.allocation import expand_nodelist, parse_duration
 from ..ssh.base import Connection
-from .commands import run_slurm, unanswered
-from .shared_queue import parse_count
+from .shared_queue import parse_count, run_slurm, unanswered
 from .states import TERMINAL
 
 _TIMEOUT = 120.0  # Seconds for one call of scontrol, sacct or id.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import eq
 from typing import Any
 
 from ..config import check_text, mebibytes, time_limit_seconds
@@ -30,9 +31,9 @@ class SbatchField:
     """How one field of `SlurmQueueConfig` reaches sbatch, and how its values are compared."""
 
     name: str
-    # Called with the value that a payload wants, the value that a session was granted, and all fields of the session's queue;
-    # says whether the session satisfies the payload. None if the field says nothing about a session.
-    granted: Callable[[Any, Any, Mapping[str, Any]], bool] | None
+    # Called with the value that a payload wants and the value that a session was granted; says whether the session satisfies the
+    # payload. None if the field says nothing about a session.
+    granted: Callable[[Any, Any], bool] | None
     option: str | None = None  # The long option in the job script, without "--"; None if the script has none.
     negation: str | None = None  # The option for False.
     aliases: tuple[str, ...] = ()  # Further options that mean the same.
@@ -54,54 +55,46 @@ def granted_gpus(queue: Mapping[str, Any]) -> int | None:
 
 
 # These functions are values of `SbatchField.granted`, which says what they answer.
-def _same(wanted: Any, granted: Any, _queue: Mapping[str, Any]) -> bool:
-    return bool(wanted == granted)
-
-
-def _at_most(wanted: int, granted: int | None, _queue: Mapping[str, Any]) -> bool:
+def _at_most(wanted: int, granted: int | None) -> bool:
     """Whether the wanted amount is granted. None is an amount that Slurm chose and only the session knows: it passes here."""
     return granted is None or wanted <= granted
 
 
-def _gpus(wanted: int, _granted: int | None, queue: Mapping[str, Any]) -> bool:
-    return _at_most(wanted, granted_gpus(queue), queue)
-
-
-def _memory(wanted: str, granted: str | None, _queue: Mapping[str, Any]) -> bool:
+def _memory(wanted: str, granted: str | None) -> bool:
     # 0 stands for all of a node's memory (sbatch(1), Slurm 22.05).
     return wanted == granted or (granted is not None and 0 < mebibytes(wanted) <= (mebibytes(granted) or float("inf")))
 
 
-def _time(wanted: str, granted: str, _queue: Mapping[str, Any]) -> bool:
+def _time(wanted: str, granted: str) -> bool:
     own, whole = time_limit_seconds(wanted), time_limit_seconds(granted)
     return whole is None or (own is not None and own <= whole)
 
 
-def _contained(wanted: list[str], granted: list[str], _queue: Mapping[str, Any]) -> bool:
-    return all(option in granted for option in wanted)
+def _contained(wanted: list[str], granted: list[str]) -> bool:
+    return set(wanted) <= set(granted)
 
 
 SBATCH_FIELDS = (
-    SbatchField("partition", _same, "partition", login_variable=True),
-    SbatchField("account", _same, "account", inheritance=Inheritance.INHERITED, login_variable=True),
-    SbatchField("qos", _same, "qos", inheritance=Inheritance.INHERITED, login_variable=True),
-    SbatchField("reservation", _same, "reservation", inheritance=Inheritance.INHERITED, login_variable=True),
-    SbatchField("constraint", _same, "constraint", login_variable=True),
+    SbatchField("partition", eq, "partition", login_variable=True),
+    SbatchField("account", eq, "account", inheritance=Inheritance.INHERITED, login_variable=True),
+    SbatchField("qos", eq, "qos", inheritance=Inheritance.INHERITED, login_variable=True),
+    SbatchField("reservation", eq, "reservation", inheritance=Inheritance.INHERITED, login_variable=True),
+    SbatchField("constraint", eq, "constraint", login_variable=True),
     SbatchField("num_nodes", _at_most, "nodes"),
     SbatchField("cpus_per_node", _at_most, "cpus-per-task"),
-    SbatchField("gpus_per_node", _gpus, "gpus-per-node"),
-    SbatchField("gpu_type", _same),  # Part of --gpus-per-node.
+    SbatchField("gpus_per_node", _at_most, "gpus-per-node"),
+    SbatchField("gpu_type", eq),  # Part of --gpus-per-node.
     SbatchField("mem", _memory, "mem", inheritance=Inheritance.INHERITED),
     SbatchField("mem_per_cpu", _memory, "mem-per-cpu"),
     SbatchField("time_limit", _time, "time", inheritance=Inheritance.WHOLE_JOB, meaning=time_limit_seconds),
-    SbatchField("exclusive", _same, "exclusive"),
-    SbatchField("nodelist", _same, "nodelist", aliases=("nodefile",)),
-    SbatchField("exclude", _same, "exclude", inheritance=Inheritance.RESETTABLE),
-    SbatchField("switches", _same, "switches"),
+    SbatchField("exclusive", eq, "exclusive"),
+    SbatchField("nodelist", eq, "nodelist", aliases=("nodefile",)),
+    SbatchField("exclude", eq, "exclude", inheritance=Inheritance.RESETTABLE),
+    SbatchField("switches", eq, "switches"),
     # The job of a session is never requeued.
     SbatchField("requeue", None, "requeue", "no-requeue", inheritance=Inheritance.WHOLE_JOB, meaning=bool),
     # The runtime sends the signal, not Slurm.
-    SbatchField("signal_before_timeout", _same, aliases=("signal",), inheritance=Inheritance.WHOLE_JOB, meaning=split_signal),
+    SbatchField("signal_before_timeout", eq, aliases=("signal",), inheritance=Inheritance.WHOLE_JOB, meaning=split_signal),
     SbatchField("extra_sbatch", _contained),
 )
 """Every field of `SlurmQueueConfig`, in the order in which the job script lists their options."""

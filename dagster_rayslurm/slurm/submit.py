@@ -15,10 +15,9 @@ from ..edge import slurm
 from ..edge.sessions import JOB_ID
 from ..errors import FailureKind, StartError
 from ..ssh.base import Completed, Connection, ConnectionFailed, ConnectionLost
-from .commands import SlurmUnanswered, ask_patiently, run_slurm, stderr_of
 from .refusals import explain, is_temporary, with_requested_values
 from .request import JobRequest
-from .shared_queue import ClusterClock, fetch_queue
+from .shared_queue import ClusterClock, SlurmUnanswered, ask_patiently, fetch_queue, run_slurm, stderr_of
 from .states import TERMINAL
 
 JOB_SCRIPT = "job.sh"

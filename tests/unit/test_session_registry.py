@@ -35,9 +35,8 @@ from dagster_rayslurm.backends.sessions.registry import (
 from dagster_rayslurm.backends.slurm_job import SlurmJob
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.spec import PROTOCOL_VERSION
-from dagster_rayslurm.slurm.commands import SlurmUnanswered
 from dagster_rayslurm.slurm.request import JobRequest, make_request
-from dagster_rayslurm.slurm.shared_queue import ClusterClock, SharedQueue, fetch_queue
+from dagster_rayslurm.slurm.shared_queue import ClusterClock, SharedQueue, SlurmUnanswered, fetch_queue
 from dagster_rayslurm.slurm.submit import ClaimTaken, SubmissionRefused, SubmittedJob, submit
 from dagster_rayslurm.ssh.base import ConnectionFailed
 from dagster_rayslurm.ssh.local import LocalConnection

@@ -22,7 +22,7 @@ from dagster_rayslurm.slurm.accounting import (
     parse_size,
     state_word,
 )
-from dagster_rayslurm.slurm.commands import SlurmUnanswered
+from dagster_rayslurm.slurm.shared_queue import SlurmUnanswered
 from dagster_rayslurm.ssh.base import Completed
 from dagster_rayslurm.ssh.local import LocalConnection
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.edge import slurm
-from dagster_rayslurm.slurm.commands import run_slurm
+from dagster_rayslurm.slurm.shared_queue import run_slurm
 from dagster_rayslurm.ssh.local import LocalConnection
 
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm.edge import slurm
-from dagster_rayslurm.slurm.commands import SlurmUnanswered
 from dagster_rayslurm.slurm.shared_queue import (
     SNAPSHOT,
     ClusterClock,
     QueueRow,
     QueueSnapshot,
     SharedQueue,
+    SlurmUnanswered,
     fetch_queue,
     parse_answer,
     parse_count,

@@ -316,6 +316,7 @@ def _queue_misfit(wanted: SlurmQueueConfig, has: QueueFields, time_limited: bool
         default = SlurmQueueConfig.model_fields[name].default
         if declared.granted is None or value == default or (name == "time_limit" and not time_limited):
             continue
-        if not declared.granted(value, has[name], has):
+        granted = granted_gpus(has) if name == "gpus_per_node" else has[name]
+        if not declared.granted(value, granted):
             return f"SlurmQueueConfig.{name}={value!r} is not what the session has: {has[name]!r}"
     return None

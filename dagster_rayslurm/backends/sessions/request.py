@@ -20,7 +20,7 @@ from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import JOURNAL, SECRETS, SESSION, LineReader
 from ...runtime.protocol.rpc import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
 from ...runtime.protocol.spec import Announcement
-from ...slurm.commands import run_slurm
+from ...slurm.shared_queue import run_slurm
 from ...ssh.base import Connection, ConnectionFailed, ConnectionLost
 from .acquire import Site
 from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement
