@@ -32,36 +32,27 @@ _NODE_FIELDS = (
 
 @dataclass(frozen=True)
 class Component:
-    """One component of a heterogeneous job, ready to be requested from Slurm.
-
-    Attributes:
-        payload_wants: what the payload requires of these nodes beyond the launcher; only set where the payload runs.
-    """
+    """One component of a heterogeneous job, ready to be requested from Slurm."""
 
     component_id: str
     queue: SlurmQueueConfig
     launcher: Launcher
-    payload_wants: Footprint = ()
+    payload_wants: Footprint = ()  # Beyond the launcher, where the payload runs.
 
 
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
     """The components in the order of the job: the head's first, and all with the same time limit, requeue and signal.
 
-    Args:
-        components: every `EnvVar` resolved.
-        payload_in: the component in which the payload and the Ray head run; None for the one marked `head`, or the first.
-
-    Raises:
-        ValueError: the components contradict each other; the sentence names the component and the field.
+    The payload and the Ray head run in `payload_in`, by default in the component marked `head`, or the first. Raises
+    `ValueError`, which names component and field, if the components contradict each other.
     """
     names = [each.component_id for each in components]
     if not names:
         raise ValueError("components: there is none; declare at least one HetComponent")
     if len(names) > _MAX_COMPONENTS:
         raise ValueError(f"components: Slurm takes at most {_MAX_COMPONENTS} components in a job, and these are {len(names)}")
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"components: two are called {name!r}; give each a component_id of its own")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"components: two are called {twice[0]!r}; give each a component_id of its own")
     heads = [each.component_id for each in components if each.head]
     if len(heads) > 1:
         raise ValueError(f"components: {' and '.join(map(repr, heads))} are both marked head; a cluster has one head")
@@ -81,11 +72,7 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _values_of_whole_job(components: Sequence[HetComponent]) -> dict[str, Any]:
-    """The values of the `_WHOLE_JOB` fields for all queues: a value that differs from the default counts for all.
-
-    Raises:
-        ValueError: two queues have different values for such a field.
-    """
+    """The values of the `_WHOLE_JOB` fields for all queues: a value that differs from the default counts for all."""
     common = {}
     for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default
@@ -139,10 +126,8 @@ def _inherited_option(written: str) -> str | None:
 def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
     """The components, in the job's order, with complete launchers: fields that one does not set come from the payload's.
 
-    Without Ray, the payload runs in the first component alone.
-
-    Raises:
-        ValueError: a component sets a field that belongs to the Ray cluster or the payload.
+    Without Ray, the payload runs in the first component alone. Raises `ValueError` if a component sets a field that belongs to
+    the Ray cluster or the payload.
     """
     first, *others = components
     if launcher.ray_spec() is None:
@@ -153,34 +138,23 @@ def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tupl
 
 
 def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
-    """The components of the spanning topology in the job's order, with complete launchers; empty if there are none.
-
-    Raises:
-        ValueError: the components contradict each other or the payload's launcher.
-    """
+    """The components of the spanning topology in the job's order, with complete launchers; empty if there are none."""
     if not components:
         return ()
     return merge_launchers(launcher, arrange(components, launcher.component_id if isinstance(launcher, RayLauncher) else None))
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
-    """The specification of one Ray cluster across all components; None for a payload without Ray.
+    """The specification of one Ray cluster across all components, in the job's order; None for a payload without Ray.
 
-    Args:
-        launcher: the payload's launcher; sets the fields of the cluster and the defaults of the components.
-        components: in the job's order, before or after `merge_launchers`.
-
-    Raises:
-        ValueError: a component sets a field that belongs to the Ray cluster, or the number of nodes is wrong.
+    Raises `ValueError` if a component sets a field that belongs to the Ray cluster, or the number of nodes is wrong.
     """
     spec = launcher.ray_spec()
     if spec is None or not components:
         return spec
-    nodes = []
-    for each in components:
-        own = _node_launcher(launcher, each).ray_spec()
-        same = [field.name for field in fields(NodeSpec) if field.name != "component_id"]
-        nodes.append(NodeSpec(each.component_id, **{name: getattr(own, name) for name in same}))
+    same = [field.name for field in fields(NodeSpec) if field.name != "component_id"]
+    own = {each.component_id: _node_launcher(launcher, each).ray_spec() for each in components}
+    nodes = [NodeSpec(name, **{field: getattr(node, field) for field in same}) for name, node in own.items()]
     if spec.max_workers is not None:
         # With fewer workers, the last components would have no node in the Ray cluster, and tasks for them would wait forever.
         raise ValueError(
@@ -197,11 +171,7 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
 
 
 def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
-    """The launcher of a component's nodes; a field that the component does not set comes from the payload's launcher.
-
-    Raises:
-        ValueError: the component's launcher has no Ray, or sets a field that it may not set.
-    """
+    """The launcher of a component's nodes; a field that the component does not set comes from the payload's launcher."""
     name, own = component.component_id, component.launcher
     if not isinstance(own, RayLauncher):
         raise ValueError(
@@ -232,8 +202,7 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
     """The request to Slurm for one heterogeneous job of all components.
 
-    Raises:
-        ValueError: a component contradicts itself, or grants less than its launcher requires; the sentence names both.
+    Raises `ValueError`, which names both, if a component contradicts itself, or grants less than its launcher requires.
     """
     requests = []
     for each in components:

@@ -45,11 +45,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
-        """Called when Dagster resolves nested resources; leaves `slurm` unresolved in local mode.
-
-        Variables that only the Slurm cluster needs may then be unset. A Dagster version that does not call this method
-        resolves them in local mode too.
-        """
+        """Called when Dagster resolves nested resources; in local mode variables that only the Slurm cluster needs may be unset."""
         mode = (context.resource_config or {}).get("mode", self.mode)
         if mode == ExecutionMode.LOCAL:
             yield self

@@ -38,63 +38,53 @@ _ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
 
 _NO_PACKING = "remove it, environments are not packed or sent; name one on the cluster with pre_deployed_env_path"
 _ON_CLUSTER = 'for a file on the cluster write payload_path=["python", "/path/there.py"]'
+_QUEUE = "use slurm=SlurmResource(queue=SlurmQueueConfig(…))"
 _INSTEAD = {
     "SlurmQueueConfig": {
-        "cpus cpus_per_task": "use cpus_per_node",
+        "cpus cpus_per_task ntasks": "use cpus_per_node",
         "gpus": "use gpus_per_node",
         "gres": "use gpus_per_node and gpu_type",
         "memory": "use mem",
         "nodes": "use num_nodes",
-        "ntasks": "remove it, the runtime is the one task of each node; use cpus_per_node for its CPUs",
         "time": "use time_limit",
     },
     "SlurmResource": {
         "extra_slurm_opts": "use queue=SlurmQueueConfig(…), and its extra_sbatch for options without a field",
-        "status_poll_backoff_factor status_poll_interval_seconds status_poll_max_interval_seconds": "use poll_interval",
+        "status_poll_interval_seconds status_poll_max_interval_seconds": "use poll_interval",
     },
     "SSHConnectionResource": {
-        "batch_mode force_tty": "remove it, a login never asks questions and needs no terminal",
         "extra_opts": 'use client="openssh", and write the options into ~/.ssh/config',
         "key": "use key_path",
-        "post_login_command": "remove it; name what jobs need in SlurmResource(site={…}) or in the environment's activate.sh",
+        "post_login_command": "name what jobs need in SlurmResource(site={…}) or in the environment's activate.sh",
         "username": "use user",
     },
     "ComputeResource": {
         "allocation_scope run_allocation": 'use mode="slurm-session" with session=SessionConfig(scope="run")',
-        "cache_inject_globs default_environment_name pack_on_remote pack_platform remote_pack_timeout": _NO_PACKING,
-        "project_setup_cmd project_setup_env project_setup_input_globs": _NO_PACKING,
+        "default_environment_name pack_on_remote pack_platform": _NO_PACKING,
         "cleanup_on_failure debug_mode": 'use keep_run_dirs="all", "failed" or "none"',
-        "cluster_reuse_tolerance": "remove it; a payload shares a warm cluster if that has what the payload asks for",
         "default_extra_files": "use run(extra_files=[…])",
-        "default_skip_payload_upload": _ON_CLUSTER,
-        "extra_slurm_opts queue": "use slurm=SlurmResource(queue=SlurmQueueConfig(…))",
+        "extra_slurm_opts queue": _QUEUE,
         "launcher": "use default_launcher",
         "ssh": "use slurm=SlurmResource(ssh=…)",
     },
     "SessionConfig": {
         "max_concurrent_jobs": "use max_concurrent_payloads",
-        "account constraint cpus_per_task gpus_per_node mem mem_per_cpu nodelist partition qos": "use "
-        "slurm=SlurmResource(queue=SlurmQueueConfig(…)), which says what a session asks for",
+        "account constraint cpus_per_task gpus_per_node mem mem_per_cpu nodelist partition qos": _QUEUE,
     },
     "RayLauncher": {
-        "activate_sh": "use ComputeResource(pre_deployed_env_path=…), a directory with an activate.sh",
+        "activate_sh pre_start_commands": "use ComputeResource(pre_deployed_env_path=…), a directory with an activate.sh",
         "dashboard_host ray_start_args": 'use ray_args, such as ["--dashboard-host=…"]',
         "dashboard_port port_config port_strategy ray_port": "use port_range",
         "head_startup_timeout": "use startup_timeout",
         "node_ip_address_command use_head_ip": "use network_interface or head_node_address",
-        "pre_start_commands": "write them into the environment's activate.sh",
         "ray_address": "use BashLauncher for a payload that connects to a cluster of its own with ray.init(address=…)",
-        "redis_password": "remove it; auth protects the cluster",
-        "worker_cpu_bind worker_startup_delay": "remove it, the one task of each node has all its CPUs and starts at once",
     },
     "run()": {
         "config": "use queue=, launcher=, extra_env= and extras= instead",
-        "defer_cleanup": 'use ComputeResource(keep_run_dirs="all")',
         "env": "use extra_env",
         "environment_name": "use ComputeResource(pre_deployed_env_path=…)",
         "extra_slurm_opts resource_requirements": "use queue=SlurmQueueConfig(…); fields that it does not set stay as they are",
         "force_env_push": _NO_PACKING,
-        "metrics_collector slurm_metrics": "remove it, figures of Slurm and Ray are in the metadata of each run",
         "poll_timeout": "use ComputeResource(queue_timeout=…) for the wait in the queue, SlurmQueueConfig.time_limit for the run",
         "remote_payload_path skip_payload_upload": _ON_CLUSTER,
         "use_session": 'use ComputeResource(mode="slurm-session")',
@@ -109,13 +99,9 @@ class ExecutionMode(TextEnum):
     """Where payloads run: on this machine, or in which form of Slurm job."""
 
     LOCAL = "local"
-    """A child process on this machine, with no SSH and no Slurm."""
     SLURM = "slurm"
-    """One Slurm allocation per asset."""
-    SLURM_SESSION = "slurm-session"
-    """A warm Slurm allocation that many assets share."""
+    SLURM_SESSION = "slurm-session"  # A warm allocation that many assets share.
     SLURM_HETJOB = "slurm-hetjob"
-    """One heterogeneous Slurm job."""
 
 
 class Topology(TextEnum):
@@ -225,8 +211,7 @@ def check_text(value: object) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{value!r} contains a lone surrogate, for which UTF-8 has no bytes; remove it") from None
-    found = _CONTROL.search(value)
-    if found:
+    if found := _CONTROL.search(value):
         raise ValueError(f"{value!r} contains the control character {found.group()!r}; remove it")
     return value
 
@@ -311,8 +296,7 @@ def check_sbatch_options(value: object) -> list[str]:
 
 def check_line(value: str, what: str) -> str:
     """A string that fits on one line of a script. The error message does not show the string, which may be a secret."""
-    found = _CONTROL.search(value)
-    if found:
+    if found := _CONTROL.search(value):
         raise ValueError(f"{what}: the value contains the control character {found.group()!r}; remove it")
     return value
 
@@ -347,11 +331,8 @@ def has_variables(value: Any) -> bool:
 def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
     """A copy of a config object in which each `EnvVar` is replaced by its value; fields that were unset stay unset.
 
-    Dagster resolves variables in resources and run config, but not in config objects that are arguments of `run()`. `where`
-    names the object in error messages; the fields in `skip` stay unresolved.
-
-    Raises:
-        ValueError: an environment variable is not set, or not an integer where `EnvVar.int` names it.
+    Dagster does that in resources and run config, but not in config objects that are arguments of `run()`. `where` names the
+    object in error messages; the fields in `skip` stay unresolved. Raises `ValueError` for a variable that is not set.
     """
     names = [name for name in type(config).model_fields if name in config.model_fields_set]
     values = {name: getattr(config, name) for name in names}
@@ -380,11 +361,7 @@ def _resolve(value: Any, where: str) -> Any:
 
 
 def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
-    """The environment variables of a payload, with the value of every `EnvVar`.
-
-    Raises:
-        ValueError: a name is invalid or reserved, a value is not a string that a process can have, or an `EnvVar` is not set.
-    """
+    """The environment variables of a payload, with the value of every `EnvVar`; raises `ValueError` for what cannot be one."""
     checked_variables = {}
     for name, value in (variables or {}).items():
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):

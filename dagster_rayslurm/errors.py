@@ -33,18 +33,9 @@ class FailureKind(TextEnum):
     SUPERSEDED = "superseded"
 
 
-RETRYABLE = frozenset(
-    {
-        FailureKind.CONNECTION,
-        FailureKind.ALLOCATION,
-        FailureKind.CLUSTER_START,
-        FailureKind.CLUSTER_LOST,
-        FailureKind.RUNTIME,
-        FailureKind.PAYLOAD,  # The user's code failed, so that the user's `RetryPolicy` decides; the same for PIPES.
-        FailureKind.PIPES,
-    }
-)
-"""Kinds of failure after which a retry of the whole step may succeed."""
+_FINAL = ("configuration", "submission", "environment", "record", "cancelled", "superseded")
+RETRYABLE = frozenset(FailureKind) - set(map(FailureKind, _FINAL))
+"""Kinds of failure after which a retry of the whole step may succeed. With PAYLOAD and PIPES the user's `RetryPolicy` decides."""
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:

@@ -50,6 +50,15 @@ class Launcher(StrictConfig):
         default=10, description="Seconds between SIGTERM and SIGKILL when the payload is cancelled."
     )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__bases__:
+            if base is not Launcher and base.__module__ == __name__:
+                raise TypeError(
+                    f"{cls.__name__} cannot derive from {base.__name__}: as `default_launcher` Dagster would silently turn it "
+                    f"into a {base.__name__}; derive from Launcher and pass an instance to run(launcher=…)"
+                )
+
     def command(self, argv: list[str]) -> list[str]:
         """The command that starts the payload, such as `torchrun` around it; by default the payload's own command, `argv`.
 
@@ -64,13 +73,6 @@ class Launcher(StrictConfig):
     def footprint(self) -> Footprint:
         """The resources that the payload requires on each node."""
         return ()
-
-
-def _subclassed(cls: type, base: type) -> TypeError:
-    return TypeError(
-        f"{cls.__name__} cannot derive from {base.__name__}: as `default_launcher` Dagster would silently turn it into a "
-        f"{base.__name__}; derive from Launcher and pass an instance to run(launcher=…)"
-    )
 
 
 class BashLauncher(Launcher):
@@ -89,9 +91,6 @@ class BashLauncher(Launcher):
             Requirement("BashLauncher.num_cpus", self.num_cpus, "CPUs"),
             Requirement("BashLauncher.num_gpus", self.num_gpus, "GPUs"),
         )
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        raise _subclassed(cls, BashLauncher)
 
 
 def _check_port_range(value: object) -> str:
@@ -209,10 +208,8 @@ class RayLauncher(Launcher):
     @classmethod
     def _read_dashboard_from_ray_args(cls, values: Any) -> Any:
         """The fields, with `--include-dashboard` of `ray_args` as the field `dashboard`."""
-        arguments = values.get("ray_args") if isinstance(values, dict) else ()
-        if not isinstance(arguments, (list, tuple)):
-            return values
-        for argument in arguments:
+        arguments: Any = values.get("ray_args") if isinstance(values, dict) else ()
+        for argument in arguments if isinstance(arguments, (list, tuple)) else ():
             if isinstance(argument, str) and argument in _DASHBOARD:
                 if values.get("dashboard", _DASHBOARD[argument]) != _DASHBOARD[argument]:
                     raise ValueError(f"ray_args: {argument} contradicts dashboard={values['dashboard']}; remove one of them")
@@ -233,6 +230,3 @@ class RayLauncher(Launcher):
 
     def footprint(self) -> Footprint:
         return node_footprint(self.ray_spec())
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        raise _subclassed(cls, RayLauncher)

@@ -16,10 +16,9 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesExtras
 
-from .backends.base import Backend
+from .backends.base import Backend, Layout
 from .backends.batch import BatchBackend, absolute, cancel_cluster
 from .backends.local import LocalBackend
-from .backends.run_dir import Layout
 from .backends.sessions import local as local_session
 from .backends.sessions.backend import SessionBackend, end_session
 from .backends.sessions.listing import IdleSessions, stop_sessions_of_run

@@ -20,7 +20,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, Launcher, RayLauncher, RunFailure
-from dagster_rayslurm.backends.run_dir import Layout
+from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.backends.sessions import local
 
 from .core import is_core

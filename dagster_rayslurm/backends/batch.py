@@ -8,7 +8,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,9 @@ from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, RequiredFiles, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
 from ..ssh.pool import connection_to
-from .base import Register, Step
-from .ownership import FIRST_OWNER, reattachable_job
+from .base import Layout, Register, Step, run_files, sweep_remote
+from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from .payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
-from .run_dir import Layout, run_files, sweep_remote
 from .slurm_job import BatchJob, MakeWay, SlurmJob
 
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
@@ -77,7 +76,6 @@ class JobBackend:
         """Deliver a plan's files to the cluster; returns them, the Python that runs the plan, and the path of the runtime."""
         base = str(self.layout.base)
         packed = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
-        packed.warn(step.log)
         with remote_base_errors(base):
             interpreter = self.interpreter_for(plan)
             return packed, interpreter, deliver(self.connection, base, packed, step.log)
@@ -111,7 +109,6 @@ class JobBackend:
             submitted=submitted,
             directory=run_dir,
             queue_timeout=self.queue_timeout,
-            over_ssh=self.slurm.ssh is not None,
             log=step.log,
             make_way=self.make_way and self.make_way(self.connection, str(self.layout.base), step.log),
         )
@@ -143,7 +140,7 @@ class BatchBackend(JobBackend):
         return running
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        _, request, request_files = self._prepare(plan, run_dir, step)
+        _, request, files = self._prepare(plan, run_dir, step)
 
         def job_of(_: object) -> str | None:
             queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
@@ -151,7 +148,7 @@ class BatchBackend(JobBackend):
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
         nonce = plan.payload.nonce
-        job_id = reattachable_job(self.connection, run_dir, nonce, request_files, job_of, step.log, request.queue.requeue)
+        job_id = reattachable_job(self.connection, run_dir, nonce, files[REQUEST_FILE], job_of, step.log, request.queue.requeue)
         if job_id is not None:
             # An attempt that was killed may not have written the id, without which `submit` would submit again.
             self.connection.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
@@ -165,10 +162,13 @@ class BatchBackend(JobBackend):
         request = self._request(plan, job_name=name, comment=job_comment(step.run_id, step.step_key, step.partition_key))
         leading_queue = self.components[0].queue if self.components else self.queue  # Has the whole job's options.
         spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, leading_queue)
+        lasting = replace(spec, control_key="", control_ports=[])
+        asked = job_script(replace(request, comment=""), interpreter, runtime, run_dir, self.slurm)
         files = {
             PAYLOAD: to_json(plan.payload).encode("utf-8"),
             RUNTIME: to_json(spec).encode("utf-8"),
             JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
+            REQUEST_FILE: fingerprint(to_json(plan.payload), to_json(lasting), asked),
         }
         return packed, request, files
 

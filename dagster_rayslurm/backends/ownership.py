@@ -7,20 +7,19 @@ exactly one of two simultaneous attempts succeeds. No lock has to be released wh
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..edge import files
 from ..runtime.protocol.messages import EndReason
-from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, LineReader, Record
-from ..slurm.submit import JOB_SCRIPT
+from ..runtime.protocol.record import JOURNAL, LineReader, Record
 from ..ssh.base import Connection
 
 FIRST_OWNER = "owner.first"
@@ -64,8 +63,7 @@ class Ownership:
     def confirm(self, remove: bool = False) -> bool:
         """Whether this attempt is still the owner; if so, no later attempt can take the payload over from now on.
 
-        Args:
-            remove: whether the owner removes the run directory, too.
+        With `remove` the owner removes the run directory, too.
 
         Raises:
             OSError: the owner cannot be determined.
@@ -89,7 +87,7 @@ class Ownership:
             return self.new_owner is None
 
     def _find_new_owner(self, judged: str) -> str | None:
-        """Returns the new owner in words, if this attempt's owner file is missing; None if this attempt is still the owner."""
+        """The new owner in words, if this attempt's owner file is missing; None if this attempt is still the owner."""
         owners = self._owners() or []
         if judged in owners:
             return None  # An earlier rename worked, and its answer was lost.
@@ -127,38 +125,35 @@ def owner_in_words(name: str) -> str:
     return f"run {run_id} (process {pid} on {rest.rpartition('.')[0]})"
 
 
-REQUIREMENTS_FILE = "wish.json"
-"""File in the run directory of a session's payload: what the payload required before the session adapted it."""
+REQUEST_FILE = "wish.json"
+"""File in the run directory that tells one request from another: `fingerprint` of all that the payload was started with."""
 
 _MOST_BYTES = 4 * 1024 * 1024  # Bytes of one read of a file in the run directory.
-_CALLER_LINES = (b"# rayslurm: ", b"#SBATCH --comment=")
-"""Beginnings of lines of a job script that name the Dagster run, and so differ between attempts."""
-_RANDOM: dict[str, Any] = {"control_key": None, "control_ports": []}
-"""Members of `runtime.json` that are random, with the values that replace them in a comparison."""
-_CALLER_MEMBERS = ("run_id", "ray", "want_cpus", "want_gpus", "time_limit")
-"""Members of `payload.json` that name the Dagster run, or that a session chose; a comparison leaves them out."""
+
+
+def fingerprint(*parts: str) -> bytes:
+    """A text that is the same for the same parts only, which leave out the Dagster run and random keys."""
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest().encode()
 
 
 def reattachable_job(
     connection: Connection,
     run_dir: str,
     nonce: str,
-    request: Mapping[str, bytes],
+    request: bytes,
     job_of: Callable[[Record | None], str | None],
     log: Any,
     requeue: bool = False,
 ) -> str | None:
-    """Returns the id of the job whose payload a retry may continue: same request, and not failed; None if there is none.
+    """The id of the job whose payload a retry may continue: same request, and not failed; None if there is none.
 
-    Args:
-        request: the files of the run directory as they would be written now.
-        job_of: finds the id of the payload's job from the record's `start`, or from None; returns None if the job is gone.
-        log: the step's Dagster log, for a warning if the job runs for another request.
-        requeue: whether Slurm may run the job again, so that an `end` after a signal from outside is not final.
+    `request` is the content that `REQUEST_FILE` would have now. `job_of` finds the id of the payload's job from the record's
+    `start`, or from None; it returns None if the job is gone. With `requeue` Slurm may run the job again, so that an `end` after
+    a signal from outside is not final.
     """
     if connection.stat(os.path.join(run_dir, JOURNAL)) is None:
         return None
-    same = same_request({name: connection.read(os.path.join(run_dir, name), 0, _MOST_BYTES) for name in request}, request)
+    same = connection.read(os.path.join(run_dir, REQUEST_FILE), 0, _MOST_BYTES) == request
     start, end = _start_and_end(connection, run_dir, nonce)
     if end is not None and not (requeue and end["reason"] == EndReason.TERMINATED):
         succeeded = end["reason"] == EndReason.EXIT and end["exit_code"] == 0
@@ -171,27 +166,6 @@ def reattachable_job(
         )
         return None
     return job_id
-
-
-def same_request(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> bool:
-    """Whether the files of two run directories state the same request, apart from Dagster run and random keys. Pure."""
-    return _normalized(one) == _normalized(other)
-
-
-def _normalized(files: Mapping[str, bytes]) -> list[Any] | None:
-    """The request in the files of a run directory, in a form to compare: without Dagster run and random keys. None if damaged."""
-    request: list[Any] = []
-    try:
-        payload = json.loads(files[PAYLOAD])
-        request.append({key: value for key, value in payload.items() if key not in _CALLER_MEMBERS})
-        if RUNTIME in files:
-            request.append({**json.loads(files[RUNTIME]), **_RANDOM})
-    except ValueError:
-        return None
-    if REQUIREMENTS_FILE in files:
-        request.append(files[REQUIREMENTS_FILE])
-    request += [line for line in files.get(JOB_SCRIPT, b"").splitlines() if not line.startswith(_CALLER_LINES)]
-    return request
 
 
 def _start_and_end(connection: Connection, run_dir: str, nonce: str) -> tuple[Record | None, Record | None]:

@@ -27,19 +27,10 @@ class PayloadFiles:
 
     plan: Plan  # The plan with the files' paths on the cluster.
     bundles: Mapping[str, Bundle]
-    missing_modules: tuple[str, ...] = ()  # Modules beside the script that the script imports, and that are not sent.
 
     def places(self, base: str) -> list[str]:
-        """Returns the paths of the bundles on the cluster, below the base directory."""
+        """The paths of the bundles on the cluster, below the base directory."""
         return [place_of(base, bundle) for bundle in self.bundles.values()]
-
-    def warn(self, log: Any) -> None:
-        """Warn in the Dagster log of modules that the payload would find on this machine, but not on the cluster."""
-        if self.missing_modules:
-            log.warning(
-                f"[rayslurm] {os.path.basename(self.plan.script or '')} imports {', '.join(self.missing_modules)} from beside "
-                "it, which is not sent: name that directory in the launcher's working_dir, unless the environment there has it"
-            )
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
@@ -49,7 +40,6 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
     """
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
-    missing: list[str] = []
     try:
         if payload.working_dir:
             bundles["working_dir"] = bundle_directory(payload.working_dir)
@@ -58,7 +48,6 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
         inside = plan.script and "working_dir" in bundles and bundles["working_dir"].name_of(plan.script)
         if plan.script and not inside:
             bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, argument="payload_path")
-            missing = modules_beside(plan.script)
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     except OSError as error:
@@ -71,7 +60,7 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
     extra_files = [os.path.join(places["extra_files"], os.path.basename(path)) for path in payload.extra_files]
     working_dir = places.get("working_dir")
     moved = replace(payload, argv=argv, working_dir=working_dir, extra_files=extra_files, data_dir=data_dir)
-    return PayloadFiles(replace(plan, payload=moved), bundles, tuple(missing))
+    return PayloadFiles(replace(plan, payload=moved), bundles)
 
 
 def modules_beside(script: str) -> list[str]:
@@ -99,6 +88,12 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, re
         StartError: a file changed after it was bundled.
         OSError: a file cannot be read, sent or written.
     """
+    script = files.plan.script if "script" in files.bundles and not recheck else None
+    if missing := script and modules_beside(script):
+        log.warning(
+            f"[rayslurm] {os.path.basename(script or '')} imports {', '.join(missing)} from beside it, which is not sent: name "
+            "that directory in the launcher's working_dir, unless the environment there has it"
+        )
 
     def warn(sentence: str) -> None:
         log.warning(f"[rayslurm] remote_base: {sentence}")

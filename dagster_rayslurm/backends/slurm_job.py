@@ -16,21 +16,15 @@ from ..interrupts import deferred_interrupts
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, node_number, relevant_lines
-from ..slurm.refusals import (
-    most_informative_row,
-    never_starts,
-    partition_too_small,
-    pending_reason,
-    waiting_text,
-)
+from ..slurm.refusals import most_informative_row, never_starts, partition_too_small, pending_reason, waiting_text
 from ..slurm.request import JobRequest
 from ..slurm.script import LOG, parse_exit
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, SharedQueue, fetch_queue, parse_count, run_slurm
 from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone
 from ..ssh.base import Connection, ConnectionFailed
-from .base import Step
-from .run_dir import CancelRequest, write_cancel_request
+from ..ssh.local import LocalConnection
+from .base import CancelRequest, Step, write_cancel_request
 
 MakeWay = Callable[[QueueSnapshot, Sequence[QueueRow]], None]
 """Ends an idle session whose nodes a waiting job could use; gets the queue, and the rows of that job."""
@@ -51,8 +45,6 @@ STATE_TIMEOUT = 15.0
 _LOG_BYTES = 65536  # Bytes of the end of a log file that are read.
 _SIGNALLED = ("Terminated", "Killed")  # Beginnings of srun's words for a task that a signal ended.
 _MOST_LOGS = 3  # Most failed nodes whose logs become evidence.
-
-
 _END_TIMEOUT = 5.0
 """Seconds in which a job may end by itself after its runtime wrote the `end` record; then it is cancelled."""
 _SRUN_MAY_HANG = (EndReason.CLUSTER_LOST, EndReason.CLUSTER_START, EndReason.TERMINATED)
@@ -73,7 +65,6 @@ class SlurmJob:
     submitted: SubmittedJob
     directory: str  # The directory to which the job's script and runtimes write the exit code and logs.
     queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
-    over_ssh: bool
     log: Any  # The step's Dagster log.
     make_way: MakeWay | None = None  # Ends idle sessions whose nodes the waiting job could use; None leaves sessions alone.
     waiting_since: float | None = None
@@ -110,7 +101,7 @@ class SlurmJob:
     @property
     def place(self) -> str:
         """The host of the job's files; "" for this machine."""
-        return self.commands.place if self.over_ssh else ""
+        return "" if isinstance(self.commands, LocalConnection) else self.commands.place
 
     def now(self) -> float:
         """The time by the cluster's clock, in seconds of the epoch; raises OSError if the cluster cannot be asked."""
@@ -341,43 +332,38 @@ def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
     return _SETTLING_TIME if started or status.exit_code is not None else 0.0
 
 
+@dataclass(eq=False)
 class BatchJob:
-    """The payload of one Slurm job; see `RunningPayload`.
+    """The payload of one Slurm job; see `RunningPayload`."""
 
-    Args:
-        directory: the payload's run directory; None if it is the directory of the job.
-    """
+    job: SlurmJob
+    commands: Connection
+    cluster_id: str
+    directory: str = ""  # The payload's run directory; "" if it is the directory of the job.
+    step: Step = _NO_STEP
+    _started: bool = False  # Whether the runtime has begun its record, and Slurm has not requeued the job since.
+    _runtime_cancels: bool = False  # Whether the runtime, not Slurm, was asked to end the payload.
+    _touched_at: float = field(default_factory=lambda: time.monotonic())
 
-    def __init__(
-        self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str | None = None, step: Step = _NO_STEP
-    ) -> None:
-        self.cluster_id = cluster_id
-        self.job_id: str | None = job.job_id
-        self._job = job
-        self._commands = commands
-        self._directory = job.directory if directory is None else directory
-        self._step = step
-        self._started = False
-        """Whether the runtime has begun its record, and Slurm has not requeued the job since."""
-        self._touched_at = time.monotonic()
-        self._runtime_cancels = False
-        """Whether the runtime, not Slurm, was asked to end the payload."""
-        self._cancel_request = CancelRequest(self._send_cancel, job.log)
+    def __post_init__(self) -> None:
+        self.job_id: str | None = self.job.job_id
+        self.directory = self.directory or self.job.directory
+        self._cancel_request = CancelRequest(self._send_cancel, self.job.log)
 
     @property
     def waiting(self) -> bool:
-        return not self._started and self._job.status.phase in (JobPhase.UNKNOWN, JobPhase.PENDING)
+        return not self._started and self.job.status.phase in (JobPhase.UNKNOWN, JobPhase.PENDING)
 
     @property
     def place(self) -> str:
-        return self._job.place
+        return self.job.place
 
     @property
     def requeue(self) -> bool:
-        return self._job.requeue
+        return self.job.requeue
 
     def poll(self, evidence: Evidence) -> str | None:
-        job, started_at = self._job, self._started_at(evidence)
+        job, started_at = self.job, self._started_at(evidence)
         # While the runtime cannot be reached, Slurm cannot be reached either.
         unreachable = self._started and isinstance(self._cancel_request.error, ConnectionFailed)
         observed = not unreachable and job.observe(started_at)
@@ -388,7 +374,7 @@ class BatchJob:
         with contextlib.suppress(OSError):
             if not self._started and time.monotonic() - self._touched_at >= _TOUCH_INTERVAL:
                 self._touched_at = time.monotonic()
-                self._commands.run(["touch", "--", job.directory])
+                self.commands.run(["touch", "--", job.directory])
             if not self._started and not job.status.over and not job.cancelled:
                 job.check_waiting()
         return job.end_description(self._started)
@@ -397,50 +383,50 @@ class BatchJob:
         self._cancel_request.send(now)
 
     def kill(self) -> None:
-        if self._step.should_end():
-            self._job.cancelled = True
-            self._job.cancel_until_gone()
+        if self.step.should_end():
+            self.job.cancelled = True
+            self.job.cancel_until_gone()
 
     def explain(self, evidence: Evidence) -> None:
         if evidence.job is None:
-            self._job.explain(evidence)
+            self.job.explain(evidence)
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
-        metadata = self._job.metadata(evidence)
-        started_at = self._job.started_at
-        if started_at is not None and not self._step.reattached:
-            metadata["Queue wait (s)"] = round(max(0.0, started_at - self._job.submitted_at), 2)
+        metadata = self.job.metadata(evidence)
+        started_at = self.job.started_at
+        if started_at is not None and not self.step.reattached:
+            metadata["Queue wait (s)"] = round(max(0.0, started_at - self.job.submitted_at), 2)
         return metadata
 
     def release(self, evidence: Evidence) -> None:
         """Called when the step is done with the payload: end a job that was cancelled, has not started, or may hang."""
         reason = (evidence.end or {}).get("reason")
-        if evidence.connection_lost and not self._job.cancelled:
+        if evidence.connection_lost and not self.job.cancelled:
             return  # Slurm cannot be asked, and the job may go on.
-        if self._job.cancelled or (not evidence.started and not self._job.status.over):
-            if self._step.should_end():
-                self._job.cancel_until_gone()
-        elif (self._runtime_cancels or evidence.nodes_lost or reason in _SRUN_MAY_HANG) and self._step.should_end():
+        if self.job.cancelled or (not evidence.started and not self.job.status.over):
+            if self.step.should_end():
+                self.job.cancel_until_gone()
+        elif (self._runtime_cancels or evidence.nodes_lost or reason in _SRUN_MAY_HANG) and self.step.should_end():
             if reason == EndReason.TERMINATED and not self._runtime_cancels:
                 self.explain(evidence)  # Ask for Slurm's reason now, before `scancel` replaces that reason.
-            self._job.cancelled = self._runtime_cancels
-            self._job.cancel_until_gone(_END_TIMEOUT)
+            self.job.cancelled = self._runtime_cancels
+            self.job.cancel_until_gone(_END_TIMEOUT)
 
     def _send_cancel(self, now: bool) -> None:
         """Ask the runtime to end the payload; if the runtime has not started, ask Slurm to cancel the job."""
-        if not self._step.may_end():
+        if not self.step.may_end():
             return
         if self._started:
             # The runtime ends the payload while Ray lives; scancel would end Ray at the same moment.
             self._runtime_cancels = True
-            write_cancel_request(self._commands, self._directory, now)
+            write_cancel_request(self.commands, self.directory, now)
             return
-        self._job.cancelled = True
-        done = run_slurm(self._commands, ["scancel", self._job.job_id], timeout=60)
+        self.job.cancelled = True
+        done = run_slurm(self.commands, ["scancel", self.job.job_id], timeout=60)
         # In 22.05 scancel exits with 0 even if it could not reach slurmctld; for a job that is over it prints nothing.
         errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error:" in line]
         if done.returncode or errors:
-            raise OSError(f"{self._commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
+            raise OSError(f"{self.commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
 
     def _started_at(self, evidence: Evidence) -> float | None:
         """When the job's record began, by the node's clock; None if it has not begun."""

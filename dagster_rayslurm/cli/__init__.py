@@ -15,12 +15,11 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..backends.run_dir import Layout
+from ..backends.base import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from ..ssh.base import Connection
 from ..ssh.pool import connection_to
-from .common import edge_node, one_sentence_errors, prefix_option, print_table
-from .session import session
+from .session import edge_node, json_option, one_sentence_errors, prefix_option, print_table, session
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,22 +41,17 @@ main.add_command(session)
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per run.")
+@json_option
 @click.pass_obj
 def runs(layout: Layout, as_json: bool) -> None:
     """List the run directories that were kept or are in use."""
     rows = [_summary(path) for path in _by_age(layout)]
-    if as_json:
-        for row in rows:
-            click.echo(json.dumps(row))
-        return
-
-    cells = ([row["run"], row["state"], _when(row["at"]), row["says"]] for row in rows)
-    print_table(cells, "run", "state", "since", "says")
-
-
-def _when(at: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else ""
+    if not as_json:
+        since = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"])) if row["at"] else "" for row in rows]
+        cells = ([row["run"], row["state"], at, row["says"]] for row, at in zip(rows, since, strict=True))
+        return print_table(cells, "run", "state", "since", "says")
+    for row in rows:
+        click.echo(json.dumps(row))
 
 
 @main.command()
@@ -114,12 +108,8 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         status = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         status = {}
-    return {
-        "run": run_dir.name,
-        "state": status.get("state", "unknown"),
-        "at": status.get("at"),
-        "says": status.get("message", ""),
-    }
+    state, says = status.get("state", "unknown"), status.get("message", "")
+    return {"run": run_dir.name, "state": state, "at": status.get("at"), "says": says}
 
 
 @main.command()

@@ -6,28 +6,29 @@ import json
 import os
 import posixpath
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from ..backends.run_dir import Layout
+from ..backends.base import Layout
 from ..backends.sessions.listing import SessionState, end_generations, job_of, state_of
 from ..backends.sessions.local import end_session
 from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..backends.sessions.registry import Generation, list_generations
 from ..backends.sessions.request import Unreachable, send_request
-from ..errors import StartError
+from ..config import resolve_variables
+from ..errors import StartError, one_sentence
 from ..runtime.protocol.messages import Operation
 from ..slurm.refusals import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection, expand_home, is_rooted
+from ..ssh.config import SSHConnectionResource
 from ..ssh.local import LocalConnection
 from ..ssh.pool import connection_to
-from .common import edge_node, one_sentence_errors, prefix_option, print_table
 
 _THREADS = 8
 """Maximum number of sessions that are asked for their description at the same time."""
@@ -37,36 +38,66 @@ _DESCRIBED = ("running", "waiting", "served", "idle", "time_left")
 """What only the session itself knows."""
 _COLUMNS = ("session", "state", "job", "node", "run", "wait", "served", "idle", "left")
 
+prefix_option = click.option(
+    "--prefix", default="SLURM_EDGE_NODE_", show_default=True, help="What the variables of the edge node begin with."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
 
-@dataclass(frozen=True)
+
+def edge_node(prefix: str) -> SSHConnectionResource:
+    """The login to the edge node, from the environment variables that begin with a prefix; raises `ValueError` as they do."""
+    return resolve_variables(SSHConnectionResource.from_env(prefix), "SSHConnectionResource")
+
+
+@contextmanager
+def one_sentence_errors() -> Iterator[None]:
+    """Turn a `ValueError`, `OSError` or `StartError` inside the block into a one-sentence error of the command, which exits."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.ClickException(one_sentence(error)) from None
+    except (OSError, StartError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) -> None:
+    """Print a table; cells appear literally, without rich's markup. `options` are those of `rich.table.Table`."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*headers, **options)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
+
+
+@dataclass
 class Session:
-    """A session of this machine or of the Slurm cluster, with the functions that describe and end it."""
+    """A session of this machine or of the Slurm cluster, and the values that `list` prints, by column or JSON key."""
 
+    connection: Connection
+    generation: Generation
     row: dict[str, Any]
-    """The values that `list` prints, by column or JSON key."""
-    describe: Callable[[], Mapping[str, Any]]
-    """Asks the session for its description; raises `OSError` or `StartError`."""
-    end: Callable[[], bool]
-    """Ends the session and waits until it has ended; returns False if the session had ended before."""
 
-    def described(self) -> Session:
-        """Ask the session for its description, and return a copy with those values in its row.
+    def describe(self) -> Mapping[str, Any]:
+        """What the session says of itself; raises `OSError` or `StartError`."""
+        return send_request(self.connection, self.generation, {"op": Operation.DESCRIBE})
 
-        A session that has not announced itself yet, or has ended, is not asked and is returned unchanged.
-        """
+    def refresh(self) -> None:
+        """Put into the row what the session says of itself, unless it has not announced itself yet, or has ended."""
         if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
-            return self
-        own: dict[str, Any] = {"state": SessionState.ENDED}
+            return
         try:
             answer = self.describe()
         except (OSError, StartError) as error:
-            own = {"state": SessionState.SILENT, "reason": str(error)}
-        else:
-            if answer.get("ok"):
-                ready = SessionState.READY if answer.get("ready") else SessionState.STARTING
-                own = {name: answer.get(name) for name in _DESCRIBED}
-                own |= {"state": SessionState.DRAINING if answer.get("draining") else ready, "reason": answer.get("draining")}
-        return replace(self, row={**self.row, **own})
+            self.row |= {"state": SessionState.SILENT, "reason": str(error)}
+            return
+        state = SessionState.READY if answer.get("ready") else SessionState.STARTING
+        if answer.get("draining"):
+            state = SessionState.DRAINING
+        self.row |= {name: answer.get(name) for name in _DESCRIBED} if answer.get("ok") else {}
+        self.row |= {"state": state, "reason": answer.get("draining")} if answer.get("ok") else {"state": SessionState.ENDED}
 
 
 @click.group()
@@ -86,15 +117,15 @@ def session(context: click.Context, prefix: str, remote_base: str) -> None:
 
 @session.command("list")
 @click.option("--all", "everything", is_flag=True, help="Also those that have ended and still have a directory.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per session.")
+@json_option
 @click.pass_obj
 def list_sessions(source: tuple[Layout, str, str], everything: bool, as_json: bool) -> None:
     """List the sessions: what they do, and how long they will last."""
     with one_sentence_errors():
         found = [each for each in _sessions(*source) if everything or each.row["state"] not in _OVER]
         with ThreadPoolExecutor(_THREADS) as pool:
-            rows = [each.row for each in pool.map(Session.described, found)]
-    rows = [row for row in rows if everything or row["state"] not in _OVER]
+            list(pool.map(Session.refresh, found))
+    rows = [each.row for each in found if everything or each.row["state"] not in _OVER]
     if not as_json:
         return print_table(map(_cells, rows), *_COLUMNS)
     for row in rows:
@@ -103,12 +134,13 @@ def list_sessions(source: tuple[Layout, str, str], everything: bool, as_json: bo
 
 @session.command()
 @click.argument("ident", metavar="ID")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.pass_obj
 def show(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
     """Show one session: ID is its cluster id, its job id, or how its name begins."""
     with one_sentence_errors():
-        one = _find(ident, _sessions(*source)).described()
+        one = _find(ident, _sessions(*source))
+        one.refresh()
         description: dict[str, Any] = {}
         if one.row["state"] not in (*_OVER, SessionState.PENDING, SessionState.SILENT):
             with suppress(Unreachable):  # The session is starting or ending.
@@ -122,14 +154,16 @@ def show(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
 
 @session.command()
 @click.argument("ident", metavar="ID")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.pass_obj
 def stop(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
     """End one session with all that it runs, and see that confirmed: ID as for `show`."""
     with one_sentence_errors():
         one = _find(ident, _sessions(*source), alive=True)
         name = f"{one.row['key']} on {one.row['place']}"
-        if not one.end():
+        if isinstance(one.connection, LocalConnection):
+            end_session(one.generation)
+        elif not end_generations(one.connection, [one.generation]):
             raise click.ClickException(f"the session {name} had ended already")
     if as_json:
         return click.echo(json.dumps({**one.row, "state": SessionState.ENDED}))
@@ -138,60 +172,45 @@ def stop(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
 
 def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
     """The sessions of this machine, and of the Slurm cluster if environment variables name its edge node."""
-    found = [_local(each) for each in list_local_sessions(layout)]
-    if f"{prefix.rstrip('_')}_HOST" in os.environ:
-        found += _remote(prefix, remote_base)
-    return found
-
-
-def _local(found: Generation) -> Session:
-    """A session of this machine."""
-    announced = found.announcement
-    assert announced is not None  # `list_local_sessions` leaves out the others.
-    state = SessionState.DRAINING if announced.closing else SessionState.UP
-    row = _row("this machine", found.key, found.directory, found.number, state, announced.cluster_id, announced.hostname)
-
-    def end() -> bool:
-        end_session(found)
-        return True
-
-    return Session(row, lambda: send_request(LocalConnection(), found, {"op": Operation.DESCRIBE}), end)
-
-
-def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
-    """The sessions of the Slurm cluster whose edge node the environment variables name."""
+    here = LocalConnection()
+    found = [Session(here, each, {**_row(here, each, SessionState.UP), "job_id": None}) for each in list_local_sessions(layout)]
+    if f"{prefix.rstrip('_')}_HOST" not in os.environ:
+        return found
     ssh = edge_node(prefix)
     if not is_rooted(remote_base):
         raise ValueError(f'--remote-base: {remote_base!r} is relative; write an absolute path, or one that begins with "~/"')
     connection = connection_to(ssh)
     generations = list_generations(connection, posixpath.normpath(expand_home(connection, remote_base)))
-    if not generations:
-        return []
-    snapshot = fetch_queue(connection)
-    jobs = [(each, job_of(each, snapshot)) for each in generations]
-    return [_on_cluster(connection, each, job, snapshot.components(job.job_id) if job else ()) for each, job in jobs]
+    snapshot = fetch_queue(connection) if generations else None
+    for each in generations:
+        job = job_of(each, snapshot) if snapshot else None
+        components = snapshot.components(job.job_id) if snapshot and job else ()
+        row = _row(connection, each, state_of(each, job), job)
+        row["partition"] = ", ".join(dict.fromkeys(part.partition for part in components)) or None
+        row["components"] = list(each.components)
+        if row["state"] == SessionState.PENDING and job is not None:
+            row["reason"] = _pending_reason(most_informative_row(components), job, each.components)
+        found.append(Session(connection, each, row))
+    return found
 
 
-def _on_cluster(
-    connection: Connection, generation: Generation, job: QueueRow | None, components: tuple[QueueRow, ...]
-) -> Session:
+def _row(connection: Connection, generation: Generation, state: SessionState, job: QueueRow | None = None) -> dict[str, Any]:
+    """A row for `list`, with None for all values that only the session itself or the queue knows."""
     announced = generation.announcement
-    state = state_of(generation, job)
-    cluster_id = announced.cluster_id if announced else None
-    node = announced.hostname if announced else (job.nodes if job else "")
-    row = _row(connection.place, generation.key, generation.directory, generation.number, state, cluster_id, node)
-    row["job_id"] = str(generation.job_id or (job.job_id if job else "")) or None
-    row["partition"] = ", ".join(dict.fromkeys(each.partition for each in components)) or None
-    row["components"] = list(generation.components)
-    if state == SessionState.PENDING and job is not None:
-        row["reason"] = _pending_reason(most_informative_row(components), job, generation.components)
-    elif announced is not None and announced.closing:
-        row["reason"] = announced.closing
-    return Session(
-        row,
-        lambda: send_request(connection, generation, {"op": Operation.DESCRIBE}),
-        lambda: end_generations(connection, [generation]),
-    )
+    return {
+        "key": generation.key,
+        "generation": generation.number,
+        "cluster_id": announced.cluster_id if announced else None,
+        "job_id": str(generation.job_id or (job.job_id if job else "")) or None,
+        "partition": None,
+        "components": [],
+        "state": SessionState.DRAINING if state == SessionState.UP and announced and announced.closing else state,
+        "reason": announced.closing if announced else None,
+        "node": (announced.hostname if announced else job.nodes if job else "") or None,
+        **dict.fromkeys(_DESCRIBED),
+        "place": connection.place,
+        "directory": generation.directory,
+    }
 
 
 def _pending_reason(telling: QueueRow | None, job: QueueRow, components: tuple[str, ...]) -> str:
@@ -201,13 +220,6 @@ def _pending_reason(telling: QueueRow | None, job: QueueRow, components: tuple[s
     component = f" (component {components[int(number)]})" if number.isdigit() and int(number) < len(components) else ""
     start = time.strftime(", expected by %H:%M UTC", time.gmtime(row.start)) if row.start else ""
     return f"{row.reason}{component}{start}"
-
-
-def _row(place: str, key: str, path: Any, number: int, state: SessionState, cluster_id: str | None, node: str) -> dict[str, Any]:
-    """A row for `list`, with None for all values that only the session itself or the queue knows."""
-    row = {"key": key, "generation": number, "cluster_id": cluster_id, "job_id": None, "partition": None, "components": []}
-    row |= {"state": state, "reason": None, "node": node or None, **dict.fromkeys(_DESCRIBED)}
-    return {**row, "place": place, "directory": str(path)}
 
 
 def _find(ident: str, found: list[Session], alive: bool = False) -> Session:

@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..backends.base import Backend
-from ..backends.run_dir import Layout
+from ..backends.base import Backend, Layout
 from ..edge.sweep import sweep_runs
 from ..runtime.protocol.record import Record
 from ..runtime.protocol.spec import is_passable

@@ -23,9 +23,8 @@ from pathlib import Path
 
 import dagster as dg
 
-from ..backends.base import Backend, CanReattach, Step
+from ..backends.base import Backend, CanReattach, Layout, Step
 from ..backends.ownership import FIRST_OWNER, Ownership, owner_file
-from ..backends.run_dir import Layout
 from ..edge.sweep import BOOKMARK
 from ..follow import ReattachState
 from ..plan import Plan, nonce_of, run_dir_name

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from dagster_pipes import PipesContextData
 
-from ..backends.base import Plans, Register, Step
+from ..backends.base import Layout, Plans, Register, Step, run_files, write_run_dir
 from ..backends.batch import CLUSTER, JobBackend, check_min_nodes, check_paths, example_script, job_script, runtime_spec
 from ..backends.local import LOCAL_CADENCE, OwnRuntime, runtime_command
 from ..backends.payload_files import required_files
-from ..backends.run_dir import Layout, run_files, write_run_dir
 from ..backends.slurm_job import BatchJob, SlurmJob
 from ..components import Component, component_specs, request_for
 from ..environments import Interpreter
@@ -160,7 +159,7 @@ class SeparateBatchBackend(JobBackend):
         with self.cancel_on_error(request, step):
             job = self.submit_job(run_dir, files, request, step, needs)
             for component in plans:
-                register(ComponentJob(job, self.connection, cluster_id, component_dir(run_dir, component), shared))
+                register(ComponentJob(job, self.connection, cluster_id, component_dir(run_dir, component), shared=shared))
 
     def example(self, plans: Plans) -> str:
         nonce = next(iter(plans.values())).payload.nonce
@@ -189,23 +188,20 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
     return specs
 
 
+@dataclass(eq=False)
 class ComponentJob(BatchJob):
-    """The payload of one component in the heterogeneous job of all components.
+    """The payload of one component in the heterogeneous job of all components."""
 
-    `shared` has what all of them know: when the latest record of any component began, Slurm's accounting and the job's logs.
-    """
-
-    def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str, shared: Evidence) -> None:
-        super().__init__(job, commands, cluster_id, directory)
-        self._shared = shared
+    shared: Evidence = field(kw_only=True)
+    """What all of them know: when the latest record of any component began, Slurm's accounting and the job's logs."""
 
     def _send_cancel(self, now: bool) -> None:
         # Another component's record may have started since the last poll.
-        self._started = self._started or (self._shared.started and self._job.status.phase != JobPhase.PENDING)
+        self._started = self._started or (self.shared.started and self.job.status.phase != JobPhase.PENDING)
         super()._send_cancel(now)
 
     def explain(self, evidence: Evidence) -> None:
-        shared = self._shared
+        shared = self.shared
         if shared.job is None and not shared.runtime_log:
             super().explain(shared)
             # The first runtime that failed caused the ends of all others, even of the barrier's server with its own exit code.
@@ -217,5 +213,5 @@ class ComponentJob(BatchJob):
 
     def _started_at(self, evidence: Evidence) -> float | None:
         """When the latest record of any component began: from then on Slurm must not cancel the job for a late component."""
-        self._shared.started_at = max(self._shared.started_at or 0.0, evidence.started_at or 0.0) or None
-        return self._shared.started_at
+        self.shared.started_at = max(self.shared.started_at or 0.0, evidence.started_at or 0.0) or None
+        return self.shared.started_at

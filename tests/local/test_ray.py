@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
-from dagster_rayslurm.backends.run_dir import Layout
+from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.backends.sessions.local import list_sessions
 
 from ..conftest import marked_processes, pipes_script, run_asset, small_ray, wait_until

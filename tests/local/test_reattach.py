@@ -25,7 +25,7 @@ import dagster_rayslurm.run_call as calls
 from dagster_rayslurm import BashLauncher, ComputeResource
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.ownership import FIRST_OWNER
-from dagster_rayslurm.backends.run_dir import Layout, run_files, write_run_dir
+from dagster_rayslurm.backends.base import Layout, run_files, write_run_dir
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
 from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.follow import Cadence

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dagster_rayslurm import ComputeResource, SessionConfig
-from dagster_rayslurm.backends.run_dir import Layout
+from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.backends.sessions.local import sessions_base
 from dagster_rayslurm.cli import main
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig
-from dagster_rayslurm.backends.run_dir import Layout
+from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.backends.sessions import local as local_session
 from dagster_rayslurm.backends.sessions.request import send_request
 from dagster_rayslurm.runtime.protocol.messages import Operation

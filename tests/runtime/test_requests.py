@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from dagster_rayslurm.backends.base import Layout, write_run_dir
 from dagster_rayslurm.backends.local import runtime_command
-from dagster_rayslurm.backends.run_dir import Layout, write_run_dir
 from dagster_rayslurm.backends.sessions import request as session_request
 from dagster_rayslurm.backends.sessions.matching import Capacity
 from dagster_rayslurm.backends.sessions.registry import LiveSession, SessionManifest, parse_announcement

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
-from dagster_rayslurm.backends.run_dir import sweep_remote
+from dagster_rayslurm.backends.base import sweep_remote
 
 from ..conftest import run_asset, small_ray, wait_until
 from .fixtures import Running, Site

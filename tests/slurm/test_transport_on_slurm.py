@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.backends.run_dir import sweep_remote
+from dagster_rayslurm.backends.base import sweep_remote
 from dagster_rayslurm.environments import InheritedEnvironment, Interpreter, PreDeployedEnvironment
 from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.errors import StartError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends import run_dir, slurm_job
-from dagster_rayslurm.backends.run_dir import CancelRequest
+from dagster_rayslurm.backends import base, slurm_job
+from dagster_rayslurm.backends.base import CancelRequest
 from dagster_rayslurm.backends.slurm_job import BatchJob, SlurmJob
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.separate.backend import ComponentJob
@@ -44,7 +44,7 @@ class Scene:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Scene]:
     def make(failing: int) -> Scene:
         made = Scene(failing)
-        monkeypatch.setattr(run_dir, "time", SimpleNamespace(monotonic=lambda: made.now))
+        monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: made.now))
         return made
 
     return make
@@ -114,7 +114,7 @@ def test_an_unconfirmed_cancel_is_waited_for_once(parts: int, tmp_path: Path, mo
     monkeypatch.setattr(slurm_job, "wait_until_gone", lambda _, job_id, patience: waits.append(job_id))
     attempts: list[BatchJob] = [BatchJob(job, LocalConnection(), "c")]  # type: ignore[arg-type]
     if parts > 1:
-        attempts = [ComponentJob(job, LocalConnection(), "c", f"{tmp_path}/{name}", shared) for name in "ab"]  # type: ignore[arg-type]
+        attempts = [ComponentJob(job, LocalConnection(), "c", f"{tmp_path}/{name}", shared=shared) for name in "ab"]  # type: ignore[arg-type]
     for attempt in attempts:
         attempt.kill()
     for attempt in attempts:
@@ -127,7 +127,7 @@ def test_slurm_cancels_a_waiting_job_and_the_runtime_a_running_payload(tmp_path:
     job, order, commands = Job(tmp_path), tmp_path / "cancel.json", LocalConnection()
     asked: list[str] = []
     clock = [1000.0]
-    monkeypatch.setattr(run_dir, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def run(command: list[str], *_: Any) -> Completed:
         asked.append(" ".join(command[-2:]))

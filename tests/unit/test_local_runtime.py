@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dagster_rayslurm.backends import local
+from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.backends.local import OwnRuntime
-from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.runtime.protocol.record import STATUS
 from dagster_rayslurm.ssh.local import locked

@@ -9,6 +9,7 @@ from dagster_rayslurm import BashLauncher
 from dagster_rayslurm.backends import payload_files
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.plan import make_plan
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from .lines import Log
 
@@ -37,11 +38,13 @@ def test_an_unreadable_local_file_is_a_configuration_error(tmp_path: Path, monke
     assert caught.value.kind == "configuration" and "remote_base" not in str(caught.value)
 
 
-def packed(script: Path, **launcher: Any) -> payload_files.PayloadFiles:
+def warnings(base: Path, script: Path, **launcher: Any) -> list[str]:
     plan = make_plan(
         payload_path=script, launcher=BashLauncher(**launcher), nonce="n", max_output_bytes=1, max_stdio_bytes=1, uses_pipes=False
     )
-    return payload_files.pack(plan, "/base", "/base/data")
+    log = Log()
+    payload_files.deliver(LocalConnection(), str(base), payload_files.pack(plan, str(base), "/base/data"), log)
+    return [line for line in log.lines if "imports" in line]
 
 
 IMPORTS = """
@@ -61,18 +64,15 @@ def test_modules_that_a_script_imports_from_beside_it_are_named(tmp_path: Path) 
     for path in ("helpers/__init__.py", "a_package/__init__.py", "unused.py", "ray.txt"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("")
-    log = Log()
-    packed(script).warn(log)
-    assert len(log.lines) == 1 and "train.py imports a_package, helpers from beside it" in log.lines[0]
-    log = Log()
-    packed(script, working_dir=str(tmp_path)).warn(log)
-    assert not log.lines, "it is sent"
+    base = tmp_path.parent / f"{tmp_path.name}-base"
+    (line,) = warnings(base, script)
+    assert "train.py imports a_package, helpers from beside it" in line
+    assert not warnings(base, script, working_dir=str(tmp_path)), "it is sent"
 
 
 @pytest.mark.parametrize("text", [b"import helpers", b"helpers = 1", b"import helpers(", b"\0", b"\xff\xfe", b"(" * 9999])
 def test_a_script_may_have_any_content(text: bytes, tmp_path: Path) -> None:
-    script, log = tmp_path / "t.py", Log()
+    script = tmp_path / "t.py"
     script.write_bytes(text)
     (tmp_path / "helpers.py").write_text("")
-    packed(script).warn(log)
-    assert bool(log.lines) == (text == b"import helpers")
+    assert bool(warnings(tmp_path / "base", script)) == (text == b"import helpers")

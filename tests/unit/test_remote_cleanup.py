@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.archive import runtime_name
-from dagster_rayslurm.backends.run_dir import sweep_remote
+from dagster_rayslurm.backends.base import sweep_remote
 from dagster_rayslurm.plan import run_dir_name
 from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.upload.bundle import bundle_files

@@ -1,52 +1,25 @@
 """When an earlier attempt made the same request, and which job runs its payload."""
 
-import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dagster_rayslurm import BashLauncher, SlurmQueueConfig, SlurmResource
+from dagster_rayslurm import BashLauncher, RayLauncher, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.batch import BatchBackend
-from dagster_rayslurm.backends.ownership import reattachable_job, same_request
-from dagster_rayslurm.environments import InheritedEnvironment
+from dagster_rayslurm.backends.ownership import REQUEST_FILE, reattachable_job
+from dagster_rayslurm.environments import InheritedEnvironment, PreDeployedEnvironment
 from dagster_rayslurm.errors import FailureKind, RunFailure
 from dagster_rayslurm.execution.run import start_errors
 from dagster_rayslurm.plan import make_plan
-from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, encode
-from dagster_rayslurm.slurm.submit import JOB_SCRIPT
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, encode
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..fake_slurm import FakeSlurm
 from .lines import Log
-
-SCRIPT = "#!/bin/sh\n# rayslurm: run {run}\n#SBATCH --comment='run {run}'\n#SBATCH --time={time}\nsrun x\n"
-
-
-def files(run: str = "a", time: str = "5", key: str = "k", cpus: int = 1, argv: str = "python") -> dict[str, bytes]:
-    return {
-        PAYLOAD: json.dumps({"argv": [argv], "run_id": run, "want_cpus": cpus}).encode(),
-        RUNTIME: json.dumps({"cluster_id": "c", "control_key": key, "control_ports": [len(key)]}).encode(),
-        JOB_SCRIPT: SCRIPT.format(run=run, time=time).encode(),
-    }
-
-
-def test_caller_and_random_keys_are_ignored() -> None:
-    assert same_request(files(), files(run="b", key="other", cpus=2))
-
-
-@pytest.mark.parametrize("other", [{"time": "6"}, {"argv": "sh"}])
-def test_another_request_is_different(other: dict[str, str]) -> None:
-    assert not same_request(files(**other), files())
-
-
-@pytest.mark.parametrize("damaged", [PAYLOAD, RUNTIME, JOB_SCRIPT])
-@pytest.mark.parametrize("content", [b"", b"{"])
-def test_a_damaged_file_is_different(damaged: str, content: bytes) -> None:
-    assert not same_request({**files(), damaged: content}, files())
-
 
 START: dict[str, Any] = {"type": "start", "allocation": {"job_id": "12"}}
 
@@ -56,35 +29,49 @@ def end(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("records", "other", "job"),
+    ("records", "same", "job"),
     [
-        pytest.param([], {}, "13", id="waits"),
-        pytest.param([START], {}, "13", id="runs"),
-        pytest.param([START], {"time": "6"}, None, id="something else runs"),
-        pytest.param([START, end()], {}, "12", id="has succeeded unheard, whatever Slurm still knows"),
-        pytest.param([START, end()], {"time": "6"}, None, id="something else has succeeded"),
-        pytest.param([START, end(exit_code=1)], {}, None, id="has failed"),
-        pytest.param([START, end(reason="terminated")], {}, None, id="was ended"),
-        pytest.param([START, end(reason="terminated"), START], {}, "13", id="runs again after a requeue"),
-        pytest.param([START, end(nonce="another")], {}, "13", id="another one has ended"),
+        pytest.param([], True, "13", id="waits"),
+        pytest.param([START], True, "13", id="runs"),
+        pytest.param([START], False, None, id="something else runs"),
+        pytest.param([START, end()], True, "12", id="has succeeded unheard, whatever Slurm still knows"),
+        pytest.param([START, end()], False, None, id="something else has succeeded"),
+        pytest.param([START, end(exit_code=1)], True, None, id="has failed"),
+        pytest.param([START, end(reason="terminated")], True, None, id="was ended"),
+        pytest.param([START, end(reason="terminated"), START], True, "13", id="runs again after a requeue"),
+        pytest.param([START, end(nonce="another")], True, "13", id="another one has ended"),
     ],
 )
 def test_a_job_is_found_for_the_same_request_only(
-    records: list[dict[str, Any]], other: dict[str, str], job: str | None, tmp_path: Path
+    records: list[dict[str, Any]], same: bool, job: str | None, tmp_path: Path
 ) -> None:
-    for name, content in {**files(**other), JOURNAL: b"".join(map(encode, records))}.items():
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / JOURNAL).write_bytes(b"".join(map(encode, records)))
+    (tmp_path / REQUEST_FILE).write_bytes(b"this" if same else b"another")
     log = logging.getLogger("test")
-    assert reattachable_job(LocalConnection(), str(tmp_path), "n", files(), lambda _: "13", log) == job
+    assert reattachable_job(LocalConnection(), str(tmp_path), "n", b"this", lambda _: "13", log) == job
     missing = str(tmp_path / "swept")
-    assert reattachable_job(LocalConnection(), missing, "n", files(), lambda _: "13", log) is None
+    assert reattachable_job(LocalConnection(), missing, "n", b"this", lambda _: "13", log) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [({}, True), ({"run_id": "b"}, True), ({"argv": ["sh"]}, False), ({"num_nodes": 2}, False), ({"preload": ["json"]}, False)],
+)
+def test_what_tells_requests_apart(other: dict[str, Any], same: bool, tmp_path: Path) -> None:
+    def asked(run_id: str = "a", argv: Any = ("true",), num_nodes: int = 1, preload: Any = ()) -> bytes:
+        slurm, queue = SlurmResource(remote_base=str(tmp_path / "base")), SlurmQueueConfig(num_nodes=num_nodes)
+        launcher = RayLauncher(preload=list(preload))
+        backend = BatchBackend(slurm, queue, PreDeployedEnvironment(path=sys.prefix), None, 0.0)
+        plan = make_plan(payload_path=list(argv), launcher=launcher, nonce="n", max_output_bytes=1, max_stdio_bytes=1)
+        return backend._prepare(plan, "/run", Step(run_id, "s", None, Log()))[2][REQUEST_FILE]
+
+    assert (asked() == asked(**other)) == same
 
 
 def test_a_job_that_slurm_runs_again_is_found(tmp_path: Path) -> None:
-    ended = {**files(), JOURNAL: encode(START) + encode(end(reason="terminated"))}
-    for name, content in ended.items():
-        (tmp_path / name).write_bytes(content)
-    found = reattachable_job(LocalConnection(), str(tmp_path), "n", files(), lambda _: "13", Log(), requeue=True)
+    (tmp_path / JOURNAL).write_bytes(encode(START) + encode(end(reason="terminated")))
+    (tmp_path / REQUEST_FILE).write_bytes(b"this")
+    found = reattachable_job(LocalConnection(), str(tmp_path), "n", b"this", lambda _: "13", Log(), requeue=True)
     assert found == "13", "the job waits to run again"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dagster_rayslurm import RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.base import Step
-from dagster_rayslurm.backends.ownership import REQUIREMENTS_FILE
+from dagster_rayslurm.backends.ownership import REQUEST_FILE
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.backends.sessions.session_job import SessionSetup
@@ -51,12 +51,12 @@ def test_a_retry_with_other_requirements_does_not_reattach(
 ) -> None:
     step = Step(run_id="r", step_key="s", partition_key=None, log=Log())
     first, plan = asking(tmp_path)
-    asked = first.setup.choice(plan, "r", str(tmp_path), str(tmp_path / "data")).fingerprint()
+    asked = session_backend._request(*first._packed(plan, step))
     accepted = dataclasses.replace(plan.payload, run_id="r", step="s", ray=None, want_cpus=2, time_limit=60.0)
     run_dir = tmp_path / "runs" / "r-s-n"
     run_dir.mkdir(parents=True)
     (run_dir / PAYLOAD).write_text(to_json(dataclasses.replace(accepted, data_dir=str(tmp_path / "data"))))
-    (run_dir / REQUIREMENTS_FILE).write_bytes(asked)
+    (run_dir / REQUEST_FILE).write_bytes(asked)
     (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER, "allocation": {"job_id": "7"}}))
     said = SimpleNamespace(cluster_id=CLUSTER, job_id="7")
     there = [SimpleNamespace(announcement=said, ended=False, key="ours-1", number=1)]

@@ -113,7 +113,6 @@ class Jobs(SlurmSite):
             submitted=submitted,
             directory=directory,
             queue_timeout=self._timeout,
-            over_ssh=False,
             log=self._log,
         )
 

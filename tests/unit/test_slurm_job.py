@@ -65,7 +65,6 @@ def test_a_log_that_explains_the_missing_record_shortens_the_wait(
         submitted=SubmittedJob("1", 0.0),
         directory=str(tmp_path),
         queue_timeout=None,
-        over_ssh=False,
         log=logging.getLogger("job"),
     )
     job._watch = replace(job._watch, final=view)
@@ -111,7 +110,6 @@ def test_the_first_query_waits_until_slurm_knows_the_pending_reason(tmp_path: Pa
         submitted=SubmittedJob("7", time.time()),
         directory=str(tmp_path),
         queue_timeout=None,
-        over_ssh=False,
         log=log,
     )
 

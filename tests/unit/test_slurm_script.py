@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.backends.run_dir import cancel_request_json
+from dagster_rayslurm.backends.base import cancel_request_json
 from dagster_rayslurm.runtime.protocol.record import CANCEL, COMPONENTS, EXIT, node_log
 from dagster_rayslurm.slurm.script import LOG, escape_pattern, parse_exit, render_script, sbatch_quote
 

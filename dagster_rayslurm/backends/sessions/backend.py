@@ -36,9 +36,9 @@ from ...ssh.base import Connection, ConnectionFailed
 from ...ssh.pool import connection_to
 from ..base import Register, RunningPayload, Step
 from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, job_script, sweep_in_background
-from ..ownership import FIRST_OWNER, REQUIREMENTS_FILE, reattachable_job
+from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
-from ..run_dir import Layout, run_files
+from ..base import Layout, run_files
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
 from .listing import IdleSessions, end_generations
@@ -151,7 +151,6 @@ class SessionBackend:
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         began = time.monotonic()
         upload, choice = self._packed(plan, step)
-        upload.warn(step.log)
         base = str(self.layout.base)
         site = SlurmSite(
             connection=self.connection,
@@ -163,7 +162,7 @@ class SessionBackend:
             register=register,
             start_timeout=self.start_timeout,
             patience=self.patience,
-            files={REQUIREMENTS_FILE: choice.fingerprint(), **({} if step.reattached else {FIRST_OWNER: b""})},
+            files={REQUEST_FILE: _request(upload, choice), **({} if step.reattached else {FIRST_OWNER: b""})},
             needs=upload.places(base),
             backend=self,
             upload=upload,
@@ -178,8 +177,6 @@ class SessionBackend:
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         upload, choice = self._packed(plan, step)
-        payload = replace(upload.plan.payload, step=step.step_key)
-        expected = {PAYLOAD: to_json(payload).encode("utf-8"), REQUIREMENTS_FILE: choice.fingerprint()}
 
         def job_of(start: Record | None) -> str | None:
             generations = list_generations(self.connection, str(self.layout.base)) if start is not None else []
@@ -190,10 +187,14 @@ class SessionBackend:
                     return said.job_id
             return None
 
-        return reattachable_job(self.connection, run_dir, payload.nonce, expected, job_of, step.log) is not None
+        return reattachable_job(self.connection, run_dir, plan.payload.nonce, _request(upload, choice), job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         return self.setup.example_script(plan)
+
+
+def _request(upload: PayloadFiles, choice: Choice) -> bytes:
+    return fingerprint(to_json(upload.plan.payload), choice.fingerprint().decode())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -287,7 +288,6 @@ class SlurmSite(Site):
             submitted=submitted,
             directory=directory,
             queue_timeout=self.backend.queue_timeout,
-            over_ssh=self._setup.slurm.ssh is not None,
             log=self.step.log,
             make_way=IdleSessions(self.connection, self.base, self.step.log),
             waiting_since=since,

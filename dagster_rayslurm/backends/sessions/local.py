@@ -34,9 +34,8 @@ from ...runtime.protocol.rpc import NotConnected, call
 from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.local import LocalConnection
-from ..base import Register, RunningPayload, Step
+from ..base import Layout, Register, RunningPayload, Step, write_cancel_request
 from ..local import LocalBackend, reap_later, runtime_command, start_process
-from ..run_dir import Layout, write_cancel_request
 from .acquire import Allocation, Site
 from .backend import start_in_session
 from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
