@@ -23,9 +23,9 @@ from typing import Any
 from unittest import mock
 
 from dagster_rayslurm import BashLauncher, SlurmQueueConfig, SlurmResource, archive, interrupts
+from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.backends.batch import BatchBackend
 from dagster_rayslurm.backends.payload_files import PayloadFiles
-from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.edge import processes
 from dagster_rayslurm.environments import Interpreter, PreDeployedEnvironment
 from dagster_rayslurm.errors import RunFailure
