@@ -16,7 +16,7 @@ from ..backends.base import Layout, Plans, Register, Step, run_files, write_run_
 from ..backends.batch import CLUSTER, JobBackend, check_min_nodes, check_paths, example_script, job_script, runtime_spec
 from ..backends.local import LOCAL_CADENCE, OwnRuntime, runtime_command
 from ..backends.payload_files import required_files
-from ..backends.slurm_job import BatchJob, SlurmJob
+from ..backends.slurm_job import BatchJob
 from ..components import Component, component_specs, request_for
 from ..environments import Interpreter
 from ..follow import Cadence, Evidence
@@ -30,7 +30,6 @@ from ..slurm.accounting import failed_tasks
 from ..slurm.request import JobRequest, job_comment, job_name
 from ..slurm.states import JobPhase
 from ..slurm.submit import JOB_SCRIPT
-from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 
 _MARGIN = 30.0  # Seconds that the barrier waits beyond the latest deadline of a Ray cluster, whose own failure says more.

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SlurmQueueConfig
-from dagster_rayslurm.backends.base import Step
-from dagster_rayslurm.backends.run_dir import Layout
+from dagster_rayslurm.backends.base import Layout, Step
 from dagster_rayslurm.components import Component, arrange, component_specs, request_for
 from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.errors import RETRYABLE, RunFailure

@@ -24,7 +24,7 @@ from ...follow import Cadence
 from ...interrupts import deferred_interrupts
 from ...plan import Plan
 from ...runtime.protocol.messages import Operation, Refusal
-from ...runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
+from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import to_json
 from ...slurm.config import SlurmQueueConfig, SlurmResource
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
@@ -34,11 +34,10 @@ from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.base import Connection, ConnectionFailed
 from ...ssh.pool import connection_to
-from ..base import Register, RunningPayload, Step
+from ..base import Layout, Register, RunningPayload, Step, run_files
 from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, job_script, sweep_in_background
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
-from ..base import Layout, run_files
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
 from .listing import IdleSessions, end_generations
@@ -187,7 +186,9 @@ class SessionBackend:
                     return said.job_id
             return None
 
-        return reattachable_job(self.connection, run_dir, plan.payload.nonce, _request(upload, choice), job_of, step.log) is not None
+        return (
+            reattachable_job(self.connection, run_dir, plan.payload.nonce, _request(upload, choice), job_of, step.log) is not None
+        )
 
     def example(self, plan: Plan) -> str:
         return self.setup.example_script(plan)
