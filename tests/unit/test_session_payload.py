@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends import run_dir
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import payload as session_payload
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
