@@ -109,7 +109,7 @@ class Scene:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (session_payload, run_dir):
+    for module in (session_payload, backends_base):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
