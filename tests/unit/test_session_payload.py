@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm.backends import base as backends_base
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import payload as session_payload
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
