@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+from .cores import BarrierOfComponents, MembershipOfNodes, QueueOfPayloads
 from .history import History
 from .slurm_mode import SlurmMode
 
-SCENARIOS: dict[str, type[History]] = {each.name: each for each in (SlurmMode,)}
-SHARES = {"slurm": 6}
+SCENARIOS: dict[str, type[History]] = {
+    each.name: each for each in (SlurmMode, QueueOfPayloads, BarrierOfComponents, MembershipOfNodes)
+}
+SHARES = {"slurm": 6, "queue": 1, "barrier": 1, "membership": 1}
 """How often a seed chooses each scenario."""
 
 

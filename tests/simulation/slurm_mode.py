@@ -505,6 +505,7 @@ class SlurmMode(History):
         self._at_turn(lambda: self.interrupt(0.0))
 
     def fill_disk(self, seconds: float) -> None:
+        self._disturb(seconds)
         self._fill(seconds, self.cluster.edge, self.cluster.node)
 
     def fill_local_disk(self, seconds: float) -> None:
@@ -558,7 +559,7 @@ class SlurmMode(History):
             raise Violation("success, but the payload has not succeeded")
         if not succeeded and payload.ended_well and not self.faults:
             raise Violation(f"failure without a fault: {last.verdict or last.failure}")
-        if last.ended == "record" and last.not_started and not self._has("fill_disk"):
+        if last.ended == "record" and last.not_started and not self._has("fill_disk", "retry_beside"):
             raise Violation(f"a failure of the record without a full disk: {last.failure}")
         names = [job["name"] for job in self.cluster.state["jobs"].values()]
         if len(names) > len(set(names)):

@@ -108,7 +108,7 @@ class World:
         self.steps = 0
         self._order = itertools.count()
         self._queue: list[tuple[float, int, Process, int]] = []
-        self._processes: list[Process] = []
+        self.processes: list[Process] = []
         self._closing = False
 
     # -- processes
@@ -116,7 +116,7 @@ class World:
     def spawn(self, name: str, host: Host, function: Callable[[], Any], delay: float = 0.0) -> Process:
         """Start a process; it first runs after `delay` seconds."""
         process = Process(self, name, host, function)
-        self._processes.append(process)
+        self.processes.append(process)
         self._wake(process, delay)
         return process
 
@@ -161,6 +161,11 @@ class World:
         process.handlers[-1](signum)
 
     @property
+    def pending(self) -> bool:
+        """Whether anything is left to run."""
+        return any(process.alive and wake_id == process.wake_id for _, _, process, wake_id in self._queue)
+
+    @property
     def current(self) -> Process | None:
         """The process that runs now; None outside of all processes."""
         running = getcurrent()
@@ -195,7 +200,7 @@ class World:
     def close(self) -> None:
         """Unwind the processes that have not ended; what they still try to do raises `Killed`."""
         self._closing = True
-        for process in self._processes:
+        for process in self.processes:
             while process and not process.dead:
                 process.throw(Killed)
 
