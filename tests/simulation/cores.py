@@ -5,7 +5,7 @@ The cores are pure; these scenarios feed them with what processes, networks and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,8 +172,8 @@ class _Component:
     ready_after: float
     seconds: float
     failure: str | None
-    told: RunState = RunState()
-    mine: ComponentState = ComponentState()
+    told: RunState = field(default_factory=RunState)
+    mine: ComponentState = field(default_factory=ComponentState)
     connected: bool = False
     starts: int = 0
     lost: bool = False

@@ -104,6 +104,11 @@ class Attempt:
     over_at: float | None = None
 
     @property
+    def run_id(self) -> str:
+        """The id of its Dagster run."""
+        return f"run-{self.number}"
+
+    @property
     def ended(self) -> str:
         """How the attempt ended, in a word."""
         if self.over_at is None:
@@ -151,7 +156,7 @@ class AttemptHistory:
     output_is_local = True
 
     def __init__(self, context: Any, step_key: str) -> None:
-        self._history: SlurmMode = context.history
+        self._history: Any = context.history  # Has the attempts at the step, and the names that were noted.
         self._attempt: Attempt = context.attempt
 
     def earlier_run_dir(self) -> str | None:
@@ -193,6 +198,79 @@ def _settings(remote_base: str, requeue: bool) -> tuple[Any, ...]:
     """Configuration, which takes long to check."""
     queue = SlurmQueueConfig(partition="compute", num_nodes=1, time_limit="02:00:00", requeue=requeue)
     return SlurmResource(remote_base=remote_base), queue, PreDeployedEnvironment(path="/env")
+
+
+def execute(step: Any, attempt: Attempt, backend: Any, plan: Plan, cluster: Cluster, home: str) -> None:
+    """Run a step in the current process, as `execution.run.execute` does without Dagster's Pipes session.
+
+    `step` has the attempts at it and the names of run directories that were noted.
+    """
+    context: Any = SimpleNamespace(
+        log=Log(attempt, cluster.world),
+        run=SimpleNamespace(run_id=attempt.run_id),
+        has_partition_key=False,
+        history=step,
+        attempt=attempt,
+        get_step_execution_context=lambda: SimpleNamespace(step=SimpleNamespace(key="asset")),
+    )
+    backend.__dict__["connection"] = cluster.connection()
+    backend.__dict__["layout"] = Layout(Path(f"{cluster.directory}/base"))
+    settings = RunSettings("slurm", True, "failed", 7.0, 3600.0, 600.0, Layout(Path(home)))
+    handler = SimpleNamespace(handle_message=lambda message: attempt.messages.append(message["params"]["label"]))
+    pipes: Any = {"partition_key_range": None}
+    with start_errors():
+        plan = replace(plan, payload=replace(plan.payload, nonce=cluster.world.random.randbytes(6).hex()))
+        launch = reattach.reattach_or_new(context, plan, backend, settings.home)
+    run = PayloadRun(context, backend, settings, launch, {None: launch.plan})
+    run.follow(lambda register: backend.start(launch.plan, run.run_dir, pipes, launch.step, register), lambda _: handler)
+    judged = run.judge(run.first)
+    attempt.verdict = judged.verdict
+    run.clean_up(judged.verdict)
+
+
+def work(world: World, record: RunRecord, payload: Payload, cancelled: Callable[[], bool]) -> dict[str, Any]:
+    """Do what a payload does, and record it; returns how it ended, for the end of the record."""
+    ended: dict[str, Any] = {"reason": "exit", "message": None, "exit_code": payload.exit_code, "signal": None}
+    try:
+        _say(record, "opened", None)
+        for number in range(MESSAGES):
+            for _ in range(4):
+                world.sleep(payload.seconds / MESSAGES / 4)
+                if cancelled():
+                    return {**ended, "reason": "cancel", "exit_code": None, "signal": 15}
+            record.output("stdout", f"line {number}\n", time.time())
+            _say(record, "report_asset_materialization", f"m{number}")
+        _say(record, "closed", None)
+        payload.ended_well |= payload.exit_code == 0
+    except Terminated:
+        return {**ended, "reason": "terminated", "message": "the runtime received SIGTERM", "exit_code": None, "signal": 15}
+    except OSError as error:
+        return {**ended, "reason": "record", "message": str(error), "exit_code": None, "signal": 15}
+    return ended
+
+
+def _say(record: RunRecord, method: str, label: str | None) -> None:
+    params = {"label": label or method, "asset_key": "asset"}
+    message = {"__dagster_pipes_version": "0.1", "method": method, "params": params}
+    record.write({"type": "pipes", "at": time.time(), "line": json.dumps(message)})
+    record.sync()
+
+
+def end_record(world: World, record: RunRecord, nonce: str, ended: dict[str, Any]) -> bool:
+    """Write the end of a record; for some seconds again if that fails, as the runtime does. Returns whether it was written."""
+    times = {"started_at": time.time(), "ended_at": time.time(), "pipes_messages": MESSAGES + 2}
+    end = {"type": "end", "nonce": nonce, **ended, **times, "usage": {}, "outputs": [], "outputs_left_out": []}
+    for _ in range(10):
+        try:
+            record.end({**end, "context": {"allocation": {}}})
+        except OSError as error:
+            world.say(f"the end of the record cannot be written: {error}")
+            with contextlib.suppress(Terminated):
+                world.sleep(0.5)
+            continue
+        world.say(f"end of the record: {ended['reason']} {ended['exit_code']}")
+        return True
+    return False
 
 
 class SlurmMode(History):
@@ -286,31 +364,9 @@ class SlurmMode(History):
         self.attempt()
 
     def _execute(self, attempt: Attempt) -> None:
-        step = SimpleNamespace(step=SimpleNamespace(key="asset"))
-        context: Any = SimpleNamespace(
-            log=Log(attempt, self.world),
-            run=SimpleNamespace(run_id=f"run-{attempt.number}"),
-            has_partition_key=False,
-            history=self,
-            attempt=attempt,
-            get_step_execution_context=lambda: step,
-        )
         slurm, queue, environment = _settings(f"{self.cluster.directory}/base", self.requeue)
         backend = Backend(slurm=slurm, queue=queue, environment=environment, queue_timeout=None, patience=120.0)
-        backend.__dict__["connection"] = self.cluster.connection()
-        backend.__dict__["layout"] = Layout(Path(f"{self.cluster.directory}/base"))
-        settings = RunSettings("slurm", True, "failed", 7.0, 3600.0, 600.0, Layout(Path(f"{self.directory}/home")))
-        handler = SimpleNamespace(handle_message=lambda message: attempt.messages.append(message["params"]["label"]))
-        pipes: Any = {"partition_key_range": None}
-        with start_errors():
-            nonce = self.world.random.randbytes(6).hex()
-            plan = replace(self.plan, payload=replace(self.plan.payload, nonce=nonce))
-            launch = reattach.reattach_or_new(context, plan, backend, settings.home)
-        run = PayloadRun(context, backend, settings, launch, {None: launch.plan})
-        run.follow(lambda register: backend.start(launch.plan, run.run_dir, pipes, launch.step, register), lambda _: handler)
-        judged = run.judge(run.first)
-        attempt.verdict = judged.verdict
-        run.clean_up(judged.verdict)
+        execute(self, attempt, backend, self.plan, self.cluster, f"{self.directory}/home")
 
     def _write(self, text: str) -> None:
         process = self.world.current
@@ -348,58 +404,22 @@ class SlurmMode(History):
             self.overlapped = True
             world.say("the payload runs twice at the same time")
         start = {"type": "start", "at": time.time(), "attempt": attempt, "nonce": nonce, "host": "c1"}
-        ended: dict[str, Any] = {"reason": "exit", "message": None, "exit_code": payload.exit_code, "signal": None}
-        closed = False
         try:
             record.write({**start, "allocation": {"job_id": job_id}})
             record.write({"type": "phase", "phase": "running", "message": "payload started", "at": time.time()})
             record.sync()
-            self._say(record, "opened", None)
-            for number in range(MESSAGES):
-                for _ in range(4):
-                    world.sleep(payload.seconds / MESSAGES / 4)
-                    if self.cluster.node_view.read(f"{run_dir}/{CANCEL}").strip():
-                        raise _Cancelled
-                record.output("stdout", f"line {number}\n", time.time())
-                self._say(record, "report_asset_materialization", f"m{number}")
-            self._say(record, "closed", None)
-            closed = True
-        except Terminated:
-            ended = {"reason": "terminated", "message": "the runtime received SIGTERM", "exit_code": None, "signal": 15}
-        except _Cancelled:
-            ended = {"reason": "cancel", "message": None, "exit_code": None, "signal": 15}
+            cancel = f"{run_dir}/{CANCEL}"
+            ended = work(world, record, payload, lambda: bool(self.cluster.node_view.read(cancel).strip()))
         except OSError as error:
             ended = {"reason": "record", "message": str(error), "exit_code": None, "signal": 15}
         payload.running -= 1
-        payload.ended_well |= closed and payload.exit_code == 0
         with contextlib.suppress(Terminated):
             world.sleep(0.05)
-        self._end(record, {"nonce": nonce, **ended})
+        if end_record(world, record, nonce, ended):
+            self.ended_at = world.now
         with contextlib.suppress(Terminated):
             world.sleep(world.random.uniform(0.05, 1.0))
         return 143 if ended["reason"] == "terminated" else 0  # srun's own code after SIGTERM.
-
-    def _end(self, record: RunRecord, ended: dict[str, Any]) -> None:
-        """Write the end of the record; for some seconds again if that fails, as the runtime does."""
-        times = {"started_at": time.time(), "ended_at": time.time(), "pipes_messages": MESSAGES + 2}
-        end = {"type": "end", **ended, **times, "usage": {}, "outputs": [], "outputs_left_out": [], "context": {"allocation": {}}}
-        for _ in range(10):
-            try:
-                record.end(end)
-            except OSError as error:
-                self.world.say(f"the end of the record cannot be written: {error}")
-                with contextlib.suppress(Terminated):
-                    self.world.sleep(0.5)
-                continue
-            self.ended_at = self.world.now
-            self.world.say(f"end of the record: {ended['reason']} {ended['exit_code']}")
-            return
-
-    def _say(self, record: RunRecord, method: str, label: str | None) -> None:
-        params = {"label": label or method, "asset_key": "asset"}
-        message = {"__dagster_pipes_version": "0.1", "method": method, "params": params}
-        record.write({"type": "pipes", "at": time.time(), "line": json.dumps(message)})
-        record.sync()
 
     def _start_jobs(self) -> None:
         """Start what waits in the queue, after a while."""
@@ -617,7 +637,3 @@ class SlurmMode(History):
 
 def void(_: object) -> None:
     """Drop a value."""
-
-
-class _Cancelled(Exception):
-    """The cancel request of Dagster's side, in the simulated runtime."""

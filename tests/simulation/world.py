@@ -274,7 +274,7 @@ class World:
         """Replace the clock, locks, threads and random names of the standard library inside processes."""
 
         names = random.Random(self.seed)
-        write, pwrite, unlink, open_fd = os.write, os.pwrite, os.unlink, os.open
+        write, pwrite, unlink, open_fd, mkdir, utime = os.write, os.pwrite, os.unlink, os.open, os.mkdir, os.utime
 
         def host() -> Host:
             process = self.current
@@ -289,9 +289,21 @@ class World:
             return pwrite(fd, data, offset)
 
         def fake_open(path: Any, flags: int, *more: Any, **named: Any) -> int:
-            if flags & os.O_CREAT and not os.path.exists(path):
+            new = flags & os.O_CREAT and not os.path.exists(path)
+            if new:
                 host().take(1)
-            return open_fd(path, flags, *more, **named)
+            fd = open_fd(path, flags, *more, **named)
+            if new and self.current:
+                utime(path, (wall(), wall()))
+            return fd
+
+        def fake_mkdir(path: Any, *more: Any, **named: Any) -> None:
+            mkdir(path, *more, **named)
+            if self.current:
+                utime(path, (wall(), wall()))
+
+        def fake_utime(path: Any, times: Any = None, **named: Any) -> None:
+            utime(path, (wall(), wall()) if times is None and not named and self.current else times, **named)
 
         def fake_unlink(path: Any, **named: Any) -> None:
             size = os.stat(path).st_size if host().full and not named else 0
@@ -314,8 +326,10 @@ class World:
             (os, "write", fake_write),
             (os, "pwrite", fake_pwrite),
             (os, "open", fake_open),
+            (os, "mkdir", fake_mkdir),
+            (os, "utime", fake_utime),
             (os, "unlink", fake_unlink),
-            (os, "fsync", virtual(os.fsync, lambda descriptor: None)),
+            (os, "fsync", virtual(os.fsync, lambda fd: utime(fd, (wall(), wall())))),
             (signal, "raise_signal", virtual(signal.raise_signal, self.raise_signal)),
             (threading, "Lock", virtual(threading.Lock, lambda: Lock(self))),
             (threading, "RLock", virtual(threading.RLock, lambda: Lock(self, reentrant=True))),
