@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .history import History, Outcome, shrink
+from .kept import KEPT, SEEDS, run_kept
 from .scenarios import SCENARIOS, scenario_of
 
 MOST_SHOWN = 10
@@ -151,6 +152,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", action="store_true", help="print what happens in the history")
     parser.add_argument("--shrink", action="store_true", help="leave out faults of the history while it still breaks a promise")
+    parser.add_argument("--kept", action="store_true", help="run the histories that once broke a promise")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     return parser
 
@@ -160,6 +162,13 @@ def main() -> int:
     arguments = parser().parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], fixed_hashes())
+    if arguments.kept:
+        broken = 0
+        for kept, outcome in run_kept():
+            broken += 1
+            print("\n".join([*outcome.trace, f"{kept.defect}: seed {outcome.seed}: {outcome.problem}"]))
+        print(f"{len(KEPT) * len(SEEDS)} kept histories, {broken} findings")
+        return int(broken > 0)
     if arguments.seed is not None:
         return show(arguments)
     arguments.seconds = 3600 * arguments.hours if arguments.hours else arguments.seconds

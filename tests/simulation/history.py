@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -62,18 +62,28 @@ class History:
     Args:
         seed: makes all random choices.
         without: numbers of faults to leave out.
+        faults: the faults, in place of those that the seed chooses.
+        fixed: what holds in place of what the seed chooses; see `fix` of the scenario.
     """
 
     name = ""
 
-    def __init__(self, seed: int, without: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        seed: int,
+        without: Iterable[int] = (),
+        faults: Sequence[Fault] | None = None,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
         self.seed, self.world = seed, World(seed)
         self.choice = random.Random(f"choices of {seed}")
         """For all that is chosen before the history runs; `world.random` is for what happens in it."""
         self.directory = f"{SHARED}/rs-sim-{os.getpid()}"
         self.ended = "?"
         self.set_up()
-        self.faults = [fault for number, fault in enumerate(self.draw()) if number not in set(without)]
+        drawn = self.draw()
+        self.fix(**(fixed or {}))
+        self.faults = [fault for number, fault in enumerate(drawn if faults is None else faults) if number not in set(without)]
 
     # -- what a scenario defines
 
@@ -83,6 +93,9 @@ class History:
     def draw(self) -> list[Fault]:
         """Choose the faults."""
         raise NotImplementedError
+
+    def fix(self, **fixed: Any) -> None:
+        """Replace some of what was chosen."""
 
     def begin(self) -> None:
         """Start the processes."""

@@ -6,12 +6,13 @@ import random
 
 from .cores import BarrierOfComponents, MembershipOfNodes, QueueOfPayloads
 from .history import History
+from .sessions import Sessions
 from .slurm_mode import SlurmMode
 
 SCENARIOS: dict[str, type[History]] = {
-    each.name: each for each in (SlurmMode, QueueOfPayloads, BarrierOfComponents, MembershipOfNodes)
+    each.name: each for each in (SlurmMode, Sessions, QueueOfPayloads, BarrierOfComponents, MembershipOfNodes)
 }
-SHARES = {"slurm": 6, "queue": 1, "barrier": 1, "membership": 1}
+SHARES = {"slurm": 6, "session": 3, "queue": 1, "barrier": 1, "membership": 1}
 """How often a seed chooses each scenario."""
 
 

@@ -314,6 +314,14 @@ class SlurmMode(History):
             faults.append(Fault(at, kind, choice.choice(FAULTS[kind])))
         return sorted(faults, key=lambda fault: fault.at)
 
+    def fix(
+        self, requeue: bool | None = None, seconds: float | None = None, lag: float | None = None, starts: bool | None = None
+    ) -> None:
+        self.requeue = self.requeue if requeue is None else requeue
+        self.payload.seconds = self.payload.seconds if seconds is None else seconds
+        self.cluster.edge_view.lag = self.cluster.edge_view.lag if lag is None else lag
+        self.cluster.state["starts"] = self.cluster.state["starts"] if starts is None else starts
+
     def patches(self) -> list[Any]:
         out = SimpleNamespace(write=self._write, flush=lambda: None)
         return [
