@@ -33,12 +33,12 @@ from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_r
 from ..slurm.script import render_script
 from ..slurm.shared_queue import ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
-from ..slurm.submit import JOB_SCRIPT, RequiredFiles, SubmissionRefused, cancel_named, submit, wait_until_gone
+from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
 from ..ssh.pool import connection_to
 from .base import Layout, Register, Step, run_files, sweep_remote
 from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
-from .payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
+from .payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from .slurm_job import BatchJob, MakeWay, SlurmJob
 
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
@@ -92,13 +92,11 @@ class JobBackend:
                 cancel_named(self.connection, request.job_name, step.log)
             raise
 
-    def submit_job(
-        self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step, needs: RequiredFiles
-    ) -> SlurmJob:
+    def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
         """Submit a job, unless the run directory names one already; call it within `cancel_on_error`."""
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
-        submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience, needs=needs)
+        submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
         which = f"Slurm job {submitted.job_id} ({request.job_name})"
         done = f"going on with {which}" if step.reattached else f"submitted {which} to {request.partitions_text}"
         step.log.info(f"[rayslurm] {done} on {place}")
@@ -132,9 +130,8 @@ class BatchBackend(JobBackend):
         packed, request, request_files = self._prepare(plan, run_dir, step)
         plan = packed.plan
         files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
-        needs = required_files(self.connection, str(self.layout.base), [packed], step.log)
         with self.cancel_on_error(request, step):
-            job = self.submit_job(run_dir, files, request, step, needs)
+            job = self.submit_job(run_dir, files, request, step)
             running = BatchJob(job, self.connection, f"{CLUSTER}{plan.payload.nonce}", step=step)
             register(running)
         return running

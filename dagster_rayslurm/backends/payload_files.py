@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 from ..errors import FailureKind, StartError
 from ..plan import Plan
-from ..slurm.submit import RequiredFiles
 from ..ssh.base import Connection, ConnectionFailed, Progress
 from ..upload.bundle import Bundle, bundle_directory, bundle_files
 from ..upload.deliver import install, place_of, runtime_place
@@ -104,18 +103,6 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, re
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     log.debug(f"[rayslurm] delivered {', '.join(files.bundles) or 'nothing'} to {connection.place}")
     return runtime_place(base)
-
-
-def required_files(connection: Connection, base: str, packed: Sequence[PayloadFiles], log: Any) -> RequiredFiles:
-    """Returns the paths of the files that a job needs on the cluster, with a function that sends missing ones again."""
-
-    def restore() -> None:
-        log.warning(f"[rayslurm] files that were sent to {base} on {connection.place} are gone; sending them again")
-        with remote_base_errors(base):
-            for each in packed:
-                deliver(connection, base, each, log, recheck=True)
-
-    return RequiredFiles([runtime_place(base), *(path for each in packed for path in each.places(base))], restore)
 
 
 @contextmanager

@@ -19,9 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-CANNOT_WRITE, TAKEN, MISSING, NO_PROGRAM = 70, 78, 79, 127
-"""Exit codes of `submit`: the run directory cannot be written, another process has made it, a needed file is missing, and sbatch
-is not found."""
+CANNOT_WRITE, TAKEN, NO_PROGRAM = 70, 78, 127
+"""Exit codes of `submit`: the run directory cannot be written, another process has made it, and sbatch is not found."""
 
 _OPTIONS = re.compile("(SLURM|SRUN|SBATCH|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO)_[A-Za-z0-9_]*")
 _HOW_TO_REACH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
@@ -92,7 +91,6 @@ def submit(
     of_dagster: bool,
     run_dir: str,
     claim: str,
-    needs: "Sequence[str]",
     texts: "Mapping[str, str]",
 ) -> "tuple[int | None, bytes, bytes]":
     """Make a run directory and run `command`, sbatch, in it, unless the directory names a job already.
@@ -101,20 +99,14 @@ def submit(
     that makes the directory submits. Others may have taken a slow creator for dead and submitted another job; then this job is
     cancelled. A job id that cannot be written then does no harm: it only saves a search.
 
-    Args:
-        needs: files and directories that the job needs.
-        texts: the files of the run directory by name; each character is a byte.
-
-    Returns:
-        As `run`. The output is the time and, in further lines, what sbatch printed.
+    `texts` are the files of the run directory by name; each character is a byte. The output is the time and, in further lines,
+    what sbatch printed.
     """
 
     def slurm(*words: str) -> "tuple[int | None, bytes, bytes]":
         return run(words, stdin, timeout, keep, of_dagster, run_dir)
 
     try:
-        if any(not os.path.exists(each) or os.stat(each).st_uid != os.geteuid() for each in needs):
-            return MISSING, b"", b""
         if claim and not _claimed(run_dir, claim):
             return TAKEN, b"", b""
         files.make_dir(run_dir)

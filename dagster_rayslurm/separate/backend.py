@@ -15,7 +15,6 @@ from dagster_pipes import PipesContextData
 from ..backends.base import Layout, Plans, Register, Step, run_files, write_run_dir
 from ..backends.batch import CLUSTER, JobBackend, check_min_nodes, check_paths, example_script, job_script, runtime_spec
 from ..backends.local import LOCAL_CADENCE, OwnRuntime, runtime_command
-from ..backends.payload_files import required_files
 from ..backends.slurm_job import BatchJob
 from ..components import Component, component_specs, request_for
 from ..environments import Interpreter
@@ -137,7 +136,6 @@ class SeparateBatchBackend(JobBackend):
         # All components share one environment, which is checked for each of them.
         delivered = {component: self.deliver(plan, step) for component, plan in plans.items()}
         packed = [each for each, _, _ in delivered.values()]
-        needs = required_files(self.connection, str(self.layout.base), packed, step.log)
         plans = {component: each.plan for component, each in zip(plans, packed, strict=True)}
         _, interpreter, runtime = next(iter(delivered.values()))
         nonce = next(iter(plans.values())).payload.nonce
@@ -156,7 +154,7 @@ class SeparateBatchBackend(JobBackend):
 
         shared = Evidence()
         with self.cancel_on_error(request, step):
-            job = self.submit_job(run_dir, files, request, step, needs)
+            job = self.submit_job(run_dir, files, request, step)
             for component in plans:
                 register(ComponentJob(job, self.connection, cluster_id, component_dir(run_dir, component), shared=shared))
 

@@ -94,21 +94,8 @@ class JobFacts:
     max_rss: int | None = None  # Largest memory of one task.
     step_out_of_memory: bool = False  # Whether a step was ended for its memory.
     components: tuple[JobFacts, ...] = ()
-    """Of a heterogeneous job, in order; all other facts but id and nodes are those of `decisive_component`."""
+    """Of a heterogeneous job, in order; all facts of the job but id and nodes are those of the one that explains its end."""
     component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
-
-    @property
-    def decisive_component(self) -> int:
-        """Index of the component whose end explains the end of the job; 0 for a job without components.
-
-        A component that is cancelled or killed ends the others, which then just fail where the batch script may run.
-        """
-        return max(range(len(self.components)), key=lambda index: self.components[index]._severity, default=0)
-
-    @property
-    def _severity(self) -> int:
-        final = self.final_state if self.final_state in _BY_SEVERITY else "UNKNOWN"
-        return len(_BY_SEVERITY) if self.out_of_memory else _BY_SEVERITY.index(final or "UNKNOWN")
 
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
         """The same job with the user's names for its components; unchanged if there are more or fewer names than components."""
@@ -135,10 +122,17 @@ class JobFacts:
     @property
     def out_of_memory(self) -> bool:
         """Whether a memory limit ended the job, as far as Slurm tells; `memory_kill` finds kills in the job's output."""
-        if self.components:
-            return any(each.out_of_memory for each in self.components)
         said = self.state.startswith("OUT_OF_ME") or self.reason == "OutOfMemory"
         return said or self.signal == _OUT_OF_MEMORY_SIGNAL or self.step_out_of_memory
+
+
+def severity(component: JobFacts) -> int:
+    """Rank by which one of a job's components explains the job's end.
+
+    A component that is cancelled or killed ends the others, which then just fail where the batch script may run.
+    """
+    final = component.final_state if component.final_state in _BY_SEVERITY else "UNKNOWN"
+    return len(_BY_SEVERITY) if component.out_of_memory else _BY_SEVERITY.index(final or "UNKNOWN")
 
 
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
@@ -179,7 +173,7 @@ def parse_scontrol(text: str) -> JobFacts | None:
         duration, limit = parse_duration(get["RunTime"]), parse_duration(get["TimeLimit"])
         memory, restarts = parse_size(granted[1]) if granted else None, parse_count(get["Restarts"])
         components.append(replace(facts, elapsed=duration, time_limit=limit, memory=memory, restarts=restarts))
-    return _combined(components) if components else None
+    return combine(components) if components else None
 
 
 def parse_sacct(text: str, job_id: int) -> JobFacts | None:
@@ -197,7 +191,7 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
             of_component[-1].append(fields)
     if 0 not in attempts:
         return None
-    return _combined([_from_sacct(job_id + number, rows) for number, rows in sorted(attempts.items())])
+    return combine([_from_sacct(job_id + number, rows) for number, rows in sorted(attempts.items())])
 
 
 def _from_sacct(number: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
@@ -228,13 +222,12 @@ def _facts(number: int, state: str, reason: str, exit_code: str, nodes: str, num
     return JobFacts(number, word, cancelled_by, reason, code, signal, nodes=names, num_nodes=parse_count(num_nodes))
 
 
-def _combined(components: Sequence[JobFacts]) -> JobFacts:
+def combine(components: Sequence[JobFacts]) -> JobFacts:
     """The whole job from its components."""
     if len(components) == 1:
         return components[0]
     nodes = tuple(node for each in components for node in each.nodes)
-    job = replace(components[0], components=tuple(components))
-    return replace(components[job.decisive_component], job_id=job.job_id, components=job.components, nodes=nodes)
+    return replace(max(components, key=severity), job_id=components[0].job_id, nodes=nodes, components=tuple(components))
 
 
 def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
@@ -243,7 +236,7 @@ def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> Job
         return controller or accounting
     if controller.components and len(controller.components) == len(accounting.components):
         pairs = zip(controller.components, accounting.components, strict=True)
-        return _combined([_merged(*pair) for pair in pairs])
+        return combine([_merged(*pair) for pair in pairs])
     return _merged(controller, accounting)
 
 
@@ -397,7 +390,7 @@ def _explaining_part(job: JobFacts, killed: str | None) -> JobFacts:
     if step:
         return next((each for each in job.components if each.job_id == int(step[1])), job)
     ends = {(each.final_state, each.out_of_memory) for each in job.components}
-    return job if len(ends) == 1 else job.components[job.decisive_component]
+    return job if len(ends) == 1 else max(job.components, key=severity)
 
 
 def _mebibytes(amount: float) -> str:

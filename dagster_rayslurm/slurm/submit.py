@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -51,14 +51,6 @@ class ClaimTaken(Exception):
 
 
 @dataclass(frozen=True)
-class RequiredFiles:
-    """Paths on the cluster that a job needs, which somebody may have removed since they were sent; `restore` sends them again."""
-
-    paths: Sequence[str] = ()
-    restore: Callable[[], object] = lambda: None
-
-
-@dataclass(frozen=True)
 class SubmittedJob:
     """A job in the queue: Slurm's id, and the time of submission by the cluster's clock, in seconds of the epoch."""
 
@@ -71,7 +63,6 @@ class NextStep(Enum):
 
     DONE = "the job is submitted"
     STOP = "another process submits the session's job"
-    SEND_FILES = "send missing files, then submit again"
     REFUSE = "there is certainly no job"
     FIND = "look for the job, and give up without one"
     FIND_OR_REPEAT = "look for the job, and submit again without one"
@@ -86,10 +77,8 @@ def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
         return NextStep.DONE
     if code == slurm.TAKEN and claim:
         return NextStep.STOP
-    if code == slurm.MISSING and left:
-        return NextStep.SEND_FILES
     refused = 0 < code < 128 and _SBATCH_ERROR.search(said) and not is_temporary(said)
-    if refused or code in (slurm.CANNOT_WRITE, slurm.MISSING, slurm.NO_PROGRAM):
+    if refused or code in (slurm.CANNOT_WRITE, slurm.NO_PROGRAM):
         return NextStep.REFUSE
     return NextStep.FIND_OR_REPEAT if is_temporary(said) and left else NextStep.FIND
 
@@ -103,7 +92,6 @@ def submit(
     warn: Callable[[str], None],
     claim: bool = False,
     patience: float = 0.0,
-    needs: RequiredFiles = RequiredFiles(),
 ) -> SubmittedJob:
     """Make a run directory, an absolute path, with its `files`, and submit its `job.sh` exactly once.
 
@@ -120,7 +108,7 @@ def submit(
     """
     name = request.job_name
     texts = {each: content.decode("latin-1") for each, content in files.items()}
-    options = run_dir, name if claim else "", list(needs.paths), texts
+    options = run_dir, name if claim else "", texts
     command = ["sbatch", "--parsable", JOB_SCRIPT]
     for left in reversed(range(_ATTEMPTS)):
         sent = clock.local()
@@ -137,9 +125,6 @@ def submit(
             return submitted
         if step is NextStep.STOP:
             raise ClaimTaken
-        if step is NextStep.SEND_FILES:
-            needs.restore()
-            continue
         failure = answer if isinstance(answer, ConnectionLost) else _refusal(connection, answer, run_dir, request)
         if step is NextStep.REFUSE:
             raise failure
@@ -169,9 +154,6 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
         why = said.splitlines()[-1] if said else "no reason given"
         sentence = f"remote_base: {base} cannot be written on {place}: {why}; choose a directory of your own that the edge and "
         return SubmissionRefused(FailureKind.CONFIGURATION, sentence + "the compute nodes share", retry=False)
-    if code == slurm.MISSING:
-        sentence = f"remote_base: files that were sent to {base} on {place} disappear again; end what removes them"
-        return SubmissionRefused(FailureKind.CONFIGURATION, sentence, retry=False)
     if code == slurm.NO_PROGRAM:
         sentence = f"sbatch is not found on {place}, by a login shell neither; add its directory to PATH there"
     elif code == 0:

@@ -8,7 +8,7 @@ import pytest
 from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome import judge, needs_job_facts
-from dagster_rayslurm.slurm.accounting import JobFacts
+from dagster_rayslurm.slurm.accounting import JobFacts, combine
 
 END: dict[str, Any] = {"type": "end", "reason": "exit", "exit_code": 0, "signal": None, "message": None}
 TERMINATED = {**END, "reason": "terminated", "exit_code": None, "message": "the runtime received SIGTERM"}
@@ -125,10 +125,7 @@ def test_no_state_of_slurm_is_success(state: str) -> None:
 
 
 def het(*components: JobFacts) -> JobFacts:
-    """A job of components as their facts are put together."""
-    whole = dataclasses.replace(components[0], components=components, nodes=("n1", "n2"), num_nodes=2)
-    told = components[whole.decisive_component]
-    return dataclasses.replace(whole, state=told.state, cancelled_by=told.cancelled_by, reason=told.reason)
+    return combine(components)
 
 
 def part(number: int, name: str, state: str, **fields: Any) -> JobFacts:

@@ -37,7 +37,7 @@ from ...ssh.pool import connection_to
 from ..base import Layout, Register, RunningPayload, Step, run_files
 from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, job_script, sweep_in_background
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
-from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
+from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
 from .listing import IdleSessions, end_generations
@@ -257,10 +257,9 @@ class SlurmSite(Site):
             SESSION: b"",
             EXIT: b"",
         }
-        needs = required_files(self.connection, self.base, [self.upload], step.log)
         arguments = self.connection, directory, files, request, self._queue.clock, step.log.warning
         try:
-            submitted = submit(*arguments, claim=True, patience=self.patience, needs=needs)
+            submitted = submit(*arguments, claim=True, patience=self.patience)
             hold(self._slurm_job(request, submitted, directory))
         except ClaimTaken:
             return False
