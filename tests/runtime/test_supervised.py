@@ -219,7 +219,7 @@ loop.call_later(3.5, come_back)
 loop.call_later(6.0, loop.stop)
 runner.submit(run_dir)
 runner.settle = lambda: None
-runner._write_ends = lambda: None
+loop.call_later(5.9, lambda: runner._unrecorded.clear())
 runner.run()
 """
         if outlives

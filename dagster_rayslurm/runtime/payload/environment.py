@@ -47,8 +47,7 @@ def payload_environment(
 ) -> Environment:
     """The environment of a payload: inherited variables, those for Ray and Dagster Pipes, and the variables of its configuration.
 
-    The directory of `python`, the environment's Python, comes first in PATH. By `ray_env` the payload reaches its Ray cluster;
-    `worker_env` are the variables that the cluster's workers have anyway.
+    By `ray_env` it reaches its Ray cluster; `worker_env` are the variables that the cluster's workers have anyway.
     """
     env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
     env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
@@ -100,10 +99,7 @@ def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
 
 
 def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: float) -> Optional[str]:
-    """The warning about Ray that a payload has started itself; see `own_ray_warning`. It is found by the run directory.
-
-    /proc is read again if it was read more than `max_age` seconds ago.
-    """
+    """The warning about Ray that a payload has started itself, found by its run directory; `max_age` as for `recent_table`."""
     for process in processes.descendants(os.getpid(), processes.recent_table(max_age)[1]):
         if process.name == "raylet" and processes.has_environment(process.pid, "RAYSLURM_RUN_DIR=" + run_dir):
             message = own_ray_warning(raylet_resources(processes.command_line(process.pid)), node, has_cluster)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 LeakCheck = Callable[[Callable[[List[str]], None]], None]  # Calls back with a sentence about each thing that is left.
 
 _MESSAGE_POLL = 0.1  # Seconds between two looks for new Pipes messages of the payload.
-# Seconds for which messages are copied, or outputs searched for, at a stretch: other payloads must not wait longer.
-_TURN = 0.1
 _SYNC_INTERVAL = 0.2  # Seconds between two syncs of the run record, which make new lines visible to other hosts.
 # Seconds for which the `end` waits, after the process has ended, for other processes to close its output pipes.
 _LAST_OUTPUT_TIMEOUT = 5.0
@@ -87,7 +85,7 @@ class Life:
 
     @property
     def result(self) -> Optional[End]:
-        """How the payload ended: the runtime's reason if it has one, else how the process ended; None while neither is known."""
+        """How the payload ended: the runtime's reason, else how the process ended; None while neither is known."""
         return self.forced or self.exit
 
     @property
@@ -142,29 +140,30 @@ class Life:
 
 @dataclass(eq=False)
 class Payload:
-    """Runs one payload and writes its run record.
-
-    Only the payload's own process gets the environment variables `secret_env`; they are in no record. The preload server, if
-    there is one, forks the process of a payload with modules to preload.
-    """
+    """Runs one payload and writes its run record."""
 
     loop: Loop
     run_dir: str
     spec: PayloadSpec
-    secret_env: Environment
+    secret_env: Environment  # Variables that only the payload's own process gets; they are in no record.
     files: RunRecord
     environ: Environment  # The environment on which that of the process is based.
-    preload_server: Optional[PreloadServer] = None
+    preload_server: Optional[PreloadServer] = None  # Forks the process if the payload has modules to preload.
     ending: Life = field(default_factory=Life)
     # Facts about the Ray cluster and the nodes; the `end` record repeats them, so that metadata needs no other record.
     context: Dict[str, Any] = field(default_factory=dict)
     place: Optional[int] = None  # Place in the queue that the Dagster log shows; None before the first report.
-    # Nonces (random ids) of other payloads that ran at the same time.
-    companions: Set[str] = field(default_factory=set)
+    companions: Set[str] = field(default_factory=set)  # Nonces (random ids) of other payloads that ran at the same time.
     # Environment variables about the other components; empty unless the topology is separate.
     component_env: Environment = field(default_factory=dict)
     # Callbacks for after the `end` record; the event loop calls them, never a method of this payload.
     on_ended: List[Callable[[], None]] = field(default_factory=list)
+    _early_signals: List[int] = field(default_factory=list)  # Those that came before the start; the process gets them then.
+    _started_at: Optional[float] = None
+    _ended_at: Optional[float] = None
+    _measurement: Optional[UsageMeasurement] = None
+    _leak_check: Optional[LeakCheck] = None
+    _warned: bool = False
 
     def __post_init__(self) -> None:
         # If the run record cannot be written, the payload must end, because its results would be lost.
@@ -173,13 +172,6 @@ class Payload:
         self._work_dir = os.path.join(self.run_dir, "work")
         self._process = PayloadProcess(self.loop, self)
         self._timers = Timers(self.loop, self.safely)
-        # Signals that came before the process had started; the process gets them when it starts.
-        self._early_signals: List[int] = []
-        self._warned = False
-        self._started_at: Optional[float] = None
-        self._ended_at: Optional[float] = None
-        self._leak_check: Optional[LeakCheck] = None
-        self._measurement: Optional[UsageMeasurement] = None
         self._outputs = OutputSearch(self._work_dir, self.spec.outputs, self.spec.max_output_bytes)
 
     @property
@@ -214,18 +206,16 @@ class Payload:
 
     # ---- What others ask of the payload
 
-    def start(
-        self, env: Environment, messages_path: str, measurement: UsageMeasurement, leak_check: Optional[LeakCheck] = None
-    ) -> None:
+    def start(self, env: Environment, messages: str, measurement: UsageMeasurement, leak_check: Optional[LeakCheck]) -> None:
         """Start the payload's process; if it cannot be started, the payload ends with an error message.
 
-        The process appends its Pipes messages to `messages_path`. `leak_check` looks for what it leaves in a shared Ray cluster.
+        The process appends its Pipes messages to the file `messages`. `leak_check` finds what it leaves in a shared Ray cluster.
         """
         self._measurement, self._leak_check = measurement, leak_check
         self.ending = replace(self.ending, phase=Phase.STARTING)
         self._started_at = time.time()
         try:
-            self.record.open_messages(messages_path)
+            self.record.open_messages(messages)
             lay_out_work_dir(self._work_dir, self.spec)
         except OSError as error:
             return self.end_early(End(EndReason.RECORD, "the run cannot be laid out: %s" % error))
@@ -242,9 +232,8 @@ class Payload:
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
         """End a payload before it ends by itself, for instance at its time limit: SIGTERM, and SIGKILL after the grace period.
 
-        The reason of the first call is recorded. A second call can shorten the grace period, never lengthen it. A payload
-        whose process has ended by itself keeps that end, with two exceptions: for `_SIGNAL_MARGIN` after a failure, and while
-        its outputs are searched for, the given reason is recorded; the search stops.
+        The reason of the first call is recorded; a second call can shorten the grace period. A payload whose process has ended
+        by itself keeps that end, except for `_SIGNAL_MARGIN` after a failure, and while its outputs are searched for.
         """
         self._go_on(self.ending.end_early(end, self.spec.grace_period if grace is None else grace, self.loop.now()))
 
@@ -261,7 +250,7 @@ class Payload:
         self._conclude()
 
     def check_own_ray(self, node: NodeResources) -> None:
-        """Warn in the Dagster log, once, if the payload has started Ray itself and its node does not grant that or has one."""
+        """Warn in the Dagster log, once, if the payload has started Ray itself and should not; see `own_ray_warning`."""
         warning = None if self._warned else find_own_ray(self.run_dir, node, self.spec.uses_ray, max_age=1.0)
         if warning is not None:
             self._warned = True
@@ -280,8 +269,8 @@ class Payload:
         if not_forked_because is not None:
             self.record.phase("running", "a fresh interpreter, because %s" % not_forked_because)
         for signum in self._early_signals:
-            early = "the payload gets %s now, which was due before it started" % processes.signal_name(signum)
-            self.record.phase("running", early)
+            name = processes.signal_name(signum)
+            self.record.phase("running", "the payload gets %s now, which was due before it started" % name)
             self.signal(signum)
         if self.spec.time_limit is not None:
             late = End(EndReason.TIMEOUT, "the payload took longer than its time limit of %g s" % self.spec.time_limit)
@@ -294,17 +283,14 @@ class Payload:
         assert self._process.pid is not None and self._measurement is not None
         end = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
         self.ending = replace(self.ending, exit=end)  # From here on, another process may get its id.
-        awaited = {Awaited.OUTPUT} if self._process.streams else set()
         usage_complete = functools.partial(self.received, Awaited.USAGE)
-        if self._measurement.finish(self._process.pid, rusage, str(self.context.get("hostname")), usage_complete):
-            awaited.add(Awaited.USAGE)
-        if self._leak_check is not None:
-            awaited.add(Awaited.LEAKS)
+        more_usage = self._measurement.finish(self._process.pid, rusage, str(self.context.get("hostname")), usage_complete)
         self._process.kill()
         self._process.kill_leftovers()
         self._timers.due("output", _LAST_OUTPUT_TIMEOUT, self._process.close_streams)
         self._timers.due("signal", _SIGNAL_MARGIN, functools.partial(self.received, Awaited.SIGNAL))
-        self._go_on(self.ending.exited(end, frozenset(awaited)))
+        may_come = {Awaited.OUTPUT: self._process.streams, Awaited.USAGE: more_usage, Awaited.LEAKS: self._leak_check}
+        self._go_on(self.ending.exited(end, frozenset(each for each, comes in may_come.items() if comes)))
         if self._leak_check is not None:
             self._leak_check(self._leaks_found)
 
@@ -318,10 +304,8 @@ class Payload:
         self.received(Awaited.LEAKS)
 
     def _copy_messages(self) -> None:
-        until, more = self.loop.now() + _TURN, True
-        while more and self.ending.phase < Phase.FINISHING and self.loop.now() < until:
-            more = self.record.copy_messages()
-        if self.ending.phase < Phase.FINISHING:
+        more = self.record.copy_messages()
+        if self.ending.phase < Phase.FINISHING:  # It is later if the messages could not be written.
             self._timers.due("messages", 0.0 if more else _MESSAGE_POLL, self._copy_messages)
 
     def _sync(self) -> None:
@@ -355,10 +339,8 @@ class Payload:
         search = self._outputs.run() if self._started_at is not None else iter(())
 
         def advance() -> None:
-            until = self.loop.now() + _TURN
-            for _ in search:
-                if self.loop.now() > until:
-                    return self._timers.due("outputs", 0.0, advance)
+            for _ in search:  # One step at a time: other payloads must not wait.
+                return self._timers.due("outputs", 0.0, advance)
             self._write_end()
 
         advance()

@@ -1,11 +1,10 @@
 """What runs in a preload process: it imports modules once, and forks itself for each payload, which goes on from there.
 
 `preload_server` starts the process as `python DIRECTORY/python.py FD MODULE… PADDING` from a copy of this file, so it imports
-nothing else of the package. `FD` is a socket to the runtime, over which the process receives another socket for each payload. It
-forks a child, and the child forks a grandchild and ends. The runtime is a subreaper, so it adopts the grandchild. The grandchild
-reads the request from the payload's socket, answers with its process id, and begins at the word "go", which comes with the
-descriptors of its stdout and stderr. So the runtime waits for a payload as for any other child, and a preload process that dies
-takes no payload with it.
+nothing else of the package. Over the socket `FD` the process receives another socket for each payload. It forks a child, and the
+child forks a grandchild and ends, so that the runtime, a subreaper, adopts the grandchild. The grandchild reads the request from
+the payload's socket, answers with its process id, and begins at the word "go", which comes with its stdout and stderr. So the
+runtime waits for a payload as for any other child, and a preload process that dies takes no payload with it.
 
 A payload differs from `python script.py` only in what has been imported, and in the stack frames of this file. Problems are in
 words that follow "because".
@@ -107,8 +106,8 @@ def _load(names: List[str]) -> Optional[str]:
 def fork_problem(python: List[str], native: List[str], libraries: List[str], opened: List[str], cpus: int) -> Optional[str]:
     """Why a process with such threads, libraries and open files must not be forked; None if it may be.
 
-    `python` are the names of the threads that Python started, `native` those that the kernel has, "" for a thread without a name,
-    both without the main thread. The machine's `cpus` bound the number of a pool's threads.
+    `python` are the names of Python's threads, `native` of the kernel's ("" for none), without the main thread. A pool of a
+    library has a thread for each of the machine's `cpus` at most.
     """
     devices = [path for path in opened if path.startswith(("/dev/nvidia", "/dev/kfd"))]
     if devices:
@@ -160,10 +159,7 @@ def _answer(connection: socket.socket, pid: Optional[int], problem: Optional[str
 
 
 def _begin(connection: socket.socket, files: FileStates, directory: str) -> List[str]:
-    """Read what payload to run, make this process the payload's, and wait for the word "go"; returns the payload's command.
-
-    `files` were imported, and `directory` was the working directory then.
-    """
+    """Read what payload to run, make this process the payload's, and wait for the word "go"; returns the payload's command."""
     with connection:
         line = connection.makefile("rb").readline()
         if not line.endswith(b"\n"):
@@ -186,7 +182,10 @@ def _begin(connection: socket.socket, files: FileStates, directory: str) -> List
 
 
 def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
-    """Make this process what a fresh interpreter would be at the payload's first line; returns why that cannot be, or None."""
+    """Make this process what a fresh interpreter would be at the payload's first line; returns why that cannot be, or None.
+
+    `directory` was the working directory during the imports.
+    """
     os.chdir(request["cwd"])
     cwd, script = os.getcwd(), request["argv"][1]
     # The directory of the script, links resolved, or for `-m` the working one.
@@ -218,10 +217,7 @@ def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
 
 
 def _reset_inherited_state(cwd: str) -> None:
-    """Reset what imported modules keep from the preload process, such as random generators and the working directory.
-
-    The generator of `random` needs no reset, because Python seeds it anew after a fork.
-    """
+    """Reset what imported modules keep from the preload process; the generator of `random` Python itself seeds anew."""
     numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if numpy_random is not None:
         numpy_random.seed()
@@ -251,10 +247,7 @@ def _set_title(argv: List[str]) -> None:
 
 
 def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Optional[str]:
-    """The name of an imported module that the payload would import from its own directory instead; None if there is none.
-
-    `directory` is the first entry of the payload's `sys.path`. `modules` has the files of the imported modules by name.
-    """
+    """The name of one of the imported `modules` (with their files) that the payload would import from its directory instead."""
     for entry in os.scandir(directory) if os.path.isdir(directory) else ():
         name, dot, extension = entry.name.partition(".")
         if name == "__main__" or name not in modules or (modules[name] or "").startswith(os.path.join(directory, "")):
@@ -271,10 +264,7 @@ def changed_file(files: FileStates) -> Optional[str]:
 
 
 def file_states(names: List[str]) -> FileStates:
-    """The state of each file that may change between two payloads.
-
-    These are the files of the modules `names` and of all imported modules outside the standard library and installed packages.
-    """
+    """The states of files of the modules `names`, and of all modules outside the standard library and installed packages."""
     installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     paths = {name: str(getattr(module, "__file__", None) or _OWN) for name, module in list(sys.modules.items())}
     concerned = {path for name, path in paths.items() if name in names or not path.startswith(installed)}
@@ -297,11 +287,7 @@ def _read_text(path: str) -> str:
 
 
 def run(argv: List[str]) -> None:
-    """Run a payload as `python SCRIPT …` or `python -m MODULE …` would.
-
-    CPython 3.8 to 3.14 does the same in Python/pythonrun.c and Modules/main.c. However this ends, by return or exception, the
-    caller must end the interpreter at once.
-    """
+    """Run a payload as `python SCRIPT …` or `python -m MODULE …` would (CPython 3.8 to 3.14: pythonrun.c and main.c)."""
     # The present module, which has only what Python gave it, is frozen: the garbage collector would never clear it.
     bare, path = vars(sys.modules["__main__"]), argv[1]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -335,12 +321,11 @@ def leave_ray() -> None:
     """Shut Ray down when the payload exits, without the half second for which Ray's own exit handler sleeps.
 
     Ray sleeps so that the last lines of its workers reach the driver (Ray 2.60: `ray.shutdown` in `_private/worker.py`). This
-    exit handler runs after those of the payload, which may still use Ray, and before Ray's. It does nothing if lines of workers
-    may still be on their way, as they always may be if the Ray cluster has several nodes.
+    exit handler runs between those of the payload and Ray's. It does nothing if lines may still be on their way.
     """
     with contextlib.suppress(Exception):  # Another version of Ray: Ray's own exit handler shuts it down.
         ray: Any = sys.modules["ray"]
-        if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) == 1:
+        if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) == 1:  # Other nodes' logs cannot be read here.
             logs = ray._private.worker._global_node.get_logs_dir_path()
             if not printed_since(logs, time.time() - _IN_TRANSIT):
                 ray.shutdown()

@@ -147,20 +147,17 @@ class ForkRequest:
 
 @dataclass(eq=False)
 class PreloadServer:
-    """Forks payloads for this runtime, and keeps one preload process for each set of modules.
-
-    `directory` is private and takes the script that preload processes run. `python` runs these processes and the payloads.
-    """
+    """Forks payloads for this runtime, and keeps one preload process for each set of modules."""
 
     loop: Loop
-    directory: str
-    python: str = sys.executable
+    directory: str  # Takes the script that preload processes run.
+    python: str = sys.executable  # Runs these processes and the payloads.
     _processes: Dict[Tuple[str, ...], _Process] = field(default_factory=dict)
 
     def preload(self, modules: Sequence[str], ray_env: Optional[Environment], environ: Environment) -> None:
-        """Start a preload process, if there are modules to import, for payloads that come when its imports are done.
+        """Start a preload process, if there are modules to import, for payloads whose environment is based on `environ`.
 
-        Their environment will be based on `environ`. By `ray_env` they reach their Ray cluster; None if each has its own.
+        By `ray_env` they reach their Ray cluster; None if each has its own.
         """
         if modules and sys.platform == "linux":
             spec = PayloadSpec(argv=[], nonce="", uses_ray=True)
@@ -181,9 +178,8 @@ class PreloadServer:
     ) -> Union[ForkRequest, str]:
         """Request a fork for one payload from a process that has imported these modules; or why that is not possible.
 
-        `done` is called with the result, after this returns; until then the payload's stdout and stderr, `streams`, must stay
-        open; its stdin is /dev/null. `on_exit` is called when the forked process has ended. No other process may have the
-        variables `secrets`.
+        `done` is called with the result, after this returns; until then its stdout and stderr, `streams`, must stay open.
+        `on_exit` is called when the forked process has ended. No other process may have the variables `secrets`.
         """
         if sys.platform != "linux":
             return "only Linux has what forking from a preloaded one takes"
@@ -213,9 +209,9 @@ class PreloadServer:
         return ForkRequest(self, process, connection, streams, on_exit, done)
 
     def end_process(self, process: _Process, why: Optional[str] = None) -> str:
-        """End a preload process that is outdated, hangs or has ended; the payloads that were forked from it go on.
+        """End a preload process that is outdated, hangs or has ended; returns why its payload needs a fresh interpreter.
 
-        Another one replaces it if payloads could be forked from this one. Returns `why` not now, by default what its state says.
+        The payloads that were forked from it go on. If there could be any, another process replaces this one at the next request.
         """
         process.control.close()
         if process.pid is not None:
@@ -237,7 +233,6 @@ class PreloadServer:
 
     def _start(self, modules: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> Optional[_Process]:
         """A new preload process for payloads with the environment `env`; None if it cannot be started."""
-        script = os.path.join(self.directory, "python.py")
         control, child_end = socket.socketpair()
         control.setblocking(False)
         process = _Process(modules, preload_environment(dict(os.environ), env, secrets), control)
@@ -249,11 +244,11 @@ class PreloadServer:
         try:
             os.makedirs(self.directory, 0o700, exist_ok=True)
             source = pkgutil.get_data(__package__ or "", "preload_child.py") or b""
-            for path, content in ((os.path.join(self.directory, "rayslurm_preload.py"), source), (script, _SCRIPT)):
-                with open(path, "wb") as file:
+            for name, content in (("rayslurm_preload.py", source), ("python.py", _SCRIPT)):
+                with open(os.path.join(self.directory, name), "wb") as file:
                     file.write(content)
             process.pid = self.loop.spawn(
-                [self.python, script, str(child_end.fileno()), *modules, PADDING],
+                [self.python, os.path.join(self.directory, "python.py"), str(child_end.fileno()), *modules, PADDING],
                 exited,
                 cwd=self.directory,
                 env=process.env,

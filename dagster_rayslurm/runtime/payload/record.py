@@ -28,15 +28,12 @@ _TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05
 
 @dataclass(eq=False)
 class PayloadRecord:
-    """Writes the run record of a payload; calls `failed` with the reason if a write fails.
-
-    It also copies the complete lines of the file to which `dagster_pipes` in the payload appends messages.
-    """
+    """Writes the run record of a payload, with the lines that `dagster_pipes` appends to a file."""
 
     loop: Loop
     files: RunRecord
     nonce: str
-    failed: Callable[[str], None]
+    failed: Callable[[str], None]  # Called with the reason if a write fails.
     payload_pid: Optional[int] = None
     messages: int = 0  # Number of Pipes messages copied so far.
     _messages: Optional[BinaryIO] = None
@@ -137,14 +134,11 @@ class PayloadRecord:
 
 @dataclass(eq=False)
 class UsageMeasurement:
-    """Measures the usage of a payload on this node and on the worker nodes, from its construction to `finish` or `cancel`.
-
-    `note` writes a record of the usage so far, so that a run leaves its figures even if Slurm kills the job.
-    """
+    """Measures the usage of a payload on this node and on the worker nodes, from its construction to `finish` or `cancel`."""
 
     loop: Loop
     nonce: str
-    note: Callable[[Record], None]
+    note: Callable[[Record], None]  # Writes a record of the usage so far; a run leaves its figures even if Slurm kills the job.
     gpus: GpuMonitor
     foreign_pids: Callable[[], Iterable[int]]  # Ids of processes that, with all below them, belong to other payloads.
     ray_temp_dir: Optional[str] = None
@@ -165,10 +159,9 @@ class UsageMeasurement:
         self._announce_jobs()
 
     def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
-        """Take the last figures after the payload's process `pid` has ended; `rusage` are the kernel's (getrusage(2)).
+        """Take the last figures after the payload's process `pid` has ended, with the kernel's (getrusage(2)).
 
-        Returns whether there are worker nodes; then `done` is called when they have sent their figures or the time for that is
-        over. In their usage this node is called `hostname`.
+        Returns whether there are worker nodes; then `done` is called when they have sent theirs, or the time for that is over.
         """
         own = self._total = self._sampler.stop(pid, rusage)
         self._announce_jobs()
@@ -217,14 +210,10 @@ class UsageMeasurement:
 
 @dataclass(eq=False)
 class OutputSearch:
-    """Finds the regular files in a payload's working directory that match patterns, smallest first, up to a limit in bytes.
-
-    Patterns are those of `glob.glob`; `**` crosses directories. Links to inputs are not outputs, and neither are files outside
-    the working directory.
-    """
+    """Finds the files that a payload made in its working directory, smallest first; links to inputs are no outputs."""
 
     work_dir: str
-    patterns: Sequence[str]
+    patterns: Sequence[str]  # As for `glob.glob`; `**` crosses directories.
     max_bytes: int
     # Name and size in bytes of each file for Dagster to fetch.
     files: List[Dict[str, Union[str, int]]] = field(default_factory=list)

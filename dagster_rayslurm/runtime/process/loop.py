@@ -14,17 +14,18 @@ import signal
 import socket
 import subprocess
 import time
+from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 # Called when a process has ended, with its exit code (negative: the signal that killed it) and its `resource.struct_rusage`.
 ExitCallback = Callable[[int, Any], None]
 
 
+@dataclass(eq=False)
 class Timer:
     """One call that the loop makes later, unless it is cancelled; made by `Loop.call_later`."""
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.call: Optional[Callable[[], object]] = call
+    call: Optional[Callable[[], object]]
 
     def cancel(self) -> None:
         self.call = None
@@ -78,10 +79,7 @@ class Loop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
-        """Start a process in a session of its own by `subprocess.Popen`, and call `on_exit` when it has ended.
-
-        Returns the process id, which is also the id of its process group; raises OSError if the program could not be started.
-        """
+        """Start a process in a session of its own by `subprocess.Popen`, call `on_exit` at its end, and return its process id."""
         process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
         self._children[process.pid] = (process, on_exit)
         return process.pid
@@ -144,21 +142,18 @@ class Loop:
                 on_exit(code, usage)
 
 
+@dataclass(eq=False)
 class Timers:
-    """Named timers: setting one cancels the earlier timer of the same name.
+    """Named timers: setting one cancels the earlier timer of the same name. `safely` makes each call that is due."""
 
-    `safely` makes each call that is due, for instance to catch its exceptions.
-    """
-
-    def __init__(self, loop: Loop, safely: Callable[[Callable[[], None]], None] = lambda call: call()) -> None:
-        self._loop = loop
-        self._safely = safely
-        self._timers: Dict[str, Timer] = {}
+    loop: Loop
+    safely: Callable[[Callable[[], None]], None] = lambda call: call()
+    _timers: Dict[str, Timer] = field(default_factory=dict)
 
     def due(self, name: str, delay: float, call: Callable[[], None]) -> None:
         """Make a call after a delay in seconds, instead of an earlier call of this name that is not made yet."""
         self.cancel(name)
-        self._timers[name] = self._loop.call_later(delay, lambda: self._safely(call))
+        self._timers[name] = self.loop.call_later(delay, lambda: self.safely(call))
 
     def cancel(self, name: str) -> None:
         if name in self._timers:

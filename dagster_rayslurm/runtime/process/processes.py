@@ -2,8 +2,8 @@
 
 The keeper is the parent of a runtime. The runtime itself cleans up what it started; the keeper is for the case that the runtime
 is killed: it is a subreaper, so all orphans below the runtime become the keeper's children, and it kills them. If the keeper is
-killed instead, the kernel sends the runtime SIGTERM. The keeper also checks whether its own parent still lives. If slurmstepd was
-killed, the keeper sends the runtime SIGTERM, because nothing else would end the processes on this node, and perhaps the job.
+killed instead, the kernel sends the runtime SIGTERM. If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime
+SIGTERM, because nothing else would end the processes on this node, and perhaps the job.
 
 This needs /proc and prctl of Linux. On other systems (macOS) there are only process groups, and these functions find no
 descendants.
@@ -24,8 +24,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 from . import scratch
 from .loop import Loop, Timer
 
-_PR_SET_PDEATHSIG = 1  # Operations of prctl(2).
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Operations of prctl(2).
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
@@ -60,10 +59,7 @@ _latest: Tuple[float, Dict[int, Process]] = (float("-inf"), {})
 
 
 def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
-    """The time of reading (`time.monotonic`) and a `table` of that time, which is at most so many seconds old.
-
-    So all parts of the runtime that look at about the same time read /proc once.
-    """
+    """The time of reading (`time.monotonic`) and a `table` of then, at most so many seconds old; the whole runtime shares it."""
     global _latest
     now = time.monotonic()
     if now - _latest[0] >= max_age:
@@ -73,16 +69,12 @@ def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
     """The processes below `root`, including zombies, without `root` itself; `processes` is a `table` that was read before."""
-    processes = table() if processes is None else processes
     below: Dict[int, List[Process]] = {}
-    for process in processes.values():
+    for process in (table() if processes is None else processes).values():
         below.setdefault(process.parent, []).append(process)
-    found: List[Process] = []
-    queue = [root]
-    while queue:
-        children = below.get(queue.pop(), [])
-        found += children
-        queue += [child.pid for child in children]
+    found = list(below.get(root, []))
+    for process in found:
+        found += below.get(process.pid, [])
     return found
 
 
@@ -169,10 +161,9 @@ def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Callable[[Optional[str]], None]) -> None:
-    """Run a program and call back with its standard output, without blocking; raises OSError if it cannot be started.
+    """Run a program without blocking, and call `on_answer` at its end with its output; with None if it failed or took too long.
 
-    `on_answer` is called once the program has ended: with its output, or with None if it failed or was killed, `timeout` seconds
-    after its start. It is not called as long as the program hangs in an uninterruptible wait for a device or a file system.
+    Raises OSError if it cannot be started. `on_answer` is not called as long as the program hangs in an uninterruptible wait.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)  # A process that the program left behind may keep the other end open.
@@ -208,10 +199,9 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
-    """Send SIGKILL to all processes below `root` until none is left, not even a zombie that PID 1 would have to reap.
+    """Send SIGKILL to all processes below `root`, a subreaper, until none is left, not even a zombie; `collect` reaps those.
 
-    `root` is this process, which must be a subreaper, and `collect` reaps its children that have ended. Returns the processes
-    that did not end within `timeout` seconds, such as those in uninterruptible sleep.
+    Returns the processes that did not end within `timeout` seconds, such as those in uninterruptible sleep.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -231,16 +221,14 @@ _CLOCK_STEP = 0.05
 _LATER_SWEEPS = (1.0, 5.0)
 
 
-def kill_orphans(keep: Iterable[int], before: Optional[float] = None) -> List[str]:
-    """Kill the orphans that this process adopted as their subreaper, with all processes below them; returns them in words.
+def kill_orphans(keep: Iterable[int], before: float = float("inf")) -> List[str]:
+    """Kill the orphans that this process adopted, with all processes below them; returns their names and process ids.
 
-    `keep` are the children that this process started itself, which are no orphans. Only orphans that started `before` a time of
-    `uptime` are killed; None for all.
+    `keep` are the children that this process started itself. Orphans that started after the time `before` (`uptime`) stay.
     """
-    everything = table()
-    me, kept = os.getpid(), set(keep)
-    orphans = [each for each in everything.values() if each.parent == me and each.pid not in kept]
-    strays = [each for each in orphans if before is None or each.started < before - _CLOCK_STEP]
+    everything, kept = table(), set(keep)
+    orphans = [each for each in everything.values() if each.parent == os.getpid() and each.pid not in kept]
+    strays = [each for each in orphans if each.started < before - _CLOCK_STEP]
     for process in strays:
         kill_all([process.pid, *(below.pid for below in descendants(process.pid, everything))])
     return ["%s (pid %d)" % (process.name, process.pid) for process in strays]
@@ -268,11 +256,10 @@ class StrayProcesses:
         self._sweep(_LATER_SWEEPS)
 
     def _sweep(self, later: Sequence[float]) -> None:
-        ended = []
         with contextlib.suppress(OSError):  # Such as no free file descriptor; the next sweep may succeed.
-            ended = kill_orphans(keep=self._loop.children(), before=min(self._running.values(), default=None))
-        if ended:
-            print("rayslurm: ended stray processes of finished payloads: %s" % ", ".join(ended), file=sys.stderr, flush=True)
+            ended = kill_orphans(self._loop.children(), min(self._running.values(), default=float("inf")))
+            if ended:
+                print("rayslurm: ended stray processes of finished payloads: %s" % ", ".join(ended), file=sys.stderr, flush=True)
         self._timer.cancel()
         if later:
             self._timer = self._loop.call_later(later[0], lambda: self._sweep(later[1:]))
@@ -280,10 +267,8 @@ class StrayProcesses:
 
 # ---- The keeper
 
-# Seconds between two checks whether slurmstepd, the keeper's parent, still lives.
-#
-# The kernel's own signal (prctl(2), PR_SET_PDEATHSIG) is of no use here: it comes already when the thread of slurmstepd ends that
-# forked the keeper.
+# Seconds between two checks whether slurmstepd still lives. The kernel's own signal (prctl(2), PR_SET_PDEATHSIG) is of no use
+# here: it comes already when the thread of slurmstepd ends that forked the keeper.
 _PARENT_CHECK_INTERVAL = 2.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # The signals that the keeper passes on to the runtime.
 # Seconds before the keeper cancels its job: until then Dagster asks Slurm why the payload ended, and must not see a cancel.
@@ -309,23 +294,30 @@ def guard(
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
     if child == 0:
-        arrange()
-        become_subreaper()
-        _exit_with(main)
+        code = 70  # EX_SOFTWARE of sysexits(3), unless `main` returns. The child never runs the code below.
+        try:
+            arrange()
+            become_subreaper()
+            code = main()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
 
-    def forward(signum: int) -> None:
+    def forward(signum: int, _: object = None) -> None:
         with contextlib.suppress(ProcessLookupError):  # The child may just have ended.
             os.kill(child, signum)
 
-    def check_parent() -> None:
+    def check_parent(*_: object) -> None:
         if os.getppid() != parent:
             signal.setitimer(signal.ITIMER_REAL, 0)  # Once: a second signal would cut the payload's grace period short.
             forward(signal.SIGTERM)
 
     for signum in _FORWARDED:
-        signal.signal(signum, lambda received, _: forward(received))
+        signal.signal(signum, forward)
     if in_a_step:
-        signal.signal(signal.SIGALRM, lambda *_: check_parent())
+        signal.signal(signal.SIGALRM, check_parent)
         signal.setitimer(signal.ITIMER_REAL, _PARENT_CHECK_INTERVAL, _PARENT_CHECK_INTERVAL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     # Standard input is the control channel. Only the runtime may hold it: the other end must see EOF when the runtime ends.
@@ -345,28 +337,13 @@ def guard(
 
 
 def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep) -> None:
-    """Cancel the Slurm job of this task, because srun waits for the task for ever after slurmstepd was killed.
-
-    Only the first node of the job does so.
-    """
+    """On the first node of a job, cancel it, because srun waits for its task for ever after slurmstepd was killed."""
     if environ.get("SLURM_NODEID") == "0":
         sleep(_SCANCEL_DELAY)
         command, nothing = ["scancel", "--quiet", environ["SLURM_JOB_ID"]], subprocess.DEVNULL
         # Without slurmstepd nothing reads the output of this process, so scancel gets none of its descriptors.
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             subprocess.call(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_SCANCEL_TIMEOUT)
-
-
-def _exit_with(main: Callable[[], int]) -> None:
-    """Run `main` and exit the forked child with its code, so that it never runs the parent's code."""
-    code = 70  # EX_SOFTWARE of sysexits(3), unless `main` returns.
-    try:
-        code = main()
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def _wait(child: int) -> int:

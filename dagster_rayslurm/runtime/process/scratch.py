@@ -15,7 +15,6 @@ import fcntl
 import os
 import re
 import shutil
-import stat
 import tempfile
 from typing import List, Optional
 
@@ -33,10 +32,7 @@ def _bases() -> List[str]:
 
 
 class Scratch:
-    """A directory with mode 0700 for sockets, tokens and Ray's files; the process that makes it removes it at its end.
-
-    Raises OSError if no directory can be made in any base directory.
-    """
+    """A directory with mode 0700 for sockets, tokens and Ray's files; the process that makes it removes it at its end."""
 
     def __init__(self) -> None:
         refusals = []
@@ -69,8 +65,7 @@ def _claim(path: str) -> int:
     try:
         lock = _lock(path)
         with open(os.path.join(path, _MARKER), "xb", 0) as marker:
-            # A full disk still takes empty files, so write some bytes.
-            if marker.write(os.urandom(_MIN_FREE_BYTES)) < _MIN_FREE_BYTES:
+            if marker.write(os.urandom(_MIN_FREE_BYTES)) < _MIN_FREE_BYTES:  # A full disk still takes empty files.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             marker.truncate(0)
         return lock
@@ -100,16 +95,12 @@ def sweep() -> List[str]:
     """Remove the scratch directories that this user's killed processes left, and return the paths of those removed."""
     removed = []
     for base in _bases():
-        names: List[str] = []
         with contextlib.suppress(OSError):
-            names = [name for name in os.listdir(base) if _NAME.match(name)]
-        for path in [os.path.join(base, name) for name in names]:
-            # The directory may be locked, or removed meanwhile, or not this user's to read.
-            with contextlib.suppress(OSError):
-                info = os.lstat(path)
-                # Without a marker, the directory is just being made, or is no scratch directory.
-                if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or not os.path.lexists(path + "/" + _MARKER):
-                    continue
-                _remove(path, _lock(path))
-                removed += [] if os.path.exists(path) else [path]
+            for path in [os.path.join(base, name) for name in os.listdir(base) if _NAME.match(name)]:
+                # The directory may be locked, or removed meanwhile, or not this user's to read.
+                with contextlib.suppress(OSError):
+                    # Without a marker, the directory is just being made, or is no scratch directory.
+                    if os.lstat(path).st_uid == os.geteuid() and os.path.lexists(os.path.join(path, _MARKER)):
+                        _remove(path, _lock(path))
+                        removed += [] if os.path.exists(path) else [path]
     return removed

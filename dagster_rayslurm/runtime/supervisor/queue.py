@@ -37,7 +37,7 @@ class Misfit(SpecError):
 
 
 class Claim(NamedTuple):
-    """An amount of CPUs and GPUs per node: the part that one payload reserves while it runs, or the capacity of the node."""
+    """CPUs and GPUs of a node: the part that one payload reserves while it runs, or all of them."""
 
     cpus: int = 0
     gpus: int = 0
@@ -84,19 +84,18 @@ def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limi
 def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str]:
     """What a payload needs that a node does not have, as a sentence; None if all nodes are large enough.
 
-    If the allocation has components, a payload without Ray is compared with the head node (the first), where it runs. A payload
-    with Ray is compared with every node: with what its Ray cluster needs on nodes of that component.
+    In an allocation with components, a payload without Ray needs it on the head node (the first) only, where it runs; its Ray
+    cluster may need something else on the nodes of each component.
     """
-    compared = [(spec, machine) for machine in machines]
-    if machines[0].component is not None:
-        compared = [(_within(spec, machine.component), machine) for machine in machines] if spec.uses_ray else compared[:1]
-    problems = (footprint_error(payload_footprint(own), machine) for own, machine in compared)
-    return next((problem for problem in problems if problem), None)
-
-
-def _within(spec: PayloadSpec, component: Optional[str]) -> PayloadSpec:
-    own = node_spec(spec.ray, component) if spec.ray is not None else None
-    return replace(spec, ray=own, want_cpus=None, want_gpus=None)
+    for machine in machines if machines[0].component is None or spec.uses_ray else machines[:1]:
+        own = spec
+        if machine.component is not None and spec.uses_ray:
+            ray = None if spec.ray is None else node_spec(spec.ray, machine.component)
+            own = replace(spec, ray=ray, want_cpus=None, want_gpus=None)
+        problem = footprint_error(payload_footprint(own), machine)
+        if problem:
+            return problem
+    return None
 
 
 class Entry(NamedTuple):
@@ -171,11 +170,10 @@ class Queue:
     def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
         """Why a new payload would not finish before the allocation's time limit, in `left` seconds; None if it may be added.
 
-        The first payload is always taken, because a new allocation would have no more time. The wait is estimated from the
-        known durations of the payloads ahead. If the estimate is too low, `late` finds the payload when its turn comes.
+        The wait is estimated from the known durations of the payloads ahead. If that is too low, `late` finds the payload later.
         """
         if not self.served:
-            return None
+            return None  # A new allocation would have no more time.
         ahead = [self._known(entry.spec) for entry in self.arrived]
         ahead += [max(0.0, self._known(entry.spec) - (now - entry.since)) for entry in self.running]
         return self._too_little_time(spec, sum(ahead) / self.limit, left)
@@ -195,7 +193,7 @@ class Queue:
         """Start the payload whose turn it is; None if it has no room, or no payload may start.
 
         A run keeps its turn until its first payload has room, so that small payloads of other runs cannot hold up a large one
-        for ever. Payloads that could not start if they had room are skipped and keep their place.
+        for ever. Payloads that may not start are skipped and keep their place.
         """
         running = [claims_of(each.spec, each.fresh, capacities) for each in self.running]
         for run in self.turns if self.ending is None else ():
@@ -205,10 +203,9 @@ class Queue:
             if not room_for(claims_of(entry.spec, entry.fresh, capacities), running, capacities, self.limit):
                 break
             queue = self._without(entry)
-            if run in queue.turns:
-                queue = replace(queue, turns=(*(each for each in queue.turns if each != run), run))
-            started = entry._replace(since=now)
-            return replace(queue, running=(*queue.running, started), any_started=True), entry.payload
+            turns = (*(each for each in queue.turns if each != run), *(each for each in queue.turns if each == run))
+            running_now = (*queue.running, entry._replace(since=now))
+            return replace(queue, turns=turns, running=running_now, any_started=True), entry.payload
         return self, None
 
     def removed(self, payload: Payload, ran_to_exit: bool, now: float) -> Queue:
@@ -232,11 +229,8 @@ class Queue:
         return replace(self, ending=why, ending_since=now, failed=failed)
 
     def may_give_way(self, now: float) -> bool:
-        """Whether a session is idle enough to end because another Slurm job of its user waits for nodes.
-
-        A session that has served no payload goes on, because the run that started it is about to send one.
-        """
-        idle = self.idle_for(now)
+        """Whether a session is idle enough to end because another Slurm job of its user waits for nodes."""
+        idle = self.idle_for(now)  # The run that started a session which has served nobody is about to send a payload.
         return idle is not None and idle >= _MIN_IDLE and self.served > 0
 
     def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:

@@ -1,7 +1,6 @@
 """The centre of the runtime on the first node: takes each payload from the queue through its Ray cluster to its end.
 
-A runtime for one payload and a session for many both use it; they differ in who submits payloads. `queue` decides which payload
-starts and when the runtime ends.
+`queue` decides which payload starts and when the runtime ends; a runtime for one payload and a session differ in who submits.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional
 
 from ..node import resources
 from ..node.allocation import Allocation, head_address
@@ -60,7 +59,7 @@ _MOST_NAMES = 8
 
 
 class Hooks:
-    """Callbacks by which another module decides about starts of payloads and the runtime's end; set `Supervisor.hooks`."""
+    """Callbacks by which another module decides about starts of payloads and the runtime's end."""
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
         """Whether a payload whose Ray cluster is up may start; call `Supervisor.schedule` when the answer changes."""
@@ -77,18 +76,14 @@ class Hooks:
 
 @dataclass(eq=False)
 class Supervisor(RayListener):
-    """Queues and runs payloads: all on one warm Ray cluster if the start record describes one, otherwise each on its own.
-
-    `scratch` is the private directory of this runtime. `allocation` is the Slurm step whose first node this is, `log_dir` the
-    directory in which its nodes write their logs. `here` are the resources of this node, if they need not be detected.
-    """
+    """Queues and runs payloads: all on one warm Ray cluster if the start record describes one, otherwise each on its own."""
 
     loop: Loop
     spec: RuntimeSpec
-    scratch: Scratch
-    allocation: Optional[Allocation] = None
-    log_dir: str = ""
-    here: Optional[NodeResources] = None
+    scratch: Scratch  # The private directory of this runtime.
+    allocation: Optional[Allocation] = None  # The Slurm step whose first node this is.
+    log_dir: str = ""  # The directory in which its nodes write their logs.
+    here: Optional[NodeResources] = None  # The resources of this node, if they need not be detected.
     hooks: Hooks = field(default_factory=Hooks)
     exit_code: int = 0  # That of the last payload; this process exits with it, so that Slurm's accounting shows it.
     cluster: Optional[RayCluster] = None  # The one that is kept warm for all payloads.
@@ -98,29 +93,30 @@ class Supervisor(RayListener):
         loop, spec, allocation = self.loop, self.spec, self.allocation
         # The resources of this node.
         self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if self.here is None else self.here
-        self.workers = WorkerNodes(loop, {}, self._handle_message, self._log_path)  # The other nodes.
         self._shares: List[Share] = []  # Of all components in local mode, the head's first; they may be simulated.
+        self.workers = WorkerNodes(loop, {}, self._handle_message, self._log_path)  # The other nodes.
+        address: Optional[str] = None
+        environ: Mapping[str, Optional[str]] = {}  # For Ray's daemons.
         if allocation is not None:
+            address = head_address(allocation)
             self.machine = replace(self.machine, component=allocation.component_of(0))
             for place, name in list(enumerate(allocation.nodes))[1:]:
                 self.workers.members[place] = WorkerNode(place, name, allocation.component_of(place))
             if self.workers.members:
                 assert spec.control_key is not None
                 self.workers.listen(spec.control_key, spec.control_ports)
-            self._head = HeadNode(self.machine, self.workers, head_address(allocation))
         elif spec.components or (spec.ray is not None and spec.ray.simulate):
             self._shares = shares = resources.simulated_shares(spec, self.machine)
+            self.machine, environ, _ = shares[0]
             if spec.components:
                 from ..ray.agent import simulate  # Other runtimes need no agents.
 
-                self.spec = spec = simulate(self.workers, spec, shares, self.scratch)
-            self.machine, environ, _ = shares[0]
-            self._head = HeadNode(self.machine, self.workers, "127.0.0.1" if spec.components else None, environ)
-        else:
-            self._head = HeadNode(self.machine)
-        limit, margin, timeout = spec.max_concurrent_payloads, spec.drain_margin, spec.idle_timeout
-        self.is_session = timeout is not None
-        self.queue = Queue(limit, margin, timeout, allocation is not None, idle_since=loop.now())
+                address, self.spec = "127.0.0.1", simulate(self.workers, spec, shares, self.scratch)
+        self._head = HeadNode(self.machine, self.workers, address, environ)
+        self.is_session = spec.idle_timeout is not None
+        self.queue = Queue(
+            spec.max_concurrent_payloads, spec.drain_margin, spec.idle_timeout, allocation is not None, idle_since=loop.now()
+        )
         self._fresh: Dict[str, RayCluster] = {}  # The payloads' own Ray clusters, by the payload's nonce.
         self._unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
         self._signalled = False
@@ -138,7 +134,7 @@ class Supervisor(RayListener):
         self._leaks = LeakCheck(loop, lambda: self.cluster)
         self._strays = StrayProcesses(loop)
         if spec.ray is not None:
-            self.cluster = RayCluster(loop, spec, self._head, self.scratch, self)
+            self.cluster = RayCluster(loop, self.spec, self._head, self.scratch, self)
         if allocation is not None:
             MemoryWatch(loop, self.machine.name, self.guarded_pids, self._driver_pids, self._report_memory)
 
@@ -174,45 +170,45 @@ class Supervisor(RayListener):
 
     def run(self) -> None:
         """Run payloads until the runtime must end, then end every process that it started, also on the other nodes."""
+        preload_server, cluster = self._preload_server, self.cluster
         try:
-            if self.cluster is not None:
-                self.cluster.start()
-            if self._preload_server is not None:
-                ray_env = self.cluster.environment if self.cluster is not None else None
-                self._preload_server.preload(self.spec.preload, ray_env, self._payload_environ(dict(os.environ)))
-            if self.cluster is None:
-                problem = footprint_error(runtime_footprint(self.spec, self.machine.component), self.machine)
-                if problem:
-                    self.close(End(EndReason.ALLOCATION, problem))
+            if cluster is not None:
+                cluster.start()
+            if preload_server is not None:
+                ray_env = cluster.environment if cluster is not None else None
+                preload_server.preload(self.spec.preload, ray_env, self._payload_environ(dict(os.environ)))
+            problem = footprint_error(runtime_footprint(self.spec, self.machine.component), self.machine)
+            if problem and cluster is None:
+                self.close(End(EndReason.ALLOCATION, problem))
             self.settle()
             self.loop.run()
         except BaseException as error:
             self._abort(error)  # A defect here must not leave a client waiting for an `end` that is never written.
             raise
         finally:
-            for cluster in self._clusters:
-                cluster.end()
-            if self._preload_server is not None:
-                self._preload_server.close()
+            for each in self._clusters:
+                each.end()
+            if preload_server is not None:
+                preload_server.close()
             self.workers.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
-            self._write_ends()
+            deadline = self.loop.now() + _END_TIMEOUT
+            while [each for each in self._unrecorded if not each.record.write_end()] and self.loop.now() < deadline:
+                time.sleep(_END_TIMEOUT / 10)
             self.scratch.remove()
             self.workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
 
     def close(self, end: End, grace: Optional[float] = None, queued: Optional[End] = None) -> None:
-        """Take no more payloads, end the present ones and then the runtime.
+        """Take no more payloads, end the present ones and then the runtime; `grace` is by default each payload's own.
 
-        There are `grace` seconds between SIGTERM and SIGKILL, by default each payload's own grace period. Waiting payloads end as
-        `queued` says, by default like running ones; but the time limit gives them back to their clients.
+        Waiting payloads end as `queued` says, by default like running ones; but the time limit gives them back to their clients.
         """
         self.queue = self.queue.ended_by(end, self.loop.now())
         if end.reason == EndReason.TIMEOUT and queued is None:
             queued = End(EndReason.RETURNED, "%s before the payload's turn came" % end.message)
-        for entry in self.queue.waiting:
-            entry.payload.end_early(queued or end, grace)
-        for payload in self._running:
-            payload.end_early(end, grace)
+        running = self._running
+        for payload in self.payloads:
+            payload.end_early(end if payload in running else queued or end, grace)
         self.settle()
 
     def drain(self, why: str) -> None:
@@ -232,21 +228,13 @@ class Supervisor(RayListener):
     def settle(self) -> None:
         """End a runtime that has no payload: at once, or after the idle timeout of a session. With payloads, do nothing."""
         self.queue, then = self.queue.settled(self.loop.now())
-        if then is None:
-            return
-        what, delay = then
+        what, delay = then or (None, 0.0)
         if what == Next.FINISH:
             self.hooks.finished(self.loop)
         elif what == Next.STOP:
             self.loop.call_later(delay, self.loop.stop)
-        else:
+        elif what == Next.IDLE:
             self._timers.due("idle", delay, lambda: self.close(End(EndReason.CANCEL, "it was idle for %g s" % delay)))
-
-    def _write_ends(self) -> None:
-        """Try for some seconds to write the `end` records that could not be written before."""
-        deadline = self.loop.now() + _END_TIMEOUT
-        while [payload for payload in self._unrecorded if not payload.record.write_end()] and self.loop.now() < deadline:
-            time.sleep(_END_TIMEOUT / 10)
 
     def _abort(self, error: BaseException) -> None:
         """End all payloads because the runtime itself has a defect, and write their `end` records."""
@@ -313,20 +301,10 @@ class Supervisor(RayListener):
         self._unrecorded = [each for each in self._unrecorded if not each.files.ended] + [payload]
         self.queue = self.queue.added(payload, self._is_fresh(spec), self.loop.now())
         self._timers.cancel("idle")
-        payload.record.keep(
-            {
-                "type": "start",
-                "nonce": spec.nonce,
-                "attempt": attempt,
-                "protocol": PROTOCOL_VERSION,
-                "at": time.time(),
-                "cluster_id": self.spec.cluster_id,
-                "hostname": self.machine.hostname,
-                "pid": os.getpid(),
-                "python": sys.version.split()[0],
-                "allocation": self.allocation.facts() if self.allocation is not None else None,
-            }
-        )
+        start = {"type": "start", "nonce": spec.nonce, "attempt": attempt, "protocol": PROTOCOL_VERSION, "at": time.time()}
+        start.update(cluster_id=self.spec.cluster_id, hostname=self.machine.hostname, pid=os.getpid())
+        start.update(python=sys.version.split()[0], allocation=self._allocation_facts)
+        payload.record.keep(start)
         if self._waits(spec):
             where = self._in_words(self.spec.ray)
             payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, where))
@@ -487,14 +465,9 @@ class Supervisor(RayListener):
         own = {"name": self._name, "cpus": here.num_cpus, "gpus": here.num_gpus, "here": True, "component": here.component}
         cluster = self.cluster.facts() if self.cluster is not None else {}
         idle = queue.idle_for(now)
-
-        def facts(payload: Payload, state: str, since: float) -> Dict[str, Any]:
-            own = {"run_dir": payload.run_dir, "run_id": payload.spec.run_id, "step": payload.spec.step}
-            return {**own, "state": state, "age": round(now - since, 1)}
-
-        payloads = [facts(each.payload, "waiting", each.since) for each in queue.waiting]
-        payloads += [facts(each.payload, "running", each.since) for each in queue.running]
-        payloads += [facts(each, "ended", now) for each in self._unrecorded if each.ended and not each.files.ended]
+        payloads = [(each.payload, "waiting", each.since) for each in queue.waiting]
+        payloads += [(each.payload, "running", each.since) for each in queue.running]
+        payloads += [(each, "ended", now) for each in self._unrecorded if each.ended and not each.files.ended]
         return {
             "cluster_id": self.spec.cluster_id,
             "protocol": PROTOCOL_VERSION,
@@ -504,7 +477,16 @@ class Supervisor(RayListener):
             "draining": self.closing,
             "running": len(queue.running),
             "waiting": len(queue.arrived),
-            "payloads": payloads,
+            "payloads": [
+                {
+                    "run_dir": each.run_dir,
+                    "run_id": each.spec.run_id,
+                    "step": each.spec.step,
+                    "state": state,
+                    "age": round(now - since, 1),
+                }
+                for each, state, since in payloads
+            ],
             "served": queue.served,
             "idle": None if idle is None else round(idle, 1),
             "nodes": [own, *(member.facts() for member in self.workers.members.values())],
@@ -514,6 +496,10 @@ class Supervisor(RayListener):
             "leaks": list(self._leaks.found),
             "time_left": self.time_left(),
         }
+
+    @property
+    def _allocation_facts(self) -> Optional[Dict[str, Any]]:
+        return self.allocation.facts() if self.allocation is not None else None
 
     def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
         """The facts for the `end` record about where a payload ran."""
@@ -527,9 +513,9 @@ class Supervisor(RayListener):
         if self.allocation is None:
             context["machine_cpus"] = count_cpus(os.environ)  # `num_cpus` may be simulated, and differ from this number.
         else:
-            context["allocation"] = self.allocation.facts()
             only_here = cluster is None and self.is_session  # A job without a session belongs wholly to its payload.
-            context["granted"] = [machine.facts() for machine in ([self.machine] if only_here else self.machines)]
+            granted = [machine.facts() for machine in ([self.machine] if only_here else self.machines)]
+            context.update(allocation=self._allocation_facts, granted=granted)
         if cluster is not None:
             context.update(cluster.facts(), kept_warm=self.is_session and cluster is self.cluster)
         return context
@@ -572,23 +558,22 @@ class Supervisor(RayListener):
         return [*drivers, *preloading, *clusters, *self.workers.pids]
 
 
+@dataclass(eq=False)
 class _FreshListener(RayListener):
     """Starts a payload once its own Ray cluster is up; ends the payload if the cluster fails."""
 
-    cluster: RayCluster
-
-    def __init__(self, payload: Payload, start: Callable[[Payload, Optional[RayCluster]], None]) -> None:
-        self._payload = payload
-        self._start = start
+    payload: Payload
+    start: Callable[[Payload, Optional[RayCluster]], None]
+    cluster: Optional[RayCluster] = None
 
     def on_ready(self) -> None:
-        if not self._payload.ended:
-            self._payload.safely(lambda: self._start(self._payload, self.cluster))
+        if not self.payload.ended:
+            self.payload.safely(lambda: self.start(self.payload, self.cluster))
 
     def on_failed(self, error: ClusterError) -> None:
-        for name, text in self.cluster.log_tails().items():
-            self._payload.tail(name, text)
-        self._payload.end_early(End(error.reason, str(error)), _LOST_GRACE)
+        for name, text in self.cluster.log_tails().items() if self.cluster is not None else ():
+            self.payload.tail(name, text)
+        self.payload.end_early(End(error.reason, str(error)), _LOST_GRACE)
 
     def on_phase(self, phase: str, message: str) -> None:
-        self._payload.phase(phase, message)
+        self.payload.phase(phase, message)

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Callable, Optional
 
 from ..node.allocation import parse_duration
@@ -65,49 +67,50 @@ class TimeLimit:
         end = os.environ.get("SLURM_JOB_END_TIME", "")
         if end.isdigit() and "SLURM_HET_SIZE" not in os.environ:
             self._end = self.loop.now() + int(end) - time.time()
-            self.known(int(end) - time.time())
-        else:
-            self._ask(lambda: self.known(self.left() or 0.0), again=True)
+            return self.known(int(end) - time.time())
 
-    def when(self, before: float, call: Callable[[float], None]) -> None:
+        def answered(unlimited: bool) -> None:
+            left = self.left()
+            if left is not None:
+                return self.known(left)
+            self.loop.call_later(_UNLIMITED if unlimited else _UNKNOWN, self.start)
+
+        try:
+            self._ask(answered)
+        except OSError as error:
+            self.unknown("squeue cannot be run (%s)" % error.strerror)
+
+    def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
         """Make a call `before` seconds ahead of the known limit, with the seconds left.
 
-        squeue is asked just before, because an administrator may have moved the limit.
+        squeue is asked just before, because an administrator may have moved the limit. Without an answer the last one counts.
         """
+        left = self.left()
+        if left is None:
+            return
+        wait, again = left - before, partial(self.when, before, call, True)
+        if wait <= 0:
+            call(left)
+        elif wait > _AHEAD:
+            self.loop.call_later(wait - _AHEAD, partial(self.when, before, call))
+        elif asked:
+            self.loop.call_later(wait, again)
+        else:
+            with contextlib.suppress(OSError):
+                return self._ask(lambda _: again())
+            again()
 
-        def look(asked: bool = False) -> None:
-            left = self.left()
-            if left is None:
-                return
-            wait = left - before
-            if wait <= 0:
-                call(left)
-            elif wait > _AHEAD:
-                self.loop.call_later(wait - _AHEAD, look)
-            elif asked:
-                self.loop.call_later(wait, lambda: look(True))
-            else:
-                self._ask(lambda: look(True))
-
-        look()
-
-    def _ask(self, then: Callable[[], None], again: bool = False) -> None:
-        """Ask squeue and go on; without an answer the last known limit counts, or squeue is asked `again` later."""
+    def _ask(self, then: Callable[[bool], None]) -> None:
+        """Ask squeue, and go on with whether it says that the job has no limit; raises OSError if it cannot be run."""
 
         def answered(said: Optional[str]) -> None:
             left, unlimited = parse_time_left(said or ""), set((said or "").split()) == {"UNLIMITED"}
             if left is not None or unlimited:
                 self._end = None if left is None else self.loop.now() + left
-            if again and left is None:
-                self.loop.call_later(_UNLIMITED if unlimited else _UNKNOWN, lambda: self._ask(then, again))
-            else:
-                then()
+            then(unlimited)
 
-        try:
-            words = ["squeue", "--noheader", "--jobs=" + self.job_id, "--format=%L"]
-            processes.query_program(self.loop, words, _TIMEOUT, answered)
-        except OSError as error:
-            self.unknown("squeue cannot be run (%s)" % error.strerror) if again else then()
+        words = ["squeue", "--noheader", "--jobs=" + self.job_id, "--format=%L"]
+        processes.query_program(self.loop, words, _TIMEOUT, answered)
 
 
 def watch(supervisor: Supervisor, job_id: str) -> None:
