@@ -101,13 +101,6 @@ def runtime(tmp_path: Path) -> Runtime:
 NAP = "import time; time.sleep(%g)"
 
 
-def test_runs_take_turns(runtime: Runtime) -> None:
-    for name in ("a1", "a2", "a3", "b1"):
-        runtime.add(name, NAP % 0.2, run_id=name[0])
-    runtime.run("session(); [submit(name) for name in ('a1', 'a2', 'a3', 'b1')]; when_done(end)")
-    assert runtime.started("a1", "a2", "a3", "b1") == ["a1", "a2", "b1", "a3"]
-
-
 def test_claims_are_summed_and_a_large_payload_is_not_starved(runtime: Runtime) -> None:
     for name, cpus in (("a", 2), ("b", 2), ("c", 3), ("d", 1), ("e", None)):
         runtime.add(name, NAP % 0.5, run_id=name, want_cpus=cpus)
