@@ -328,8 +328,8 @@ def test_bytes_of_any_kind_cut_anywhere_decode_alike(data: bytes, cuts: list[int
     texts: list[str] = []
     received: list[Awaited] = []
     loop: Any = SimpleNamespace(on_readable=lambda fd, call: calls.append(call), forget=lambda fd: None)
-    record = SimpleNamespace(output=lambda _, text: texts.append(text))
-    payload: Any = SimpleNamespace(safely=lambda call: call(), record=record, received=received.append)
+    files = SimpleNamespace(output=lambda _, text, at: texts.append(text))
+    payload: Any = SimpleNamespace(safely=lambda call: call(), files=files, received=received.append)
     process = PayloadProcess(loop, payload)
     reader, writer = os.pipe()
     process.read_stream("stdout", reader)

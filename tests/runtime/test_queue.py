@@ -78,7 +78,7 @@ def test_no_payload_is_lost_and_each_run_is_served_in_order(steps: list, limit: 
         assert not queue.arrived or queue.running  # A payload alone always runs.
     while queue.running:
         queue = pump(queue.removed(queue.running[0].payload, True, 0.0))
-    assert queue.present == [] and queue.turns == ()
+    assert (queue.arrived, queue.running, queue.turns) == ((), (), ())
     assert len(set(names(started + cancelled))) == len(started) + len(cancelled) == sum(came.values()) == queue.served
     for run in came:
         numbers = [each.number for each in started if each.spec.run_id == run]
@@ -171,7 +171,7 @@ def test_the_longest_whole_run_of_a_step_is_its_expected_duration() -> None:
         payload = item("a", step="s")
         queue, _ = queue.added(payload, False, came).start_next(NODE, may_start, came)
         queue = queue.removed(payload, whole, came + took)
-    assert queue.durations == {"s": 90.0} and queue.present == []
+    assert queue.durations == {"s": 90.0} and not queue.arrived and not queue.running
     for number in range(12):
         queue = queue.added(item("b", number, step=f"new{number}"), False, 0.0)
     assert queue.refusal(item("c", step="other").spec, 61.0, 0.0) is None

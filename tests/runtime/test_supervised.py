@@ -56,7 +56,8 @@ def squeue(tmp_path: Path) -> str:
 WARN = """
 class Cluster:
     ready = False
-    ray_temp_dir = pid = None
+    pid = None
+    class scratch: ray_temp_dir = None
     def start(self): pass
     def end(self): pass
     def prestart(self): pass

@@ -235,7 +235,8 @@ def test_a_payload_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -
     runtime.run("""
         session()
         class Cluster:
-            ready, ray_temp_dir, pid, environment = False, None, None, {"RAY_ADDRESS": "x:1"}
+            ready, pid, environment = False, None, {"RAY_ADDRESS": "x:1"}
+            class scratch: ray_temp_dir = None
             def start(self): pass
             def end(self): pass
             def prestart(self): pass
@@ -359,7 +360,8 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
     runtime.run("""
         session(max_concurrent_payloads=2)
         class Cluster:
-            ready, ray_temp_dir, environment = True, base, {}
+            ready, environment = True, {}
+            class scratch: ray_temp_dir = base
             pid = loop.spawn(["sh", "-c", "while :; do :; done"], lambda *_: None)
             def start(self): pass
             def end(self): pass

@@ -188,11 +188,15 @@ class Payload:
         """Make a call on behalf of this payload; an exception in the call ends this payload and nothing else."""
         try:
             call()
-        except Exception as error:  # A defect of the runtime.
+        except Exception as error:
             traceback.print_exc()
-            with contextlib.suppress(Exception):  # The defect may be in the code that writes the record.
-                self.tail("runtime traceback", tail_lines(traceback.format_exc()))
-            self.abandon(defect(error))
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End this payload at once because of a defect of the runtime; to be called while the exception is handled."""
+        with contextlib.suppress(Exception):  # The defect may be in the code that writes the record.
+            self.tail("runtime traceback", tail_lines(traceback.format_exc()))
+        self.abandon(defect(error))
 
     def phase(self, name: str, message: str) -> None:
         """Show in the Dagster log what happens now; does nothing after the payload has ended."""
@@ -485,7 +489,7 @@ class PayloadProcess:
         name, decoder = self.streams[fd]
         text = decoder.decode(data, final=not data)
         if text:
-            self.payload.record.output(name, text)
+            self.payload.files.output(name, text, time.time())
         if not data:
             self._close_stream(fd)
 

@@ -56,10 +56,6 @@ class PayloadRecord:
         self.sync()
         self._guarded(lambda: self._write_status(name, message, at))
 
-    def output(self, stream: str, text: str) -> None:
-        """Write a piece of the payload's output; `stream` is "stdout" or "stderr"."""
-        self.files.output(stream, text, time.time())
-
     def sync(self) -> None:
         """Make everything written so far visible to other hosts."""
         self._guarded(self.files.sync)

@@ -156,11 +156,6 @@ class Queue:
             seen[run] = seen.get(run, 0) + 1
         return [self.arrived[number] for number in sorted(range(len(places)), key=places.__getitem__)]
 
-    @property
-    def present(self) -> List[Entry]:
-        """The waiting payloads in their order, then the running ones."""
-        return [*self.waiting, *self.running]
-
     def idle_for(self, now: float) -> Optional[float]:
         """Seconds for which the runtime has had no payload; None while it has one."""
         return None if self.arrived or self.running else now - self.idle_since

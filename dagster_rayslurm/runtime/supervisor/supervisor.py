@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional
 
@@ -145,7 +144,7 @@ class Supervisor(RayListener):
     @property
     def payloads(self) -> List[Payload]:
         """The waiting and the running payloads."""
-        return [entry.payload for entry in self.queue.present]
+        return [entry.payload for entry in (*self.queue.waiting, *self.queue.running)]
 
     @property
     def closing(self) -> Optional[str]:
@@ -238,14 +237,10 @@ class Supervisor(RayListener):
 
     def _abort(self, error: BaseException) -> None:
         """End all payloads because the runtime itself has a defect, and write their `end` records."""
-        end = defect(error)
-        said = tail_lines(traceback.format_exc())
-        self.queue = replace(self.queue, ending="it has a defect: %s" % end.message)
+        self.queue = replace(self.queue, ending="it has a defect: %s" % defect(error).message)
         for payload in self.payloads:
             with contextlib.suppress(Exception):  # The record may be what is broken.
-                payload.tail("runtime traceback", said)
-            with contextlib.suppress(Exception):
-                payload.abandon(end)
+                payload.fail(error)
 
     def _interrupted(self, signum: int) -> None:
         self._signalled = True
