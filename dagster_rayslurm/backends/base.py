@@ -1,4 +1,4 @@
-"""What all backends share: their interface to execution, the run directory, requests to end a payload, and the sweep of a base.
+"""What all backends share: their interface to execution, the run directory, how a payload is ended, and the sweep of a base.
 
 A backend starts payloads, and hands back running payloads.
 """
@@ -9,8 +9,11 @@ import contextlib
 import json
 import math
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -27,6 +30,9 @@ from ..ssh.base import Connection
 from .ownership import Ownership
 
 _INTERVAL = 1.0  # Seconds between two attempts to deliver a request.
+_REPEATED = 1.0
+"""Seconds within which a further signal belongs to the same interrupt: Ctrl-C reaches a step process twice, from the terminal
+and from Dagster's multiprocess executor."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +239,41 @@ class CancelRequest:
         self.resend()
         if self.now and self.error is not None:
             evidence.unreachable = str(self.error)
+
+
+@contextmanager
+def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
+    """Call `take` with each SIGINT or SIGTERM inside the block, in the main thread; afterwards the former handlers are back."""
+    with ExitStack() as stack:
+        for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
+            # getsignal returns None for a handler that Python did not install; such a handler cannot be restored.
+            stack.callback(signal.signal, signum, signal.getsignal(signum) or signal.SIG_DFL)
+            signal.signal(signum, lambda received, _: take(received))
+        yield
+
+
+@contextmanager
+def delayed_interrupts() -> Iterator[None]:
+    """Delay SIGINT and SIGTERM inside a block that must not be interrupted halfway; the first one takes effect afterwards."""
+    came: list[int] = []
+    try:
+        with _handled_by(came.append):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ignore SIGINT and SIGTERM inside a block that cleans up after an interrupt.
+
+    Yields a function that says whether a further interrupt came after the one that started the cleanup.
+    """
+    ignored_until = time.monotonic() + _REPEATED
+    later: list[int] = []
+    with _handled_by(lambda signum: later.append(signum) if time.monotonic() > ignored_until else None):
+        yield lambda: bool(later)
 
 
 def sweep_remote(

@@ -21,7 +21,6 @@ from ..environments import Environment, Interpreter, path_on_cluster
 from ..environments.check import check_environment_on
 from ..errors import FailureKind, StartError
 from ..follow import Cadence
-from ..interrupts import deferred_interrupts
 from ..plan import Plan
 from ..runtime.node.network import control_ports
 from ..runtime.payload.environment import shared_variables
@@ -36,7 +35,7 @@ from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
 from ..ssh.pool import connection_to
-from .base import Layout, Register, Step, run_files, sweep_remote
+from .base import Layout, Register, Step, deferred_interrupts, run_files, sweep_remote
 from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from .payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from .slurm_job import BatchJob, MakeWay, SlurmJob

@@ -12,7 +12,6 @@ from typing import Any
 from ..errors import FailureKind, RunFailure
 from ..follow import Evidence
 from ..follow.follower import VISIBILITY_TIMEOUT
-from ..interrupts import deferred_interrupts
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, node_number, relevant_lines
@@ -24,7 +23,7 @@ from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import LocalConnection
-from .base import CancelRequest, Step, write_cancel_request
+from .base import CancelRequest, Step, deferred_interrupts, write_cancel_request
 
 MakeWay = Callable[[QueueSnapshot, Sequence[QueueRow]], None]
 """Ends an idle session whose nodes a waiting job could use; gets the queue, and the rows of that job."""

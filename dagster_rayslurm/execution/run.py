@@ -12,11 +12,10 @@ from typing import Any
 
 import dagster as dg
 
-from ..backends.base import Backend, Register, RunningPayload
+from ..backends.base import Backend, Register, RunningPayload, deferred_interrupts, delayed_interrupts
 from ..errors import CompletedRun, FailureKind, RunFailure, StartError
 from ..follow import Evidence, Follower, follow_all
 from ..follow.forward import RecordPipes
-from ..interrupts import deferred_interrupts, delayed_interrupts
 from ..outcome import Judged, Verdict, judge, needs_job_facts, with_hint
 from ..outcome.metadata import Metadata, failure_metadata, run_metadata
 from ..plan import Plan

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from dagster_rayslurm import BashLauncher, SessionConfig, SlurmQueueConfig, SlurmResource, interrupts
+from dagster_rayslurm import BashLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.payload_files import PayloadFiles
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.backends.sessions.request import AnswerLost, Unreachable
@@ -271,7 +271,7 @@ class Sessions(SlurmMode):
             mock.patch.object(processes, "run", self.cluster.run),
             mock.patch.object(shutil, "which", lambda program, path=None: f"/usr/bin/{program}"),
             mock.patch.object(reattach, "AttemptHistory", AttemptHistory),
-            mock.patch.object(interrupts, "_handled_by", self.world.handled_by),
+            mock.patch("dagster_rayslurm.backends.base._handled_by", self.world.handled_by),
             mock.patch.object(execution, "_has_terminal", lambda: False),
             mock.patch("dagster_rayslurm.upload.deliver.build_runtime", _build_runtime),
             mock.patch(f"{backend}.pack", lambda plan, *_: PayloadFiles(plan, {})),

@@ -145,7 +145,7 @@ class World:
 
     @contextmanager
     def handled_by(self, take: Callable[[int], None]) -> Iterator[None]:
-        """Stands for `interrupts._handled_by`."""
+        """Stands for `backends.base._handled_by`."""
         process = self._running()
         process.handlers.append(take)
         try:

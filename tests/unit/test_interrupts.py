@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm import interrupts
-from dagster_rayslurm.interrupts import deferred_interrupts, delayed_interrupts
+from dagster_rayslurm.backends import base as interrupts
+from dagster_rayslurm.backends.base import deferred_interrupts, delayed_interrupts
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 

@@ -16,14 +16,13 @@ from dagster_pipes import PipesContextData
 
 from ...errors import FailureKind, RunFailure
 from ...follow import Cadence, Evidence
-from ...interrupts import deferred_interrupts
 from ...outcome import judge, judge_job
 from ...outcome.metadata import failure_metadata
 from ...plan import Plan
 from ...slurm.accounting import relevant_lines
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.base import Connection
-from ..base import Register, RunningPayload, Step
+from ..base import Register, RunningPayload, Step, deferred_interrupts
 from .matching import Target
 from .registry import TOUCH_INTERVAL, Generation, LiveSession, SessionRegistry
 

@@ -21,7 +21,6 @@ from ...edge.sessions import MANIFEST
 from ...environments.check import check_environment_on
 from ...errors import FailureKind, StartError
 from ...follow import Cadence
-from ...interrupts import deferred_interrupts
 from ...plan import Plan
 from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, Record
@@ -34,7 +33,7 @@ from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.base import Connection, ConnectionFailed
 from ...ssh.pool import connection_to
-from ..base import Layout, Register, RunningPayload, Step, run_files
+from ..base import Layout, Register, RunningPayload, Step, deferred_interrupts, run_files
 from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, job_script, sweep_in_background
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors

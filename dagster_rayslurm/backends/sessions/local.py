@@ -25,7 +25,6 @@ from ...config import SessionConfig
 from ...edge.sessions import CREATOR, MANIFEST
 from ...errors import FailureKind, StartError
 from ...follow import Cadence, Evidence
-from ...interrupts import delayed_interrupts
 from ...plan import Plan
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.messages import Operation
@@ -34,7 +33,7 @@ from ...runtime.protocol.rpc import NotConnected, call
 from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.local import LocalConnection
-from ..base import Layout, Register, RunningPayload, Step, write_cancel_request
+from ..base import Layout, Register, RunningPayload, Step, delayed_interrupts, write_cancel_request
 from ..local import LocalBackend, reap_later, runtime_command, start_process
 from .acquire import Allocation, Site
 from .backend import start_in_session

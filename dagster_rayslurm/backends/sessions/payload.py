@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...follow import Evidence
-from ...interrupts import deferred_interrupts
 from ...runtime.protocol.messages import EndReason
 from ...runtime.protocol.record import JOURNAL, LineReader
 from ...ssh.base import Connection
-from ..base import CancelRequest, Step, cancel_path, cancel_request_json, write_cancel_request
+from ..base import CancelRequest, Step, cancel_path, cancel_request_json, deferred_interrupts, write_cancel_request
 from ..slurm_job import STATE_TIMEOUT, SlurmJob
 
 _EXIT_POLL_AFTER = 2.0

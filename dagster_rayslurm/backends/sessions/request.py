@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import FailureKind, StartError
-from ...interrupts import delayed_interrupts
 from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import JOURNAL, SECRETS, SESSION, LineReader
 from ...runtime.protocol.rpc import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
 from ...runtime.protocol.spec import Announcement
 from ...slurm.shared_queue import run_slurm
 from ...ssh.base import Connection, ConnectionFailed, ConnectionLost
+from ..base import delayed_interrupts
 from .acquire import Site
 from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement
 
