@@ -26,14 +26,14 @@ KEPT = [
     Kept(
         "a retry ran the payload beside a requeued job, because the record had an end of the run before",
         "slurm",
-        (Fault(5.0, "requeue_jobs"), Fault(9.0, "kill_dagster", 5.0)),
-        {"requeue": True, "seconds": 60.0, "lag": 0.0, "starts": True},
+        (Fault(50.0, "requeue_jobs"), Fault(99.0, "kill_dagster", 5.0)),
+        {"requeue": True, "seconds": 400.0, "lag": 0.0, "starts": True},
     ),
     Kept(
         "a retry ran the payload beside a job that waited to run again after a requeue",
         "slurm",
-        (Fault(5.0, "requeue_jobs"), Fault(6.5, "kill_dagster", 0.1)),
-        {"requeue": True, "seconds": 60.0, "lag": 0.0, "starts": False},
+        (Fault(50.0, "requeue_jobs"), Fault(51.5, "kill_dagster", 0.1)),
+        {"requeue": True, "seconds": 400.0, "lag": 0.0, "starts": False},
     ),
     Kept(
         "a retry while slurmctld was down failed with the kind `record`",

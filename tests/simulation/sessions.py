@@ -117,6 +117,11 @@ class Supervisor:
         return self.queue.closing
 
     @property
+    def open(self) -> bool:
+        """Whether the session takes payloads."""
+        return self.process is not None and self.process.alive and self.closing is None
+
+    @property
     def payloads(self) -> list[Any]:
         return [each.payload for each in self.queue.present]
 
@@ -258,6 +263,7 @@ class Sessions(SlurmMode):
         self.sessions: dict[str, Supervisor] = {}
         self.by_nonce: dict[str, Step] = {}
         self.taken: dict[str, list[int]] = {}
+        self.two_at_once = False
 
     def draw(self) -> list[Fault]:
         faults = [fault for fault in super().draw() if fault.kind in KINDS]
@@ -350,14 +356,17 @@ class Sessions(SlurmMode):
 
     # -- sessions
 
-    def send(self, connection: Any, announcement: Any, request: Mapping[str, Any], *_: Any) -> dict[str, Any]:
+    def send(self, connection: Any, to: Any, request: Mapping[str, Any], *_: Any) -> dict[str, Any]:
         """Carry a request to a session; stands for `send_request`."""
         connection.call(files.account, repeat=True)
+        said = to.announcement
+        if said is None:
+            raise Unreachable(f"the session in {to.directory} does not say where it is")
         network, world = self.cluster.network, self.world
         world.sleep(network.latency)
-        session = self.sessions.get(announcement.job_id)
+        session = self.sessions.get(said.job_id)
         if session is None or session.process is None or not session.process.alive:
-            raise Unreachable(f"the session in job {announcement.job_id} cannot be reached")
+            raise Unreachable(f"the session in job {said.job_id} cannot be reached")
         answer: list[dict[str, Any]] = []
         waiters: list[Process] = []
 
@@ -372,7 +381,7 @@ class Sessions(SlurmMode):
         lost = network.losses > 0
         network.losses -= lost
         if not answer or lost or not network.up:
-            raise AnswerLost(f"the answer of the session in job {announcement.job_id} is lost")
+            raise AnswerLost(f"the answer of the session in job {said.job_id} is lost")
         return answer[0]
 
     def payload_of(self, nonce: str) -> Payload:
@@ -393,6 +402,10 @@ class Sessions(SlurmMode):
         try:
             self.world.sleep(self.world.random.uniform(0.2, 5.0))
             session = Supervisor(self, job_id, directory)
+            others = [each.job_id for each in self.sessions.values() if each.open]
+            if others:
+                self.world.say(f"sessions of jobs {others} are open as well")
+                self.two_at_once = True
             self.sessions[str(job_id)] = session
             self.world.say("the session announces itself")
             session.loop.run()
@@ -429,6 +442,8 @@ class Sessions(SlurmMode):
 
     def check(self) -> None:
         self.ended = " ".join(sorted({step.attempts[-1].ended for step in self.steps}))
+        if self.two_at_once:
+            raise Violation("two sessions were open at once")
         for step in self.steps:
             last = step.attempts[-1]
             succeeded = [each for each in step.attempts if each.ended == "success"]

@@ -583,6 +583,8 @@ class SlurmMode(History):
         given_up = any(each.interrupt_sent and each.ended == "killed" for each in self.attempts)
         if self.overlapped and not given_up:
             raise Violation("the payload ran twice at the same time")
+        if len(succeeded) > max(1, payload.runs):
+            raise Violation("two attempts say that one run of the payload has succeeded")
         if succeeded and not payload.ended_well:
             raise Violation("success, but the payload has not succeeded")
         if not succeeded and payload.ended_well and not self.faults:
