@@ -1,5 +1,6 @@
 """The request server of a session, without Slurm and Ray: requests, queue, and faults that affect only their own payload."""
 
+import fcntl
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import pytest
@@ -93,12 +94,12 @@ class Session:
     def run(self, name: str, code: str, needs: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
         return self.ask(**self.request(name, code, needs, **fields))
 
-    def run_bound(self, name: str, code: str, **more: Any) -> socket.socket:
-        """Run a payload that ends with the connection, which is returned."""
-        sock = socket.create_connection(("localhost", self.port()))
-        assert call(sock, REQUESTS_KEY, {**self.request(name, code), "bound": True, **more})["ok"]
-        sock.settimeout(20)
-        return sock
+    def run_locked(self, name: str, code: str, **more: Any) -> BinaryIO:
+        """Run a payload that ends when the file that is returned is closed."""
+        file = (self.path / f"{name}.lock").open("wb")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert self.ask(**self.request(name, code), lock=file.name, **more)["ok"]
+        return file
 
     def records(self, name: str) -> list[dict[str, Any]]:
         return LineReader().feed((self.run_dir(name) / JOURNAL).read_bytes())
@@ -459,7 +460,7 @@ def test_a_session_leaves_no_process(session: Callable[..., Session]) -> None:
     assert not [each for each in psutil.process_iter(["cmdline"]) if "time.sleep(97.25)" in " ".join(each.info["cmdline"] or ())]
 
 
-# ---- The queue, and payloads that are bound to their client
+# ---- The queue, and payloads that end with their client
 
 
 def test_payloads_queue_in_order_and_show_their_place(session: Callable[..., Session], tmp_path: Path) -> None:
@@ -472,18 +473,14 @@ def test_payloads_queue_in_order_and_show_their_place(session: Callable[..., Ses
     assert [place.partition(" in ")[0] for place in places] == ["place 2", "place 1"]
 
 
-def test_a_bound_payload_and_its_connection_end_together(session: Callable[..., Session], tmp_path: Path) -> None:
-    """Its record may be lost, as when its run directory is removed: the end of the connection tells its client."""
-    one = session(local=True, max_concurrent_payloads=3)
-    lost = one.run_bound("lost", "import time; time.sleep(0.5)")
-    assert wait_until(lambda: len(one.records("lost")) >= 2, 10)
-    subprocess.run(["rm", "-rf", str(one.run_dir("lost"))], check=True)
-    orphan = one.run_bound("orphan", "import time; time.sleep(60)")
-    short = one.run_bound("short", "import os, sys; sys.exit(os.environ['WHO'] != 'me')", environ={**os.environ, "WHO": "me"})
-    orphan.close()
-    end = one.end_of("orphan")
-    assert end["reason"] == "cancel" and "is gone" in end["message"]
-    assert lost.recv(1) == short.recv(1) == b"" and one.end_of("short")["exit_code"] == 0
+def test_a_payload_ends_with_the_lock_of_its_client(session: Callable[..., Session]) -> None:
+    one = session(local=True, max_concurrent_payloads=2)
+    orphan = one.run_locked("orphan", "import time; time.sleep(60)")
+    code = "import os, sys, time; time.sleep(1.5); sys.exit(os.environ['WHO'] != 'me')"
+    with one.run_locked("short", code, environ={**os.environ, "WHO": "me"}):
+        orphan.close()
+        end = one.end_of("orphan")
+        assert end["reason"] == "cancel" and "is gone" in end["message"] and one.end_of("short")["exit_code"] == 0
 
 
 @pytest.fixture
@@ -496,12 +493,12 @@ def test_a_full_disk_affects_only_its_payload(session: Callable[..., Session], f
     one = session(local=True)
     elsewhere = {"run_dir": str(one.path / "elsewhere")}
     assert one.ask(**{**one.request("a", "import time; time.sleep(1.5)"), **elsewhere})["ok"]
-    waiting = one.run_bound("b", "pass")
+    assert one.run("b", "pass")["ok"]
     with open(full_disk / "filler", "ab", buffering=0) as filler, pytest.raises(OSError):
         while True:
             filler.write(b"x" * 4096)
     assert one.run("c", "pass")["error"] == "record"
-    assert waiting.recv(1) == b"" and one.process.poll() is None
+    assert one.process.poll() is None
     os.unlink(full_disk / "filler")
     assert one.run("d", "pass")["ok"] and one.end_of("d")["exit_code"] == 0
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,28 +69,26 @@ class Owner:
 
 class Scene:
     def __init__(self, path: Path) -> None:
-        self.run_dir = path / "run dir"
-        self.run_dir.mkdir()
+        self.path = path / "run dir"
+        self.path.mkdir()
+        self.run_dir = str(self.path)
+        self.plan = SimpleNamespace(payload=SimpleNamespace(nonce="n"))
+        self.end_command = "scancel"
         self.connection = LocalConnection()
         self.job, self.log = Job(), Log()
         self.answers: list[Any] = []
         self.asked = 0
         self.owner = Owner()
-        self.payload = SessionPayload(
-            connection=self.connection,
-            job=self.job,  # type: ignore[arg-type]
-            cluster_id="slurm-1",
-            name="default-1/1",
-            run_dir=str(self.run_dir),
-            nonce="n",
-            reused=True,
-            waited=0.0,
-            poll_interval=30.0,
-            describe=self._describe,
-            step=Step("run", "step", None, self.log, owner=self.owner),  # type: ignore[arg-type]
-        )
+        self.step = Step("run", "step", None, self.log, owner=self.owner)  # type: ignore[arg-type]
+        announcement = SimpleNamespace(cluster_id="slurm-1", job_id="7")
+        session: Any = SimpleNamespace(directory="/base/sessions/default-1/1", announcement=announcement)
+        self.payload = SessionPayload(self, session, self.job, 30.0, True, 0.0)  # type: ignore[arg-type]
 
-    def _describe(self) -> dict[str, Any]:
+    def send(self, _: Any, request: Any) -> dict[str, Any]:
+        assert request == {"op": "describe"}
+        return self.describe()
+
+    def describe(self) -> dict[str, Any]:
         self.asked += 1
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, OSError):
@@ -99,12 +98,12 @@ class Scene:
     @property
     def cancel(self) -> Any:
         try:
-            return json.loads((self.run_dir / "cancel.json").read_text())
+            return json.loads((self.path / "cancel.json").read_text())
         except FileNotFoundError:
             return None
 
     def end(self) -> None:
-        (self.run_dir / "journal.jsonl").write_bytes(encode({"type": "end", "nonce": "n"}))
+        (self.path / "journal.jsonl").write_bytes(encode({"type": "end", "nonce": "n"}))
 
 
 @pytest.fixture
@@ -159,7 +158,10 @@ def test_kill_reports_an_undelivered_cancel_request(scene: Scene, clock: Clock, 
     assert 60 <= clock.now - began < 65 and tries[0] >= 30
     said = scene.log.lines[-1]
     assert "could not be told to end (no way)" in said
-    assert f"""run `echo '{{"op": "cancel", "now": true}}' > '{scene.run_dir}/cancel.json'` on this machine""" in said
+    assert (
+        f"""on this machine run `echo '{{"op": "cancel", "now": true}}' > '{scene.run_dir}/cancel.json'`, or `scancel 7`"""
+        in said
+    )
 
 
 def test_kill_reports_a_payload_that_does_not_end(scene: Scene, clock: Clock) -> None:
@@ -191,17 +193,17 @@ def test_a_silent_payload_is_looked_up_less_and_less_often(scene: Scene, clock: 
 def test_an_answer_without_payloads_is_ignored(scene: Scene, clock: Clock, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.answers = [answer]
     if answer == "no list":
-        scene.payload.describe = lambda: {"ok": False, "error": "unknown request"}
+        scene.describe = lambda: {"ok": False, "error": "unknown request"}
     assert silent_for(scene, clock, Evidence(started_at=1.0, last_growth=clock.now), 3600) is None
 
 
 def test_a_payload_that_ended_without_a_record(scene: Scene, clock: Clock) -> None:
     """The runtime serves other payloads, and no one knows whether this one succeeded."""
-    scene.answers = [[str(scene.run_dir)], ["/another"]]
+    scene.answers = [[str(scene.run_dir)], ["/another"], ["/another"]]
     evidence = Evidence(started_at=1.0, last_growth=clock.now)
     began = clock.now
     evidence.runtime_exit = silent_for(scene, clock, evidence, 3600)
-    assert evidence.runtime_exit is not None and 150 <= clock.now - began < 160 and scene.asked == 2
+    assert evidence.runtime_exit is not None and 239 <= clock.now - began < 250 and scene.asked == 3
     assert not needs_job_facts(evidence)
     verdict = judge(evidence, uses_pipes=True, require_messages=True)
     assert verdict.kind == "record" and not verdict.retry

@@ -51,7 +51,7 @@ class Allocation(Protocol):
     def place(self) -> str: ...
     @property
     def status(self) -> JobStatus: ...
-    def observe(self) -> bool: ...
+    def observe(self, started_at: float | None = None, ask: bool = True) -> bool: ...
     def check_waiting(self) -> None: ...
     def end_description(self, started: bool, recorded: bool = True) -> str | None: ...
     def explain(self, evidence: Evidence, timeout: float = ...) -> None: ...
@@ -94,9 +94,8 @@ class Site:
         """The allocation of a generation that another process created; may raise OSError if the cluster is out of reach."""
         raise NotImplementedError
 
-    def find(self, creator: str) -> str | None:
-        """The id of the allocation that the named creator of a generation made; None if there is none."""
-        raise NotImplementedError
+    def cancel(self, creator: str) -> None:
+        """Cancel the allocation that the named creator of a generation may have made."""
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
         """Whether an allocation lives; None if that cannot be found out now."""
@@ -117,26 +116,24 @@ class Action(Enum):
     CREATE = "create the next generation"
     USE = "use the session, if it still accepts requests"
     JOIN = "wait until the session announces itself"
-    CHECK = "join, unless the job is over"
     WAIT = "look again, because the creator is submitting the job"
-    EXPIRE = "search for the job of a creator that is late; without a job, give the generation up"
+    EXPIRE = "give the generation of a creator that is late up, and cancel the job that it may have submitted"
     SKIP = "do not wait for this generation"
 
 
 def next_action(newest: Generation, after: int) -> Action:
     """What to do about the newest generation; `after` is the last one that did not serve this step. Pure."""
-    late = newest.age > CLAIM_TIMEOUT
     if newest.number <= after:
         return Action.CREATE
     if newest.ended:
         return Action.SKIP
     if newest.announcement is not None:
         return Action.USE
-    if newest.job_id is not None:
-        return Action.CHECK if newest.abandoned or late else Action.JOIN
     if newest.abandoned:
         return Action.SKIP
-    return Action.EXPIRE if late else Action.WAIT
+    if newest.job_id is not None:
+        return Action.JOIN
+    return Action.EXPIRE if newest.age > CLAIM_TIMEOUT else Action.WAIT
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ class SessionAcquisition:
     site: Site
     target: Target
     _jobs: dict[int, Allocation] = field(default_factory=dict, init=False)  # Those that this step waited for, by generation.
-    _problem: str = field(default="", init=False)  # Why the last of them did not serve this step.
+    _unserved: int = field(default=0, init=False)  # Number of those that served others and then ended.
 
     def __post_init__(self) -> None:
         self.registry = SessionRegistry(self.site.connection, self.site.base, self.target.key)
@@ -188,13 +185,12 @@ class SessionAcquisition:
                 raise
             if session is not None:
                 return AcquiredSession(session, reused=action is Action.USE)
-            if action in (Action.USE, Action.JOIN, Action.CHECK, Action.SKIP):
+            if action in (Action.USE, Action.JOIN, Action.SKIP):
                 after = number
 
     def _act(self, action: Action, newest: Generation, number: int) -> LiveSession | None:
         """Follow an action, and return the session once it accepts requests; None if the step must look again."""
         if action is Action.CREATE:
-            self._check_allocations()
             if self.site.create(self.registry, self.target, number, lambda job: self._jobs.__setitem__(number, job)):
                 return self._wait(number, self._jobs[number], created=True)
             time.sleep(_CLAIM_INTERVAL)  # This host may not see the faster process's files at once.
@@ -203,15 +199,10 @@ class SessionAcquisition:
         elif action is Action.WAIT:
             time.sleep(_CLAIM_INTERVAL)
         elif action is Action.EXPIRE:
-            # An old claim may mean that slurmctld answers no process: then the creator still waits for the submission.
-            job_id = self._retry(lambda: self.site.find(newest.job_name)) if newest.job_name else None
-            if job_id is not None:
-                self._retry(lambda: self.registry.write_job_id(number, job_id))
-            else:
-                # A slow creator finds the mark after its submission and cancels its job. If it submitted before, its job counts.
-                self._retry(lambda: self.registry.abandon(number))
-        elif action is Action.JOIN or (action is Action.CHECK and not self._is_over(newest)):
-            self._check_allocations()
+            # A creator that is only slow finds the mark after its submission and cancels its job.
+            self._retry(lambda: self.registry.abandon(number))
+            self.site.cancel(newest.job_name)
+        elif action is Action.JOIN:
             job = self._jobs[number] = self._retry(lambda: self.site.watch(self.target, newest))
             self._log.info(f"[rayslurm] waiting for the session that {self.site.noun} {job.job_id} is to hold")
             return self._wait(number, job, created=False)
@@ -220,25 +211,26 @@ class SessionAcquisition:
     def on_refused(self, number: int, reason: str) -> None:
         """Called when a session that announced itself does not accept the payload and never will.
 
-        Raises:
-            RunFailure: this step waited for that session, and the session never accepted any payload: the next session would
-                do no better.
-            OSError: the cluster cannot be reached.
+        Raises RunFailure if this step waited for that session, and the session never accepted any payload: the next one would do
+        no better. So it is after several sessions that served others.
         """
         job = self._jobs.get(number)
         if job is None:
             return  # The session served other steps before, so its end is nothing unusual.
         announcement = self._retry(lambda: self.registry.announcement(number))
-        self._problem = (announcement and announcement.closing) or reason
-        if announcement is not None and announcement.served == 0:
-            sentence = f"the session did not come up, it ended before it took anything: {self._problem}"
-            raise self._served_nothing(job, sentence)
-
-    def _is_over(self, newest: Generation) -> bool:
-        """Whether the job of a generation has ended; False if Slurm does not say."""
-        with contextlib.suppress(OSError):
-            return self.site.is_alive(str(newest.job_id), newest.directory) is False
-        return False
+        problem = (announcement and announcement.closing) or reason
+        sentence = f"the session did not come up, it ended before it took anything: {problem}"
+        if announcement is None or announcement.served > 0:
+            self._unserved += 1
+            if self._unserved < _MOST_ALLOCATIONS:
+                return
+            sentence = f"{self._unserved} sessions that were waited for took nothing; the last one: {problem}"
+        evidence = Evidence(runtime_exit=problem, started_at=0.0)  # The job wrote an announcement, so its files are there.
+        job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
+        verdict = judge_job(evidence)
+        if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
+            raise _failure(verdict.kind, f"{sentence}; {verdict.sentence}", job, evidence, verdict.retry)
+        raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence)
 
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
         """Wait for a generation, and return its session once that accepts requests; None if the step needs another generation.
@@ -246,7 +238,6 @@ class SessionAcquisition:
         Another generation is needed if the session no longer accepts payloads, or if another process created the job and the
         job had ended before this step first looked at it.
         """
-        self._problem = f"{self.site.noun} {job.job_id} ended before anybody looked"
         began = time.monotonic()
         touched = -TOUCH_INTERVAL
         running_since: float | None = None
@@ -299,13 +290,6 @@ class SessionAcquisition:
                     self._log.warning(f"[rayslurm] the session cannot be looked for, trying again: {error}")
             time.sleep(_RETRY_INTERVAL)
 
-    def _check_allocations(self) -> None:
-        """Raise a RunFailure if this step has already waited for `_MOST_ALLOCATIONS` allocations that did not serve it."""
-        if len(self._jobs) >= _MOST_ALLOCATIONS:
-            job = list(self._jobs.values())[-1]
-            sentence = f"{len(self._jobs)} sessions that were waited for took nothing; the last one: {self._problem}"
-            raise self._served_nothing(job, sentence)
-
     def _stop_waiting(self, number: int, job: Allocation) -> None:
         """Record that this step no longer waits, and cancel the job if no other process waits for the session."""
         if job.status.over:
@@ -329,15 +313,6 @@ class SessionAcquisition:
         verdict = judge(evidence, uses_pipes=False, require_messages=False)
         sentence = f"the session did not come up: {verdict.sentence}"
         return _failure(verdict.kind or FailureKind.RUNTIME, sentence, job, evidence, verdict.retry)
-
-    def _served_nothing(self, job: Allocation, sentence: str) -> RunFailure:
-        """The failure to raise when sessions announced themselves but did not run this step's payload."""
-        evidence = Evidence(runtime_exit=self._problem, started_at=0.0)  # The job wrote an announcement, so its files are there.
-        job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
-        verdict = judge_job(evidence)
-        if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
-            return _failure(verdict.kind, f"{sentence}; {verdict.sentence}", job, evidence, verdict.retry)
-        return _failure(FailureKind.CLUSTER_START, sentence, job, evidence)
 
     def _silent(self, job: Allocation) -> RunFailure:
         """The failure to raise when a session's job runs but the session does not announce itself in time."""

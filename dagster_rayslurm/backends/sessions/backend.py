@@ -22,7 +22,7 @@ from ...environments.check import check_environment_on
 from ...errors import FailureKind, StartError
 from ...follow import Cadence
 from ...plan import Plan
-from ...runtime.protocol.messages import Operation, Refusal
+from ...runtime.protocol.messages import Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import to_json
 from ...slurm.config import SlurmQueueConfig, SlurmResource
@@ -31,7 +31,7 @@ from ...slurm.script import parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
-from ...ssh.base import Connection, ConnectionFailed
+from ...ssh.base import Connection
 from ...ssh.pool import connection_to
 from ..base import Layout, Register, RunningPayload, Step, deferred_interrupts, run_files
 from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, job_script, sweep_in_background
@@ -222,21 +222,10 @@ class SlurmSite(Site):
         name = job_name(f"session-{self._setup.name}", announcement.cluster_id.removeprefix(CLUSTER))
         parts = [JobRequest(name, "", SlurmQueueConfig(**queue), part) for part, queue in capacity.queues.items()]
         request = replace(parts[0], further_components=tuple(parts[1:]))
-        # After a reattach, this process does not know whether the session was reused or how long the wait was.
-        reattached = self.step.reattached
-        return SessionPayload(
-            connection=self.connection,
-            job=self._slurm_job(request, SubmittedJob(announcement.job_id, 0.0), session.directory),
-            cluster_id=announcement.cluster_id,
-            name="/".join(session.directory.split("/")[-2:]),
-            run_dir=self.run_dir,
-            nonce=self.plan.payload.nonce,
-            reused=None if reattached else reused,
-            waited=None if reattached else time.monotonic() - self.began,
-            poll_interval=self._setup.slurm.poll_interval,
-            describe=lambda: self.send(session, {"op": Operation.DESCRIBE}),
-            step=self.step,
-        )
+        job = self._slurm_job(request, SubmittedJob(announcement.job_id, 0.0), session.directory)
+        if self.step.reattached:  # This process does not know whether the session was reused or how long the wait was.
+            return SessionPayload(self, session, job, self._setup.slurm.poll_interval)
+        return SessionPayload(self, session, job, self._setup.slurm.poll_interval, reused, time.monotonic() - self.began)
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
         step, setup, created_with = self.step, self._setup, target.created_with
@@ -292,24 +281,19 @@ class SlurmSite(Site):
             waiting_since=since,
         )
 
-    def find(self, creator: str) -> str | None:
-        named = fetch_queue(self.connection).named(creator)
-        return next((str(row.job_id) for row in named if row.is_leader), None)
+    def cancel(self, creator: str) -> None:
+        if creator:
+            cancel_named(self.connection, creator, self.step.log)
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
-        try:
-            if parse_exit(self.connection.read(os.path.join(directory, EXIT), 0, MOST_BYTES), int(job_id)) is not None:
-                return False
-            snapshot = self._queue.latest(self._queue.clock.now())
-            if snapshot is None or self._queue.error:
-                return None
-            row = snapshot.job(int(job_id))
-            if row is None or row.state in TERMINAL:  # The shared snapshot may be older than the job.
-                row = fetch_queue(self.connection).job(int(job_id))
-        except ConnectionFailed:
-            raise
-        except OSError:
+        if parse_exit(self.connection.read(os.path.join(directory, EXIT), 0, MOST_BYTES), int(job_id)) is not None:
+            return False
+        snapshot = self._queue.latest(self._queue.clock.now())
+        if snapshot is None or self._queue.error:
             return None
+        row = snapshot.job(int(job_id))
+        if row is None or row.state in TERMINAL:  # The shared snapshot may be older than the job.
+            row = fetch_queue(self.connection).job(int(job_id))
         return row is not None and row.state not in TERMINAL
 
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:

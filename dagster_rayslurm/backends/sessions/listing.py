@@ -34,6 +34,7 @@ _INTERVAL = 3.0
 """Seconds between two checks for an idle session; each check is one small read per session."""
 _START_TIMEOUT = 20.0
 """Seconds in which the waiting job may start after one session has yielded, before the next session is asked."""
+_STOP = {"op": Operation.STOP}
 _log = logging.getLogger("rayslurm")
 
 
@@ -87,7 +88,7 @@ def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None
     for each in list_generations(connection, base, f"*{run_suffix(run_id)}"):
         if each.announcement is not None and each.announcement.closing is None and not each.ended:
             with contextlib.suppress(Unreachable, AnswerLost):
-                send_request(connection, each, {"op": Operation.STOP})
+                send_request(connection, each, _STOP)
 
 
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
@@ -99,25 +100,20 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
     """
     snapshot = fetch_queue(connection)
     ended = False
-    for generation in generations:
-        row = job_of(generation, snapshot)
+    for each in generations:
+        row = job_of(each, snapshot)
         if row is not None:
-            _end(connection, generation, row)
-            ended = True
-        elif generation.job_id is None and generation.job_name:
+            ended, stopping = True, False
+            with contextlib.suppress(Unreachable, AnswerLost):
+                stopping = each.announcement is not None and bool(send_request(connection, each, _STOP).get("ok"))
+            if not wait_until_gone(connection, row.job_id, _END_TIMEOUT if stopping else 0.0):
+                sentence = f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`"
+                raise StartError(FailureKind.RUNTIME, sentence)
+        elif each.job_id is None and each.job_name:
             # The submission was cut off or is under way. If it succeeds, the creator finds this mark and cancels the job.
-            connection.make_dir(os.path.join(generation.directory, ABANDONED))
-            cancel_named(connection, generation.job_name, _log)
+            connection.make_dir(os.path.join(each.directory, ABANDONED))
+            cancel_named(connection, each.job_name, _log)
     return ended
-
-
-def _end(connection: Connection, generation: Generation, row: QueueRow) -> None:
-    stopping = False
-    if generation.announcement is not None:
-        with contextlib.suppress(Unreachable, AnswerLost):
-            stopping = bool(send_request(connection, generation, {"op": Operation.STOP}).get("ok"))
-    if not wait_until_gone(connection, row.job_id, _END_TIMEOUT if stopping else 0.0):
-        raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`")
 
 
 @dataclass(eq=False)

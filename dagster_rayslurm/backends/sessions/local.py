@@ -7,6 +7,7 @@ system.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -16,30 +17,30 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, BinaryIO
 
 from dagster_pipes import PipesContextData
 
 from ...archive import runtime_name
 from ...config import SessionConfig
-from ...edge.sessions import CREATOR, MANIFEST
+from ...edge.sessions import CREATOR, JOB_ID, MANIFEST
 from ...errors import FailureKind, StartError
 from ...follow import Cadence, Evidence
 from ...plan import Plan
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.messages import Operation
-from ...runtime.protocol.record import RUNTIME, RUNTIME_LOG, SESSION, tail_file
-from ...runtime.protocol.rpc import NotConnected, call
+from ...runtime.protocol.record import LOCK, RUNTIME, RUNTIME_LOG, SESSION, tail_file
 from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.local import LocalConnection
-from ..base import Layout, Register, RunningPayload, Step, delayed_interrupts, write_cancel_request
+from ..base import Layout, Register, RunningPayload, Step, delayed_interrupts
 from ..local import LocalBackend, reap_later, runtime_command, start_process
 from .acquire import Allocation, Site
 from .backend import start_in_session
 from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
+from .payload import SessionPayload
 from .registry import Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
-from .request import PROOF_TIMEOUT, AnswerLost, Unreachable, send_request
+from .request import AnswerLost, Unreachable, send_request
 
 _START_TIMEOUT = 60.0
 """Seconds in which a session that was started announces itself."""
@@ -70,6 +71,9 @@ class LocalSessionBackend(LocalBackend):
         # If the session has an activated environment, the payload gets that one; otherwise it gets this process's variables,
         # as a payload without a session does.
         environ = dict(os.environ) if self.interpreter.activate is None else None
+        self.connection.make_dir(run_dir)
+        lock = open(os.path.join(run_dir, LOCK), "wb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
         site = LocalSite(
             connection=self.connection,
             base=sessions_base(self.layout),
@@ -80,8 +84,9 @@ class LocalSessionBackend(LocalBackend):
             register=register,
             start_timeout=_START_TIMEOUT,
             patience=0.0,
-            members={"bound": True, "environ": environ},
+            members={"lock": lock.name, "environ": environ},
             backend=self,
+            lock=lock,
         )
         return start_in_session(site, self._choice(plan, ray, step.run_id))
 
@@ -120,7 +125,7 @@ class LocalSite(Site):
     cadence = Cadence(busy=0.02, idle=0.2, waiting=0.2)
 
     backend: LocalSessionBackend
-    bound: socket.socket | None = None  # The session ends the payload when this connection closes.
+    lock: BinaryIO  # The session ends the payload when this process no longer holds this lock.
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
         backend, ray, directory = self.backend, target.created_with.ray, registry.generation_dir(number)
@@ -151,7 +156,7 @@ class LocalSite(Site):
             except OSError:
                 registry.abandon(number)
                 raise
-            registry.write_job_id(number, str(process.pid))
+            self.connection.write(os.path.join(directory, JOB_ID), str(process.pid).encode())
             hold(LocalProcess(str(process.pid), directory))
         reap_later(process)
         return True
@@ -159,31 +164,14 @@ class LocalSite(Site):
     def watch(self, target: Target, newest: Generation) -> LocalProcess:  # noqa: ARG002
         return LocalProcess(str(newest.job_id), newest.directory)
 
-    def find(self, creator: str) -> str | None:  # noqa: ARG002
-        return None  # Its creator was killed before it started the process.
-
     def is_alive(self, job_id: str, directory: str) -> bool:
         return is_alive(int(job_id), directory)
 
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
-        announcement = session.announcement
-        if request["op"] != Operation.RUN:
-            return send_request(self.connection, session, request)
-        try:
-            with contextlib.ExitStack() as stack:
-                sock = stack.enter_context(socket.create_connection((announcement.hosts[0], announcement.port), PROOF_TIMEOUT))
-                answer = call(sock, announcement.key, dict(request), PROOF_TIMEOUT)
-                if answer.get("ok"):
-                    stack.pop_all()
-                    self.bound = sock
-                return answer
-        except AnswerLost:
-            raise
-        except OSError as error:
-            raise Unreachable(f"the session in process {announcement.job_id} cannot be reached: {error}") from None
+        return send_request(self.connection, session, request)
 
     def running(self, session: LiveSession, reused: bool) -> LocalSessionPayload:  # noqa: ARG002
-        return LocalSessionPayload(session, self.run_dir, self.bound)
+        return LocalSessionPayload(self, session, LocalProcess(session.announcement.job_id, session.directory))
 
 
 def is_alive(pid: int | None, directory: str) -> bool:
@@ -209,7 +197,7 @@ class LocalProcess:
     place = ""
     status = JobStatus(JobPhase.RUNNING)
 
-    def observe(self) -> bool:
+    def observe(self, started_at: float | None = None, ask: bool = True) -> bool:  # noqa: ARG002
         if not is_alive(int(self.job_id), self.directory):
             self.status = JobStatus(JobPhase.ENDED)
         return True
@@ -231,41 +219,19 @@ class LocalProcess:
                 os.kill(int(self.job_id), signal.SIGTERM)
 
 
-class LocalSessionPayload(RunningPayload):
-    """A payload that a session on this machine has accepted. The session ends it when `bound` closes, and closes `bound` then."""
+class LocalSessionPayload(SessionPayload):
+    """A payload in a session on this machine; it ends when this process releases it or ends."""
 
-    def __init__(self, session: LiveSession, run_dir: str, bound: socket.socket | None) -> None:
-        self.cluster_id = session.announcement.cluster_id
-        self._process = LocalProcess(session.announcement.job_id, session.directory)
-        self._run_dir = run_dir
-        self._bound = bound
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.job_id = None
 
-    def poll(self, evidence: Evidence) -> str | None:  # noqa: ARG002
-        if self._bound is None:
-            self._process.observe()
-            return self._process.end_description(started=True)
-        self._bound.setblocking(False)
-        try:
-            ended = self._bound.recv(1) == b""
-        except BlockingIOError:
-            ended = False
-        except OSError:
-            ended = True
-        return "its session closed the connection" if ended else None
-
-    def cancel(self, now: bool = False) -> None:
-        with contextlib.suppress(OSError):  # `release` ends the payload.
-            write_cancel_request(LocalConnection(), self._run_dir, now)
-
-    def kill(self) -> None:
-        return  # The session serves other payloads; `release` closes the connection.
-
-    def explain(self, evidence: Evidence) -> None:
-        self._process.explain(evidence)
+    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
+        return {}
 
     def release(self, evidence: Evidence) -> None:  # noqa: ARG002
-        if self._bound is not None:
-            self._bound.close()
+        assert isinstance(self.site, LocalSite)
+        self.site.lock.close()
 
 
 def list_sessions(layout: Layout) -> list[Generation]:
@@ -276,7 +242,7 @@ def list_sessions(layout: Layout) -> list[Generation]:
 
 def end_session(generation: Generation) -> None:
     """End a session with its payloads, and wait until it is gone; raises StartError if it does not end."""
-    with contextlib.suppress(Unreachable, AnswerLost, NotConnected):
+    with contextlib.suppress(Unreachable, AnswerLost):
         send_request(LocalConnection(), generation, {"op": Operation.STOP})
     deadline = time.monotonic() + _END_TIMEOUT
     while is_alive(generation.job_id, generation.directory):

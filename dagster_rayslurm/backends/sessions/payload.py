@@ -9,16 +9,17 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...follow import Evidence
-from ...runtime.protocol.messages import EndReason
+from ...runtime.protocol.messages import EndReason, Operation
 from ...runtime.protocol.record import JOURNAL, LineReader
-from ...ssh.base import Connection
-from ..base import CancelRequest, Step, cancel_path, cancel_request_json, deferred_interrupts, write_cancel_request
-from ..slurm_job import STATE_TIMEOUT, SlurmJob
+from ..base import CancelRequest, RunningPayload, cancel_path, cancel_request_json, deferred_interrupts, write_cancel_request
+from ..slurm_job import STATE_TIMEOUT
+from .acquire import Allocation, Site
+from .registry import LiveSession
 
 _EXIT_POLL_AFTER = 2.0
 """Seconds without a new line in the record after which the exit code of the session's batch script is polled; one small read a
@@ -28,54 +29,34 @@ _KILL_TIMEOUT = 10.0
 _DELIVERY_TIMEOUT = 60.0
 """Seconds in which the cancel request is delivered; as many as Slurm has to confirm the end of a job."""
 _DESCRIBE_AFTER = 60.0
-"""Seconds without a new line in the record after which the session is asked whether it still has the payload. The end of a
-payload may be missing from the record, because the disk was full. The pauses between these questions grow."""
+"""Seconds without a new line in the record after which the session is asked whether it still has the payload: the end of a
+payload may be missing from the record. The pauses between these questions grow, up to `_DESCRIBE_INTERVAL` seconds."""
 _DESCRIBE_INTERVAL = 900.0
-"""Longest pause, in seconds, between two of these questions."""
-_RECORD_TIMEOUT = 30.0
-"""Seconds in which the end of a payload appears in the record after the session says that it no longer has the payload."""
 _POLL_INTERVAL = 0.5
 """Seconds between two looks at a payload that is being killed."""
 _CHUNK = 1024 * 1024
 """Bytes of the record that are read at a time."""
 
 
-@dataclass(kw_only=True, eq=False)
-class SessionPayload:
-    """One payload in a session; a `RunningPayload`.
+@dataclass(eq=False)
+class SessionPayload(RunningPayload):
+    """One payload in a session. It never counts as waiting, as the record of an accepted payload has begun."""
 
-    Attributes:
-        name: name of the session and number of its generation.
-        reused: whether the session accepted requests before this step came; None if that is not known.
-        waited: seconds until the session accepted the payload; None if that is not known.
-        poll_interval: seconds without a new line in the record after which the queue is polled for the session's job.
-        describe: asks the session for its description, which lists the session's payloads.
-    """
-
-    connection: Connection
-    job: SlurmJob
-    cluster_id: str
-    name: str
-    run_dir: str
-    nonce: str
-    reused: bool | None
-    waited: float | None
-    poll_interval: float
-    describe: Callable[[], Mapping[str, Any]]
-    step: Step
-
-    waiting = False  # The record of an accepted payload has begun.
-    requeue = False
+    site: Site
+    session: LiveSession
+    job: Allocation
+    poll_interval: float = 0.0  # Seconds without a new line in the record after which the queue is polled for the session's job.
+    reused: bool | None = None  # Whether the session accepted requests before this step came; None if that is not known.
+    waited: float | None = None  # Seconds until the session accepted the payload; None if that is not known.
 
     def __post_init__(self) -> None:
+        self.cluster_id = self.session.announcement.cluster_id
         self.job_id: str | None = self.job.job_id
-        self._log = self.step.log
-        self._followed = False
-        self._cancelled = False
-        self._cancel_request = CancelRequest(self._send_cancel, self.step.log)
+        self.name = "/".join(self.session.directory.split("/")[-2:])  # Of the session, and the number of its generation.
+        self._log, self._connection, self._run_dir = self.site.step.log, self.site.connection, self.site.run_dir
+        self._cancel_request = CancelRequest(self._send_cancel, self._log)
+        self._followed = self._cancelled = self._missed = False
         self._describe_at = _DESCRIBE_AFTER
-        self._missing_since: float | None = None
-        """When the session first said that it no longer has the payload (monotonic clock); None before."""
 
     @property
     def place(self) -> str:
@@ -87,7 +68,7 @@ class SessionPayload:
         silence = time.monotonic() - evidence.last_growth
         if self._is_lost(silence):
             evidence.ended_unrecorded = (
-                f"its session, {self.name}, no longer has it; what it wrote is in {self.run_dir} on {self.connection.place}"
+                f"its session, {self.name}, no longer has it; what it wrote is in {self._run_dir} on {self._connection.place}"
             )
             return "its session no longer has it"
         # While the record grows the session lives, and a short step costs slurmctld nothing.
@@ -97,19 +78,18 @@ class SessionPayload:
         return self.job.end_description(started=True)
 
     def _is_lost(self, silence: float) -> bool:
-        """Whether the session has no longer had the payload for `_RECORD_TIMEOUT`, while the record still has no end."""
+        """Whether the session twice did not have the payload when it was asked, while the record still has no end."""
         if silence < _DESCRIBE_AFTER:
-            self._describe_at, self._missing_since = _DESCRIBE_AFTER, None
-        elif self._missing_since is not None:
-            return time.monotonic() - self._missing_since >= _RECORD_TIMEOUT
+            self._describe_at, self._missed = _DESCRIBE_AFTER, False
         elif silence >= self._describe_at and not self.job.status.over:
             self._describe_at = silence + min(silence, _DESCRIBE_INTERVAL)
             with contextlib.suppress(OSError):
-                answer = self.describe()
-                payloads = answer.get("payloads")
-                known = answer.get("ok") and isinstance(payloads, list)
-                if known and self.run_dir not in [each["run_dir"] for each in payloads or ()]:
-                    self._missing_since = time.monotonic()
+                payloads = self.site.send(self.session, {"op": Operation.DESCRIBE}).get("payloads")
+                before, self._missed = (
+                    self._missed,
+                    payloads is not None and self._run_dir not in [p["run_dir"] for p in payloads],
+                )
+                return before and self._missed
         return False
 
     def cancel(self, now: bool = False) -> None:
@@ -117,30 +97,29 @@ class SessionPayload:
         self._cancel_request.send(now)
 
     def _send_cancel(self, now: bool) -> None:
-        if self.step.may_end():
-            write_cancel_request(self.connection, self.run_dir, now)
+        if self.site.step.may_end():
+            write_cancel_request(self._connection, self._run_dir, now)
 
     def kill(self) -> None:
         """End the payload without grace period; the session keeps serving other payloads."""
         with deferred_interrupts():
-            if not self.step.should_end():
+            if not self.site.step.should_end():
                 return
             began = time.monotonic()
             self.cancel(now=True)
-            request, file = self._cancel_request, cancel_path(self.run_dir)
+            request, file = self._cancel_request, cancel_path(self._run_dir)
             while not self._is_over():
-                now = time.monotonic()
-                if request.delivered and now - max(began, request.sent_at) > _KILL_TIMEOUT:
+                since, timeout = began, _DELIVERY_TIMEOUT
+                if request.delivered:
+                    since, timeout = max(began, request.sent_at), _KILL_TIMEOUT
+                if time.monotonic() - since > timeout:
+                    why, remedy = f"{file} tells it to end, and session {self.name} does not say that it has", ""
+                    if not request.delivered:
+                        why = f"it could not be told to end ({request.error})"
+                        remedy = f"`echo '{cancel_request_json(True)}' > {shlex.quote(file)}`, or "
                     self._log.error(
-                        f"[rayslurm] the payload may still run: {file} tells it to end, and session {self.name} does not say "
-                        f"that it has; run `scancel {self.job_id}` on {self.connection.place} to end the session and all it runs"
-                    )
-                    return
-                if not request.delivered and now - began > _DELIVERY_TIMEOUT:
-                    self._log.error(
-                        f"[rayslurm] the payload may still run, as it could not be told to end ({request.error}); run "
-                        f"`echo '{cancel_request_json(True)}' > {shlex.quote(file)}` on {self.connection.place}, or "
-                        f"`scancel {self.job_id}` to end session {self.name} and all it runs"
+                        f"[rayslurm] the payload may still run, as {why}; on {self._connection.place} run {remedy}"
+                        f"`{self.site.end_command} {self.job.job_id}` to end session {self.name} and all it runs"
                     )
                     return
                 time.sleep(_POLL_INTERVAL)
@@ -150,10 +129,10 @@ class SessionPayload:
         """Whether the payload's end is recorded, or the session's job has ended."""
         if self.job.observe(ask=False) and self.job.status.over:
             return True
-        reader = LineReader()
+        reader, nonce = LineReader(), self.site.plan.payload.nonce
         with contextlib.suppress(OSError):
-            while data := self.connection.read(os.path.join(self.run_dir, JOURNAL), reader.next_read, _CHUNK):
-                if any(each.get("type") == "end" and each.get("nonce") == self.nonce for each in reader.feed(data)):
+            while data := self._connection.read(os.path.join(self._run_dir, JOURNAL), reader.next_read, _CHUNK):
+                if any(each.get("type") == "end" and each.get("nonce") == nonce for each in reader.feed(data)):
                     return True
         return False
 
@@ -163,7 +142,6 @@ class SessionPayload:
         self.job.explain(evidence, timeout=0.0 if alone else STATE_TIMEOUT)
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
-        end = evidence.end or {}
         metadata = {**self.job.metadata(evidence), "Slurm session": self.name}
         if self.reused is not None:
             metadata["Session reused"] = self.reused
@@ -171,7 +149,7 @@ class SessionPayload:
             metadata["Queue wait (s)"] = round(self.waited, 2)
         if leaks := _leaks(evidence):
             metadata["Left on the cluster"] = leaks
-        shared = (end.get("usage") or {}).get("shared")
+        shared = ((evidence.end or {}).get("usage") or {}).get("shared")
         if shared:
             metadata["Payloads beside it"] = int(shared)
         return metadata

@@ -195,7 +195,3 @@ class SessionRegistry:
     def abandon(self, number: int) -> None:
         """Mark a generation as abandoned: if its creator submits the job after all, the creator cancels it."""
         self.connection.make_dir(os.path.join(self.generation_dir(number), ABANDONED))
-
-    def write_job_id(self, number: int, job_id: str) -> None:
-        """Write down the id of a generation's job, in place of a creator that was cut off before it did so."""
-        self.connection.write(os.path.join(self.generation_dir(number), JOB_ID), f"{job_id}\n".encode())

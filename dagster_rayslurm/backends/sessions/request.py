@@ -108,19 +108,9 @@ def _send_by_srun(
     # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
     # (tried on Slurm 22.05 and 24.11).
     command = [
-        "srun",
-        "--overlap",
-        f"--jobid={announcement.job_id}",
-        *(["--het-group=0"] if announcement.heterogeneous else []),
-        "--nodes=1",
-        "--ntasks=1",
-        f"--nodelist={announcement.hosts[0]}",
-        "--mem=0",
-        "--cpu-bind=none",
-        "--mpi=none",
-        "--quiet",
-        "--chdir=/",
-        *program,
+        *("srun", "--overlap", f"--jobid={announcement.job_id}", *(["--het-group=0"] if announcement.heterogeneous else [])),
+        *("--nodes=1", "--ntasks=1", f"--nodelist={announcement.hosts[0]}"),
+        *("--mem=0", "--cpu-bind=none", "--mpi=none", "--quiet", "--chdir=/", *program),
     ]
     try:
         done = run_slurm(connection, command, json.dumps(request).encode(), timeout=_SRUN_TIMEOUT)
@@ -147,7 +137,6 @@ class RunRequest:
     unsettled: bool = field(default=False, init=False)  # Whether a session may have accepted the payload without our knowledge.
     _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)  # By the id of their Ray cluster.
     _problem: str = field(default="", init=False)  # Why the last try failed.
-    _alive: bool | None = field(default=None, init=False)  # Whether the session lived after it; None if that is not known.
 
     def submit(self, session: LiveSession, files: Mapping[str, str]) -> dict[str, Any]:
         """Ask a session to run the payload, with the first files of its run directory.
@@ -260,8 +249,7 @@ class RunRequest:
         # The record names the session that accepted the payload, and costs nothing but a read.
         if self.unsettled and (acceptor := self._read_acceptor()[0]) is not None:
             return self._settle(acceptor)
-        self._alive = self._lives(session, unreachable)
-        if self._alive is not False:
+        if self._lives(session, unreachable) is not False:
             return None
         # The session may have begun the record between the last look and its end.
         acceptor, read_error = self._read_acceptor() if self.unsettled else (None, None)
@@ -313,9 +301,8 @@ class RunRequest:
         name, place = self._name(session), self.site.connection.place
         command = f"`{self.site.end_command} {session.announcement.job_id}`"
         if not self.unsettled:
-            remedy = f"it still runs; run {command} on {place}" if self._alive else "whether it lives cannot be found out"
-            message = f"{name} does not answer within {_ANSWER_DEADLINE:g} s: {self._problem}; {remedy}, then try again"
-            return StartError(FailureKind.CLUSTER_START, message)
+            message = f"{name} does not answer within {_ANSWER_DEADLINE:g} s: {self._problem}"
+            return StartError(FailureKind.CLUSTER_START, f"{message}; if it still runs, run {command} on {place}, then try again")
         silence = f"has not answered for {_ANSWER_DEADLINE:g} s"
         message = (
             f"{name} was asked to run the payload, which may run, and "

@@ -40,6 +40,7 @@ SECRETS = "secrets.json"  # Secret environment variables of the payload; the run
 CONTEXT = "pipes_context.json"  # The context of Dagster Pipes for the payload.
 SESSION = "session.json"  # The announcement of a warm session: the port and the key by which to reach it.
 CANCEL = "cancel.json"  # The request to cancel the payload; empty as long as there is none.
+LOCK = "lock"  # Locked while the Dagster process lives that follows the payload; only in a session on its machine.
 EXIT = "exit"  # The exit code of `srun`, written by the batch script.
 COMPONENTS = "components"  # Directory with a run directory for each component of the separate topology.
 

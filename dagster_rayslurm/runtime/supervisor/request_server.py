@@ -1,6 +1,6 @@
 """How Dagster processes reach a runtime: a pipe or a file for its single payload, a server on TCP for the payloads of a session.
 
-A session's payload goes on when the client's connection ends, unless the request binds the payload to it. Each request has the
+A session's payload goes on when the client's connection ends, unless the request names a lock of the client. Each request has the
 id of its payload, so a client whose answer was lost may repeat the request, to this session or a later one, and the payload
 still runs once.
 """
@@ -8,6 +8,7 @@ still runs once.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import sys
@@ -29,7 +30,7 @@ _ANNOUNCEMENT_POLL = 1.0
 """Seconds between two checks that the session's announcement file is there and up to date."""
 
 ORPHANED = End(EndReason.CANCEL, "the Dagster process that asked for the run is gone")
-"""How a payload ends whose requester has closed its end of the pipe or connection."""
+"""How a payload ends whose requester has closed its end of the pipe, or holds its lock no longer."""
 CANCELLED = End(EndReason.CANCEL, "cancelled from Dagster")
 _STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
@@ -51,8 +52,13 @@ def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> Payload:
     return payload
 
 
-def serve_run_dir(supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-    """Queue the payload of a run directory, and cancel it if a request appears in the directory's file `cancel.json`."""
+def serve_run_dir(
+    supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None, lock: Optional[str] = None
+) -> Payload:
+    """Queue the payload of a run directory, and cancel it if a request appears in the directory's file `cancel.json`.
+
+    With a `lock`, a file that its Dagster process has locked, the payload also ends when the process does or unlocks it.
+    """
     payload = supervisor.submit(run_dir, environ)
     handled = [b""]
 
@@ -64,10 +70,19 @@ def serve_run_dir(supervisor: Supervisor, run_dir: str, environ: Optional[Dict[s
                 handled[0] = text
                 _cancel(payload, text)
         if not payload.ended:
+            if lock is not None and _is_free(lock):
+                payload.end_early(ORPHANED)
             supervisor.loop.call_later(_CANCEL_POLL, poll)
 
     supervisor.loop.call_later(_CANCEL_POLL, poll)
     return payload
+
+
+def _is_free(lock: str) -> bool:
+    with contextlib.suppress(OSError), open(lock, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _cancel(payload: Payload, text: bytes) -> None:
@@ -98,7 +113,6 @@ class RequestServer(Listener):
         self._path = os.path.join(session_dir, SESSION)
         self._accepted_ids: Set[str] = set()
         self._withdrawn: Set[str] = set()
-        self._bound: Dict[Channel, Payload] = {}
         # 0 lets the kernel choose a port. A firewall may close that port to other nodes, but clients on this node reach it.
         self._server = RpcServer(supervisor.loop, key, [*ports, 0], self, loopback=allocation is None)
         hosts = ["127.0.0.1"] if allocation is None else [allocation.nodes[0], *allocation.head_addresses]
@@ -156,15 +170,9 @@ class RequestServer(Listener):
 
     def received(self, channel: Channel, message: Message) -> None:
         """Called when a client sent a request: answer it."""
-        channel.send(**answer_safely(lambda: self._answer(channel, message)))
+        channel.send(**answer_safely(lambda: self._answer(message)))
 
-    def closed(self, channel: Channel, why: str) -> None:  # noqa: ARG002
-        """Called when a client's connection has ended: end the payload that is bound to it."""
-        payload = self._bound.pop(channel, None)
-        if payload is not None:
-            payload.end_early(ORPHANED)
-
-    def _answer(self, channel: Channel, request: Message) -> Message:
+    def _answer(self, request: Message) -> Message:
         op = request.get("op")
         if op in (Operation.RUN, Operation.WITHDRAW):
             request_id = request["request_id"]
@@ -174,7 +182,7 @@ class RequestServer(Listener):
                 self._withdrawn.add(request_id)
             if request_id in self._withdrawn:  # A `run` request may arrive later than the one that withdrew it.
                 return refuse(Refusal.WITHDRAWN, "the request was withdrawn")
-            return self._admit(channel, request)
+            return self._admit(request)
         if op == Operation.DESCRIBE:
             return {**self._supervisor.describe(), "ok": True}
         if op == Operation.STOP:
@@ -186,7 +194,7 @@ class RequestServer(Listener):
             return {"ok": True} if self._supervisor.give_way() else refuse(Refusal.BUSY)
         return refuse(Refusal.UNKNOWN, "this session does not know %.80r" % (op,))
 
-    def _admit(self, channel: Channel, request: Message) -> Message:
+    def _admit(self, request: Message) -> Message:
         run_dir = request["run_dir"]
         if self._supervisor.closing is not None:
             return refuse(Refusal.CLOSING, self._supervisor.closing)
@@ -195,7 +203,7 @@ class RequestServer(Listener):
             return refuse(Refusal.MISSING, missing=missing)
         try:
             lay_out(run_dir, request["files"])
-            payload = serve_run_dir(self._supervisor, run_dir, request.get("environ"))
+            serve_run_dir(self._supervisor, run_dir, request.get("environ"), request.get("lock"))
         except Closing as error:
             return refuse(Refusal.CLOSING, error)
         except Misfit as error:
@@ -205,17 +213,7 @@ class RequestServer(Listener):
         except OSError as error:
             return refuse(Refusal.RECORD, "the run directory %s cannot be written: %s" % (run_dir, error))
         self._accepted_ids.add(request["request_id"])
-        if request.get("bound"):
-            # The payload ends with its client's connection, and the connection with the payload, whose record may be lost.
-            self._bound[channel] = payload
-            payload.on_ended.append(lambda: self._hang_up(channel))
-            if payload.ended:
-                self._supervisor.loop.call_later(0.0, lambda: self._hang_up(channel))
         return {"ok": True, "cluster_id": self._supervisor.spec.cluster_id}
-
-    def _hang_up(self, channel: Channel) -> None:
-        self._bound.pop(channel, None)
-        channel.close()
 
 
 def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
