@@ -24,7 +24,6 @@ from .backends.sessions.backend import SessionBackend, end_session
 from .backends.sessions.listing import IdleSessions, stop_sessions_of_run
 from .backends.sessions.local import LocalSessionBackend
 from .backends.sessions.matching import required_head
-from .backends.sessions.session_job import SessionSetup
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
 from .compute_fields import ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
@@ -266,7 +265,7 @@ def choose_backend(call: Call) -> Backend:
         session = resource.session
         return LocalSessionBackend(**where, session=session, offered=warm_ray, components=warm_components, head=head)
     if resource.mode == ExecutionMode.SLURM_SESSION:
-        setup = SessionSetup(
+        return SessionBackend(
             slurm=call.slurm,
             own_queue=call.queue,
             environment=environment,
@@ -276,9 +275,10 @@ def choose_backend(call: Call) -> Backend:
             components=tuple(resource.components),
             own_components=call.components,
             own_launcher=call.merged,
+            queue_timeout=resource.queue_timeout,
+            start_timeout=resource.runtime_start_timeout,
+            patience=resource.connection_loss_timeout,
         )
-        to_start = resource.queue_timeout, resource.runtime_start_timeout
-        return SessionBackend(setup, *to_start, resource.connection_loss_timeout)
     queue = merge(call.slurm.queue, call.queue)
     timeouts = resource.queue_timeout, resource.connection_loss_timeout
     backend = SeparateBatchBackend if separate else BatchBackend

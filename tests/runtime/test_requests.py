@@ -498,7 +498,7 @@ def test_a_full_disk_affects_only_its_payload(session: Callable[..., Session], f
         while True:
             filler.write(b"x" * 4096)
     assert one.run("c", "pass")["error"] == "record"
-    assert one.process.poll() is None
+    assert wait_until(lambda: one.ask(op="describe")["payloads"] == [], 20)
     os.unlink(full_disk / "filler")
     assert one.run("d", "pass")["ok"] and one.end_of("d")["exit_code"] == 0
 

@@ -17,7 +17,7 @@ from dagster_rayslurm import (
     SlurmQueueConfig,
     SlurmResource,
 )
-from dagster_rayslurm.backends.sessions.session_job import SessionSetup
+from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.plan import make_plan, merge
 
@@ -131,10 +131,10 @@ def test_a_queue_of_another_type_is_refused() -> None:
         compute.job_script(payload_path=["true"], queue={"num_node": 2})
 
 
-def session_setup(own: SlurmQueueConfig | None) -> SessionSetup:
+def session_setup(own: SlurmQueueConfig | None) -> SessionBackend:
     session = SessionConfig(num_nodes=2, time_limit="08:00:00")
     slurm = SlurmResource(queue=QUEUE)
-    return SessionSetup(slurm, own, InheritedEnvironment(), session, BashLauncher(), reuse=False)
+    return SessionBackend(slurm, own, InheritedEnvironment(), session, BashLauncher(), reuse=False)
 
 
 def test_a_session_job_has_the_changes_of_the_call() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
+from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.backends.sessions.matching import Requirements, misfit, run_suffix
-from dagster_rayslurm.backends.sessions.session_job import SessionSetup
 from dagster_rayslurm.components import arrange, merge_launchers
 from dagster_rayslurm.environments import PreDeployedEnvironment
 from dagster_rayslurm.launchers import Launcher
@@ -23,11 +23,11 @@ CPU = component("cpu", partition="compute", num_nodes=2, cpus_per_node=4)
 GPU = component("gpu", partition="gpu", gpus_per_node=2, launcher=RayLauncher(num_gpus_per_node=1))
 
 
-def setup(*components: HetComponent, **fields: Any) -> SessionSetup:
+def setup(*components: HetComponent, **fields: Any) -> SessionBackend:
     session = SessionConfig(**fields.pop("session", {}))
     slurm = SlurmResource(queue=SlurmQueueConfig(partition="other"))
     defaults: dict[str, Any] = {"own_queue": None, "launcher": RayLauncher(), "reuse": True}
-    return SessionSetup(
+    return SessionBackend(
         **{
             **defaults,
             "slurm": slurm,
@@ -39,7 +39,7 @@ def setup(*components: HetComponent, **fields: Any) -> SessionSetup:
     )
 
 
-def plan(one: SessionSetup) -> Plan:
+def plan(one: SessionBackend) -> Plan:
     """The plan of this run's payload, as the front door makes it."""
     launcher: Launcher = one.own_launcher or one.launcher
     chosen = one.components if one.own_components is None else one.own_components
@@ -58,7 +58,7 @@ def order(required: Requirements) -> list[str]:
     return [each.component_id for each in required.components]
 
 
-def problem_of(one: SessionSetup, session: Requirements | None = None) -> str | None:
+def problem_of(one: SessionBackend, session: Requirements | None = None) -> str | None:
     return misfit(one.required(plan(one)), (session or one.default).capacity(one.reuse))
 
 
@@ -149,7 +149,7 @@ def test_a_payload_without_ray() -> None:
     assert setup(CPU, GPU, launcher=BashLauncher()).default.ray is None
 
 
-def key(one: SessionSetup, apart: bool = False) -> str:
+def key(one: SessionBackend, apart: bool = False) -> str:
     choice = one.choice(plan(one), "run", "/base", "/data")
     return (choice.own() if apart else choice.shared()).key
 
@@ -196,6 +196,6 @@ def test_the_start_record_of_the_runtime() -> None:
 
 def test_the_batch_script() -> None:
     one = setup(CPU, GPU)
-    script = one.example_script(plan(one))
+    script = one.example(plan(one))
     first, _, second = script.partition("#SBATCH hetjob")
     assert "--partition=compute" in first and "--partition=gpu" in second and second.count(" session ") == 1

@@ -12,7 +12,9 @@ from dagster_rayslurm.backends.sessions import listing as session_listing
 from dagster_rayslurm.backends.sessions.listing import end_generations, job_of, state_of
 from dagster_rayslurm.backends.sessions.matching import Requirements
 from dagster_rayslurm.backends.sessions.registry import Generation, SessionManifest, list_generations
+from dagster_rayslurm.backends.sessions.request import Unreachable
 from dagster_rayslurm.components import Component
+from dagster_rayslurm.runtime.protocol.rpc import AnswerLost
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -158,7 +160,7 @@ def test_end_sessions_stops_cancels_and_abandons(base: Path, monkeypatch: pytest
     assert (directory / "abandoned").is_dir(), "whoever submits it right now takes it back"
 
 
-@pytest.mark.parametrize("answer", [session_listing.Unreachable("no way"), session_listing.AnswerLost("who knows")])
+@pytest.mark.parametrize("answer", [Unreachable("no way"), AnswerLost("who knows")])
 def test_a_session_that_does_not_answer_is_cancelled(base: Path, answer: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm(monkeypatch, (12, "RUNNING", ""))
     slurm.answer = answer

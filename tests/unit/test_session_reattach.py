@@ -12,7 +12,6 @@ from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.ownership import REQUEST_FILE
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
-from dagster_rayslurm.backends.sessions.session_job import SessionSetup
 from dagster_rayslurm.environments import PreDeployedEnvironment
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, encode
@@ -28,9 +27,8 @@ def asking(base: Path, **fields: Any) -> tuple[SessionBackend, Plan]:
     slurm = SlurmResource(queue=SlurmQueueConfig(partition="p", num_nodes=2), remote_base=str(base))
     environment, session = PreDeployedEnvironment(path="/env"), SessionConfig(name="ours")
     usual: dict[str, Any] = {"own_queue": None, "launcher": RayLauncher(), "reuse": True}
-    setup = SessionSetup(**{"slurm": slurm, "environment": environment, "session": session, **usual, **fields})
-    backend = SessionBackend(setup=setup, queue_timeout=None, start_timeout=60, patience=60)
-    launcher = setup.own_launcher or setup.launcher
+    backend = SessionBackend(**{"slurm": slurm, "environment": environment, "session": session, **usual, **fields})
+    launcher = backend.own_launcher or backend.launcher
     plan = make_plan(payload_path=["true"], launcher=launcher, nonce="n", max_output_bytes=1, max_stdio_bytes=1)
     return backend, plan
 

@@ -17,9 +17,10 @@ from dagster_rayslurm.backends.sessions import request as session_request
 from dagster_rayslurm.backends.sessions.backend import SlurmSite
 from dagster_rayslurm.backends.sessions.matching import Requirements
 from dagster_rayslurm.backends.sessions.registry import LiveSession, SessionManifest
-from dagster_rayslurm.backends.sessions.request import AnswerLost, RunRequest, Unreachable
+from dagster_rayslurm.backends.sessions.request import RunRequest, Unreachable
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.record import encode
+from dagster_rayslurm.runtime.protocol.rpc import AnswerLost
 from dagster_rayslurm.runtime.protocol.spec import Announcement
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.base import ConnectionLost

@@ -161,14 +161,8 @@ class SessionAcquisition:
     def acquire(self, after: int) -> AcquiredSession:
         """Find, join or create a session, and wait until it accepts requests.
 
-        Args:
-            after: number of the last generation that did not serve this step; only a later one is returned. 0 for none.
-
-        Raises:
-            RunFailure: the session's job ended before the session accepted requests, or waited too long in the queue, or
-                several sessions in a row did not serve this step.
-            StartError: the session cannot be created.
-            OSError: the cluster cannot be reached.
+        Only generations later than `after` count; it is the last one that did not serve this step, 0 for none. Raises RunFailure
+        if the session's job ends early or waits too long in the queue, StartError if no session can be created, and OSError.
         """
         action = Action.SKIP
         while True:
@@ -235,8 +229,7 @@ class SessionAcquisition:
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
         """Wait for a generation, and return its session once that accepts requests; None if the step needs another generation.
 
-        Another generation is needed if the session no longer accepts payloads, or if another process created the job and the
-        job had ended before this step first looked at it.
+        That is so if the session closes, or if the job of another process had ended before this step first looked at it.
         """
         began = time.monotonic()
         touched = -TOUCH_INTERVAL

@@ -17,15 +17,20 @@ from typing import Any
 
 from dagster_pipes import PipesContextData
 
+from ...archive import runtime_name
+from ...components import arrange, merge_launchers, ray_across
+from ...config import SessionConfig, time_limit_seconds
 from ...edge.sessions import MANIFEST
+from ...environments import Environment, path_on_cluster
 from ...environments.check import check_environment_on
 from ...errors import FailureKind, StartError
 from ...follow import Cadence
-from ...plan import Plan
+from ...launchers import Launcher, RayLauncher
+from ...plan import Plan, check_session, merge, session_queue
 from ...runtime.protocol.messages import Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, Record
-from ...runtime.protocol.spec import to_json
-from ...slurm.config import SlurmQueueConfig, SlurmResource
+from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec, to_json
+from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ...slurm.script import parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
@@ -34,17 +39,26 @@ from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, Submitted
 from ...ssh.base import Connection
 from ...ssh.pool import connection_to
 from ..base import Layout, Register, RunningPayload, Step, deferred_interrupts, run_files
-from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, job_script, sweep_in_background
+from ..batch import (
+    CLUSTER,
+    absolute,
+    check_paths,
+    cluster_nonce,
+    data_dir_of,
+    example_script,
+    job_script,
+    runtime_spec,
+    sweep_in_background,
+)
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
 from .listing import IdleSessions, end_generations
-from .matching import Capacity, Choice, Target, adapted, misfit, misfit_error
+from .matching import Capacity, Choice, Requirements, Target, adapted, misfit, misfit_error, required_head, session_key
 from .payload import SessionPayload
 from .registry import MOST_BYTES, Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import RunRequest, send_request
-from .session_job import SessionSetup
 
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 """Pauses between two looks at a payload's record; the first are short, as a warm step may be over in no time."""
@@ -53,10 +67,7 @@ _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 def start_in_session(site: Site, choice: Choice) -> RunningPayload:
     """Start the payload of a step: acquire a session, and submit the run request to it.
 
-    Raises:
-        RunFailure: the payload's session did not start.
-        StartError: the payload fits no session, or no session can be created.
-        OSError: the cluster cannot be reached or written to.
+    Raises RunFailure if the session did not start, StartError if there can be none, and OSError.
     """
     if choice.problem is not None and choice.strict:  # A misfit of the run's own launcher or queue is known before any request.
         raise StartError(FailureKind.CONFIGURATION, misfit_error(choice.problem))
@@ -114,33 +125,46 @@ def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, st
 class SessionBackend:
     """Runs payloads in the Slurm allocations of sessions.
 
-    Args:
+    Attributes:
+        own_queue: what this run changes in the queue configuration of sessions; None for nothing.
+        launcher: the launcher for which sessions are created.
+        reuse: whether the Ray cluster stays warm between payloads.
+        components: the components of a session's job, instead of the cluster's queue; empty where all nodes are alike.
+        own_components: the components of this run; None for those of sessions.
+        own_launcher: the launcher of this run; None for that of sessions.
         queue_timeout: seconds after which a run no longer waits for a session that is still in the queue; None waits for ever.
         start_timeout: seconds in which a session announces itself once its job runs.
         patience: seconds for which the cluster may be out of reach once a session or a job may have been started.
     """
 
-    setup: SessionSetup
-    queue_timeout: float | None
-    start_timeout: float
-    patience: float
+    slurm: SlurmResource
+    own_queue: SlurmQueueConfig | None
+    environment: Environment
+    session: SessionConfig
+    launcher: Launcher
+    reuse: bool
+    components: tuple[HetComponent, ...] = ()
+    own_components: tuple[HetComponent, ...] | None = None
+    own_launcher: Launcher | None = None
+    queue_timeout: float | None = None
+    start_timeout: float = 60.0
+    patience: float = 60.0
     cadence: Cadence = _CADENCE
 
     @cached_property
     def connection(self) -> Connection:
-        return connection_to(self.setup.slurm.ssh)
+        return connection_to(self.slurm.ssh)
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(Path(absolute(self.connection, self.setup.slurm.remote_base)))
+        return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
     def check(self, plan: Plan) -> None:
-        setup = self.setup
-        check_paths(setup.slurm, setup.environment, plan)
-        if problem := setup.misfit(plan):
-            if setup.session.on_misfit == "error":
+        check_paths(self.slurm, self.environment, plan)
+        if problem := self.misfit(plan):
+            if self.session.on_misfit == "error":
                 raise ValueError(misfit_error(problem))
-            if problem := misfit(setup.required(plan), setup.own(plan).capacity(setup.reuse)):
+            if problem := misfit(self.required(plan), self.own(plan).capacity(self.reuse)):
                 raise ValueError(problem)
 
     def sweep(self, retention_days: float) -> None:
@@ -171,7 +195,7 @@ class SessionBackend:
     def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice]:
         base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
-        return upload, self.setup.choice(upload.plan, step.run_id, base, data_dir)
+        return upload, self.choice(upload.plan, step.run_id, base, data_dir)
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         upload, choice = self._packed(plan, step)
@@ -190,7 +214,104 @@ class SessionBackend:
         )
 
     def example(self, plan: Plan) -> str:
-        return self.setup.example_script(plan)
+        required = self.default if self.misfit(plan) is None else self.own(plan)
+        request = required.job_request(job_name(f"session-{self.name}", "NONCE"), job_comment("RUN", "STEP", None))
+        return example_script(request, self.slurm, "session", f"sessions/{self.name}-FINGERPRINT/GENERATION")
+
+    # ---- Which session a payload gets. Pure
+
+    @property
+    def name(self) -> str:
+        """The name of the session, without its fingerprint."""
+        return self.session.name or "default"
+
+    @cached_property
+    def default(self) -> Requirements:
+        """What the default session is created with; raises ValueError if its components contradict each other or `session`."""
+        if not self.components:
+            queue = session_queue(self.slurm.queue, self.session)
+            return Requirements(self.launcher.ray_spec(), self.launcher.footprint(), queue)
+        check_session(self.session, self.components)
+        parts = merge_launchers(self.launcher, arrange(self.components, _component_of(self.launcher)))
+        ray = ray_across(self.launcher, parts)
+        required = Requirements(ray, self.launcher.footprint(), parts[0].queue, parts)
+        return required.with_time_limit(self.session.time_limit) if self.session.time_limit is not None else required
+
+    def required(self, plan: Plan) -> Requirements:
+        """What this run's payload requires of a session."""
+        own = self.own_components is not None
+        components = self.components if self.own_components is None else self.own_components
+        if not components:
+            queue = merge(self.default.queue, self.own_queue)
+            limited = self.own_queue is not None and "time_limit" in self.own_queue.model_fields_set
+            return Requirements(plan.ray, plan.footprint, queue, time_limited=limited)
+        launcher = self.own_launcher or self.launcher
+        # The head stays where sessions have it, unless the run brings components or names one.
+        head = _component_of(launcher) or (None if own else _component_of(self.launcher))
+        parts = merge_launchers(launcher, arrange(components, head))
+        wanted_head = required_head(launcher, self.own_components)
+        required = Requirements(plan.ray, plan.footprint, parts[0].queue, parts, time_limited=own, head=wanted_head)
+        return required if own else required.with_time_limit(self.default.queue.time_limit)
+
+    def own(self, plan: Plan) -> Requirements:
+        """What a separate session is created with, for a payload that does not fit; it lives as long as the default one."""
+        required = self.required(plan)
+        limits = [required.queue.time_limit]
+        with contextlib.suppress(ValueError):  # The session's components may contradict each other where the run brings its own.
+            limits.append(self.default.queue.time_limit)
+        return required.with_time_limit(max(limits, key=lambda text: time_limit_seconds(text) or float("inf")))
+
+    def misfit(self, plan: Plan) -> str | None:
+        """Why the payload does not fit the default session, which the resource's own configuration describes; None if it fits.
+
+        Raises ValueError if that session is impossible, and the run does not replace its components by its own.
+        """
+        required = self.required(plan)
+        try:
+            capacity = self.default.capacity(self.reuse)
+        except ValueError as error:
+            if not self.own_components or self.session.num_nodes is not None:
+                raise
+            return f"there is no session for all payloads: {error}"
+        return misfit(required, capacity)
+
+    def choice(self, plan: Plan, run_id: str, base: str, data_dir: str) -> Choice:
+        """Which session the payload gets; `data_dir` is the directory that payloads share."""
+        what = {
+            "base": base,
+            "runtime": [PROTOCOL_VERSION, runtime_name()],
+            "environment": path_on_cluster(self.environment, over_ssh=self.slurm.ssh is not None),
+            "data_dir": data_dir,
+            "reuse": self.reuse,
+        }
+
+        def target(created_with: Requirements, apart: bool) -> Target:
+            more = {"site": self.slurm.site} if self.session.name is None or apart else {}
+            key = session_key(self.session, run_id, {**what, **more}, created_with, apart)
+            return Target(key, created_with, created_with.capacity(self.reuse))
+
+        return Choice(
+            self.required(plan),
+            self.misfit(plan),
+            lambda: target(self.default, False),
+            lambda: target(self.own(plan), True),
+            self.session.on_misfit == "error",
+        )
+
+    def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
+        """What the runtime of a session reads when it starts."""
+        return replace(
+            runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
+            ray=required.ray if self.reuse else None,
+            idle_timeout=self.session.idle_timeout,
+            yield_when_idle=self.session.yield_when_idle,
+            max_concurrent_payloads=self.session.max_concurrent_payloads,
+            preload=self.launcher.preload if isinstance(self.launcher, RayLauncher) else [],
+        )
+
+
+def _component_of(launcher: Launcher) -> str | None:
+    return launcher.component_id if isinstance(launcher, RayLauncher) else None
 
 
 def _request(upload: PayloadFiles, choice: Choice) -> bytes:
@@ -210,8 +331,8 @@ class SlurmSite(Site):
     began: float
 
     def __post_init__(self) -> None:
-        self._setup = self.backend.setup
-        self._queue: SharedQueue = shared_queue(self.connection, str(self.backend.layout.queue), self._setup.slurm.poll_interval)
+        self._poll_interval = self.backend.slurm.poll_interval
+        self._queue: SharedQueue = shared_queue(self.connection, str(self.backend.layout.queue), self._poll_interval)
 
     def deliver(self, recheck: bool) -> None:
         with remote_base_errors(self.base):
@@ -219,27 +340,27 @@ class SlurmSite(Site):
 
     def running(self, session: LiveSession, reused: bool) -> SessionPayload:
         announcement, capacity = session.announcement, session.manifest.capacity
-        name = job_name(f"session-{self._setup.name}", announcement.cluster_id.removeprefix(CLUSTER))
+        name = job_name(f"session-{self.backend.name}", announcement.cluster_id.removeprefix(CLUSTER))
         parts = [JobRequest(name, "", SlurmQueueConfig(**queue), part) for part, queue in capacity.queues.items()]
         request = replace(parts[0], further_components=tuple(parts[1:]))
         job = self._slurm_job(request, SubmittedJob(announcement.job_id, 0.0), session.directory)
         if self.step.reattached:  # This process does not know whether the session was reused or how long the wait was.
-            return SessionPayload(self, session, job, self._setup.slurm.poll_interval)
-        return SessionPayload(self, session, job, self._setup.slurm.poll_interval, reused, time.monotonic() - self.began)
+            return SessionPayload(self, session, job, self._poll_interval)
+        return SessionPayload(self, session, job, self._poll_interval, reused, time.monotonic() - self.began)
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
-        step, setup, created_with = self.step, self._setup, target.created_with
+        step, backend, created_with = self.step, self.backend, target.created_with
         with remote_base_errors(self.base):
-            ray, kept = created_with.ray or self.plan.ray, str(self.backend.layout.environments)
-            interpreter = check_environment_on(self.connection, setup.environment, ray, self.plan.uses_pipes, kept)
+            ray, kept = created_with.ray or self.plan.ray, str(backend.layout.environments)
+            interpreter = check_environment_on(self.connection, backend.environment, ray, self.plan.uses_pipes, kept)
             runtime = deliver(self.connection, self.base, self.upload, step.log)
         nonce = secrets.token_hex(6)
-        name = job_name(f"session-{setup.name}", nonce)
+        name = job_name(f"session-{backend.name}", nonce)
         request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
         directory = registry.generation_dir(number)
-        script = job_script(request, interpreter, runtime, directory, setup.slurm, "session")
+        script = job_script(request, interpreter, runtime, directory, backend.slurm, "session")
         files = {
-            RUNTIME: to_json(setup.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
+            RUNTIME: to_json(backend.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
             JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
             MANIFEST: SessionManifest(number, target.capacity, tuple(interpreter.start("-I", runtime, "ask"))).to_json(),
             SESSION: b"",
@@ -297,15 +418,13 @@ class SlurmSite(Site):
         return row is not None and row.state not in TERMINAL
 
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
-        return send_request(self.connection, session, request, self._setup.session.carrier)
+        return send_request(self.connection, session, request, self.backend.session.carrier)
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
     """End the session of a Ray cluster, with all its payloads; False if there is no such session, or it has ended.
 
-    Raises:
-        StartError: Slurm does not confirm the end.
-        OSError: the cluster or Slurm does not answer.
+    Raises StartError if Slurm does not confirm the end, and OSError.
     """
     nonce = cluster_nonce(cluster_id)
     if nonce is None:

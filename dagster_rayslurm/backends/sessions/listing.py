@@ -15,13 +15,14 @@ from ...edge.sessions import ABANDONED
 from ...errors import FailureKind, StartError
 from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import SESSION
+from ...runtime.protocol.rpc import AnswerLost
 from ...slurm.shared_queue import QueueRow, QueueSnapshot, fetch_queue
 from ...slurm.states import TERMINAL, WAITING
 from ...slurm.submit import cancel_named, wait_until_gone
 from ...ssh.base import Connection
 from .matching import run_suffix
 from .registry import MOST_BYTES, Generation, list_generations, parse_announcement
-from .request import AnswerLost, Unreachable, send_request
+from .request import Unreachable, send_request
 
 _END_TIMEOUT = 45.0
 """Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled."""
@@ -92,12 +93,7 @@ def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None
 
 
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
-    """End the given generations and wait until Slurm confirms their end; False if none was alive.
-
-    Raises:
-        StartError: Slurm does not confirm the end.
-        OSError: the cluster or Slurm does not answer.
-    """
+    """End the given generations; False if none was alive. Raises StartError if Slurm does not confirm their end, and OSError."""
     snapshot = fetch_queue(connection)
     ended = False
     for each in generations:

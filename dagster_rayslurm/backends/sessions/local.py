@@ -30,6 +30,7 @@ from ...plan import Plan
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.messages import Operation
 from ...runtime.protocol.record import LOCK, RUNTIME, RUNTIME_LOG, SESSION, tail_file
+from ...runtime.protocol.rpc import AnswerLost
 from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.local import LocalConnection
@@ -40,7 +41,7 @@ from .backend import start_in_session
 from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
 from .payload import SessionPayload
 from .registry import Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
-from .request import AnswerLost, Unreachable, send_request
+from .request import Unreachable, send_request
 
 _START_TIMEOUT = 60.0
 """Seconds in which a session that was started announces itself."""

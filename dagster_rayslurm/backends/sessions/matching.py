@@ -151,9 +151,7 @@ class Choice:
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:
     """The name of a session's directory: the session's name and a fingerprint of all that tells sessions apart.
 
-    Args:
-        what: what tells sessions apart whatever their names are.
-        apart: whether this is a separate session, for a payload that does not fit the shared one.
+    That is `what` whatever their names are. `apart` says that it is a separate session, for a payload that does not fit.
     """
     told_apart: list[Any] = [what]
     if config.name is None or apart:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from ...follow import Evidence
 from ...runtime.protocol.messages import EndReason, Operation
 from ...runtime.protocol.record import JOURNAL, LineReader
-from ..base import CancelRequest, RunningPayload, cancel_path, cancel_request_json, deferred_interrupts, write_cancel_request
+from ..base import CancelRequest, RunningPayload, cancel_path, deferred_interrupts, write_cancel_request
 from ..slurm_job import STATE_TIMEOUT
 from .acquire import Allocation, Site
 from .registry import LiveSession
@@ -113,13 +112,12 @@ class SessionPayload(RunningPayload):
                 if request.delivered:
                     since, timeout = max(began, request.sent_at), _KILL_TIMEOUT
                 if time.monotonic() - since > timeout:
-                    why, remedy = f"{file} tells it to end, and session {self.name} does not say that it has", ""
+                    why = f"session {self.name} does not say that it has ended"
                     if not request.delivered:
-                        why = f"it could not be told to end ({request.error})"
-                        remedy = f"`echo '{cancel_request_json(True)}' > {shlex.quote(file)}`, or "
+                        why = f"it could not be told to end by {file} ({request.error})"
                     self._log.error(
-                        f"[rayslurm] the payload may still run, as {why}; on {self._connection.place} run {remedy}"
-                        f"`{self.site.end_command} {self.job.job_id}` to end session {self.name} and all it runs"
+                        f"[rayslurm] the payload may still run, as {why}; run `{self.site.end_command} {self.job.job_id}` on "
+                        f"{self._connection.place} to end the session and all it runs"
                     )
                     return
                 time.sleep(_POLL_INTERVAL)

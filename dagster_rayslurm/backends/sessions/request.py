@@ -25,8 +25,6 @@ from ..base import delayed_interrupts
 from .acquire import Site
 from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement
 
-__all__ = ["AnswerLost", "RunRequest", "Unreachable", "send_request"]
-
 _TCP_RETRY_AFTER = 300.0
 """Seconds after a failure of TCP where srun got through, until this process tries TCP to that session again."""
 PROOF_TIMEOUT = 3.0
@@ -139,15 +137,11 @@ class RunRequest:
     _problem: str = field(default="", init=False)  # Why the last try failed.
 
     def submit(self, session: LiveSession, files: Mapping[str, str]) -> dict[str, Any]:
-        """Ask a session to run the payload, with the first files of its run directory.
+        """Ask a session to run the payload, with the first files of its run directory, and return the session's answer.
 
-        Returns the session's answer. It is {"ok": True} also if an earlier session had accepted the payload, and has the error
-        "gone" if this session has ended.
-
-        Raises:
-            StartError: the session does not answer, or cannot write to the run directory or see what was written for it.
-            ConnectionFailed: the edge node cannot be reached; no session got the request.
-            OSError: the secrets or bundles cannot be written.
+        It is {"ok": True} also if an earlier session had accepted the payload, and has the error "gone" if this session has
+        ended. Raises StartError if the session does not answer, or cannot write the run directory or see what was written for it,
+        and OSError if the edge node cannot be reached or written to, and no session got the request.
         """
         site, needs = self.site, list(self.site.needs)
         if self.secrets:
@@ -195,10 +189,7 @@ class RunRequest:
             time.sleep(next(pauses, _PAUSES[-1]))
 
     def withdraw(self) -> None:
-        """Called when the step is interrupted while the request is unsettled: withdraw the request.
-
-        If a session has accepted the payload after all, `on_accepted` is called.
-        """
+        """Withdraw an unsettled request; if a session has accepted the payload after all, `on_accepted` is called."""
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
             try:
