@@ -22,11 +22,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from dagster_rayslurm.backends.sessions.session_job import SessionSetup
+
 from dagster_rayslurm import BashLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.payload_files import PayloadFiles
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.backends.sessions.request import AnswerLost, Unreachable
-from dagster_rayslurm.backends.sessions.session_job import SessionSetup
 from dagster_rayslurm.edge import files, processes
 from dagster_rayslurm.environments import Interpreter, PreDeployedEnvironment
 from dagster_rayslurm.errors import RunFailure
