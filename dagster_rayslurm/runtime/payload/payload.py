@@ -36,8 +36,7 @@ _MESSAGE_POLL = 0.1  # Seconds between two looks for new Pipes messages of the p
 _SYNC_INTERVAL = 0.2  # Seconds between two syncs of the run record, which make new lines visible to other hosts.
 # Seconds for which the `end` waits, after the process has ended, for other processes to close its output pipes.
 _LAST_OUTPUT_TIMEOUT = 5.0
-# Seconds for which the `end` of a failed payload waits for a signal to the runtime. Slurm signals all processes of a job, so
-# the signal that ended the payload may be about to reach the runtime as well.
+# Seconds for which the `end` of a failed payload waits for a signal to the runtime: Slurm signals all processes of a job.
 _SIGNAL_MARGIN = 0.25
 _CHUNK = 256 * 1024  # Most bytes of output that are read at a time.
 

@@ -44,17 +44,13 @@ if TYPE_CHECKING:
 _LOST_GRACE = 1.0
 # Seconds within which a second signal counts as the same one: Slurm also signals the keeper process, which passes it on.
 _SAME_SIGNAL = 1.0
-# Seconds between two updates of the run directories' times; directories that are days old are removed.
-_REFRESH_INTERVAL = 600.0
-# Seconds at this runtime's end for which it tries again to write `end` records that could not be written before.
-_END_TIMEOUT = 5.0
+_REFRESH_INTERVAL = 600.0  # Seconds between two updates of the run directories' times; those that are days old are removed.
+_END_TIMEOUT = 5.0  # Seconds at this runtime's end for which it tries again to write `end` records.
 # Seconds at this runtime's end for which it waits for worker nodes that have not connected yet, because only it can stop them.
 # After a signal it does not wait, because Slurm sends the signal to those nodes as well.
 _LATE_NODES = 15.0
-# Seconds between two checks whether the allocation has enough time left for the waiting payloads.
-_LATE_INTERVAL = 5.0
-# Most nodes that one message in the Dagster log names.
-_MOST_NAMES = 8
+_LATE_INTERVAL = 5.0  # Seconds between two checks whether there is enough time left for the waiting payloads.
+_MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
 
 
 class Hooks:
@@ -137,9 +133,8 @@ class Supervisor(RayListener):
         if allocation is not None:
             MemoryWatch(loop, self.machine.name, self.guarded_pids, self._driver_pids, self._report_memory)
 
-    def _log_path(self, place: int) -> str:
-        assert self.allocation is not None
-        return os.path.join(self.log_dir, node_log(self.allocation.first + place))
+    def _log_path(self, place: int) -> str:  # Simulated nodes have no log of their own.
+        return "" if self.allocation is None else os.path.join(self.log_dir, node_log(self.allocation.first + place))
 
     @property
     def payloads(self) -> List[Payload]:
@@ -406,25 +401,20 @@ class Supervisor(RayListener):
     # ---- Events of the warm Ray cluster and of the nodes
 
     def on_ready(self) -> None:
-        """Called when the warm Ray cluster is complete: start payloads."""
         self.schedule()
 
     def on_phase(self, phase: str, message: str) -> None:
-        """Called when something happens to the warm Ray cluster: write it to the Dagster log of each payload.
-
-        That something cannot be scheduled is told to running payloads with Ray only.
-        """
-        for payload in self.payloads:
+        for payload in self.payloads:  # What cannot be scheduled matters to running payloads with Ray only.
             if phase != UNSCHEDULABLE or (payload.spec.uses_ray and payload.pid is not None):
                 payload.phase(phase, message)
 
     def on_node_lost(self, name: str) -> None:
-        """Called when the Ray cluster has lost a worker node: payloads go on, but a session takes no more of them."""
+        """Let the payloads go on without a lost worker node, but take no more of them in a session."""
         if self.is_session:
             self.drain("node %s is lost" % name)
 
     def on_failed(self, error: ClusterError) -> None:
-        """Called when the warm Ray cluster did not start or was lost: end all payloads and the runtime."""
+        """End all payloads and the runtime, because the warm Ray cluster did not start or was lost."""
         assert self.cluster is not None
         if self.queue.ending is not None:
             return  # The runtime is ending anyway, for instance because Slurm signals every process of the job.
@@ -437,7 +427,7 @@ class Supervisor(RayListener):
         self.close(End(error.reason, str(error)), _LOST_GRACE, queued)
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
-        """Called when a worker node sends a message: pass it to the Ray clusters; log nodes without memory and lost nodes."""
+        """Pass a message of a worker node to the Ray clusters; log nodes without memory and lost nodes."""
         for cluster in self._clusters:
             cluster.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
