@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from .backends.sessions.matching import required_head
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
 from .compute_fields import ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
-from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, path_on_cluster, resolve_environment
+from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
 from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
 from .execution import RunSettings, execute, start_errors
 from .launchers import Launcher, RayLauncher
@@ -56,15 +56,8 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
                 f"extras: they go to the payload as JSON: {error}; pass only text, numbers, lists and dicts"
             ) from None
         plan, backend = _prepare(call, secrets.token_hex(6))
-    settings = RunSettings(
-        resource.mode,
-        resource.require_messages,
-        resource.keep_run_dirs,
-        resource.retention_days,
-        resource.connection_loss_timeout,
-        resource.runtime_start_timeout,
-        _layout(resource),
-    )
+    names = {each.name for each in fields(RunSettings)} & set(ComputeFields.model_fields)
+    settings = RunSettings(**{name: getattr(resource, name) for name in names}, home=_layout(resource))
     # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
     return execute(op_context, plan, backend, settings, extras)
@@ -185,8 +178,6 @@ class Call:
                 f"launcher: Ray {ray.ray_version} has no token authentication, which came with Ray 2.52; set "
                 'auth="disabled" if others may run code as you, or another ray_version'
             )
-        if resource.slurm is not None and not local:
-            path_on_cluster(_environment(resource), resource.slurm.ssh is not None)
 
     def _check_separate(self, components: Sequence[HetComponent]) -> None:
         """Raise `ValueError` for a call that topology "separate" does not support."""

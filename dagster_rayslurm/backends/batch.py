@@ -202,9 +202,10 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
     """Raise ValueError, which names the field, if a path cannot be resolved on the cluster."""
     path_on_cluster(environment, over_ssh=slurm.ssh is not None)
     for name, path in (("remote_base", slurm.remote_base), ("data_dir", plan.payload.data_dir)):
-        if path is not None:
-            check_no_variable(path, name)
-        if path is not None and not is_rooted(path):
+        if path is None:
+            continue
+        check_no_variable(path, name)
+        if not is_rooted(path):
             raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
 
 
