@@ -22,8 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from dagster_rayslurm.backends.sessions.session_job import SessionSetup
-
 from dagster_rayslurm import BashLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.payload_files import PayloadFiles
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
@@ -241,10 +239,11 @@ class StepAttempt(Attempt):
 
 
 @functools.cache
-def _setup(remote_base: str, idle_timeout: int, concurrent: int) -> SessionSetup:
+def _backend(remote_base: str, idle_timeout: int, concurrent: int) -> SessionBackend:
     slurm = SlurmResource(remote_base=remote_base, queue=SlurmQueueConfig(partition="compute", time_limit="02:00:00"))
     session = SessionConfig(idle_timeout=idle_timeout, max_concurrent_payloads=concurrent, num_nodes=1)
-    return SessionSetup(slurm, None, PreDeployedEnvironment(path="/env"), session, BashLauncher(), reuse=False)
+    environment = PreDeployedEnvironment(path="/env")
+    return SessionBackend(slurm, None, environment, session, BashLauncher(), reuse=False, start_timeout=600.0, patience=300.0)
 
 
 class Sessions(SlurmMode):
@@ -335,8 +334,7 @@ class Sessions(SlurmMode):
         super().interrupt(again)
 
     def _run_one(self, step: Step, attempt: StepAttempt) -> None:
-        setup = _setup(f"{self.cluster.directory}/base", self.idle_timeout, self.concurrent)
-        backend = SessionBackend(setup, None, 600.0, 300.0)
+        backend = replace(_backend(f"{self.cluster.directory}/base", self.idle_timeout, self.concurrent))
         note = step.noted.append
         try:
             execute(
