@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -175,16 +177,6 @@ def test_control_ports_lie_where_firewalls_allow() -> None:
 # ---- The control channel, over real sockets
 
 
-def workers(
-    loop: Loop, ports: list[int], names: list[str], on_event: Callable[[WorkerNode, dict[str, Any]], None]
-) -> WorkerNodes:
-    """The worker nodes of an allocation of these nodes, of which the first is the head, with a server that they connect to."""
-    members = {place: WorkerNode(place, name) for place, name in enumerate(names) if place}
-    nodes = WorkerNodes(loop, members, on_event, lambda place: f"/nowhere/{place}")
-    nodes.listen(KEY, ports)
-    return nodes
-
-
 class Head:
     """A team on a loop of its own in this thread, which `until` turns."""
 
@@ -192,7 +184,8 @@ class Head:
         self.loop = loop
         self.heard: list[tuple[str, str]] = []
         self.passed_on: Callable[[WorkerNode, dict[str, Any]], None] = lambda *_: None
-        self.team = workers(loop, ports, ["n1", "n2", "n3"], self._hear)
+        self.team = WorkerNodes(loop, {place: WorkerNode(place, f"n{place + 1}") for place in (1, 2)}, self._hear)
+        self.team.listen(KEY, ports)
         self.port = ports[0]
 
     def _hear(self, member: WorkerNode, message: dict[str, Any]) -> None:
@@ -438,91 +431,73 @@ def test_a_failure_is_reported_again_after_a_reconnection(head: Head, scratch_ba
     own.remove()
 
 
-def test_the_end_of_ray_is_a_loss_once_ray_was_up(tmp_path: Any) -> None:
+@contextlib.contextmanager
+def node(path: Path, ports: list[int], patch: str = "", **fields: Any) -> Iterator[Any]:
+    """The runtime of a worker node, in which some code runs first."""
+    (path / "runtime.json").write_text(json.dumps({"cluster_id": "c", "control_key": KEY, "control_ports": ports, **fields}))
+    code = "import os, sys\nfrom dagster_rayslurm.runtime.ray import agent\n" + textwrap.dedent(patch)
+    code += "\nfrom dagster_rayslurm.runtime.__main__ import main\nsys.exit(main(['node', sys.argv[1]]))"
+    env = {**os.environ, **TASK, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_STEP_NODELIST": "localhost,n2"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], env=env, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+STUB = """
+class Stub(agent.RayNode):
+    def start(self, gcs):
+        self._gcs = gcs
+        self.write("address already in use")
+    def write(self, text):
+        with open(self._log, "a") as log:
+            log.write(text)
+        self.pid = self.loop.spawn(["sleep", "600"], self._exited)
+        print(self.pid, os.getpid(), flush=True)
+    def _start_ray(self):
+        self.write("Ray runtime started.")
+agent.RayNode = Stub
+"""
+
+
+def test_the_end_of_ray_is_a_loss_once_ray_was_up(head: Head, tmp_path: Path) -> None:
     """And its own end is none of the step's business, once the head knew it."""
-    port = control_ports(None, 1)[0]
-    spec = {"cluster_id": "c", "control_key": KEY, "control_ports": [port], "ray": {}}
-    (tmp_path / "runtime.json").write_text(json.dumps(spec))
-    program = textwrap.dedent("""
-        import os, sys
-        from dagster_rayslurm.runtime.ray import agent
-        class Stub(agent.RayNode):
-            def start(self, gcs):
-                self._gcs = gcs
-                with open(self._log, "w") as log:
-                    log.write("address already in use")
-                self._start_stub()
-            def _start_stub(self):
-                self.pid = self.loop.spawn(["sleep", "600"], self._exited)
-                self._say_pid(self.pid)
-            def _say_pid(self, pid):
-                print(pid, os.getpid(), flush=True)
-            def _start_ray(self):
-                print("anew", flush=True)
-                with open(self._log, "a") as log:
-                    log.write("Ray runtime started.")
-                self._start_stub()
-        agent.RayNode = Stub
-        from dagster_rayslurm.runtime.__main__ import main
-        sys.exit(main(["node", sys.argv[1]]))
-    """)
-    env = {**os.environ, **TASK, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_STEP_NODELIST": "localhost,n2"}
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    loop = Loop()
-    heard: list[dict[str, Any]] = []
-    team = workers(loop, [port], ["n1", "n2"], lambda member, message: heard.append(message))
-    team.send_command([1], op="ray", cluster="", gcs="127.0.0.1:1", attempt=1, nodes=2)
-
-    def until(event: str) -> dict[str, Any]:
-        def look() -> None:
-            if [message for message in heard if message["event"] == event]:
-                return loop.stop()
-            loop.call_later(0.02, look)
-
-        timer = loop.call_later(20, loop.stop)
-        loop._stopping = False
-        look()
-        loop.run()
-        timer.cancel()
-        return next(message for message in heard if message["event"] == event)
-
-    try:
-        until("joined")
+    events: list[dict[str, Any]] = []
+    head.passed_on = lambda _, message: events.append(message)
+    head.team.send_command([1], op="ray", cluster="", gcs="127.0.0.1:1", attempt=1, nodes=2)
+    with node(tmp_path, [head.port], STUB, ray={}) as process:
+        head.until(lambda: events, 20)
         os.kill(int(process.stdout.readline().split()[0]), signal.SIGKILL)
-        loop._stopping = False
-        loop.call_later(0.5, loop.stop)
-        loop.run()
-        assert process.stdout.readline() == "anew\n"  # It was never up: other ports may help.
-        ray, runtime = map(int, process.stdout.readline().split())
+        ray, runtime = map(int, process.stdout.readline().split())  # It was never up: other ports may help.
         os.kill(ray, signal.SIGKILL)
-        failed = until("failed")
-        assert "signal 9" in failed["message"] and "before" not in failed["message"]
+        head.until(lambda: events[-1]["event"] == "failed", 20)
+        assert "signal 9" in events[-1]["message"] and "before" not in events[-1]["message"]
         os.kill(runtime, signal.SIGKILL)
-        assert process.wait(20) == 0
-        assert "the other nodes go on without it" in process.stderr.read()
-    finally:
-        team.dismiss()
-        for member in team.members.values():
-            if member.channel is not None:
-                member.channel.close()
-        signal.set_wakeup_fd(-1)
-        process.kill()
+        assert process.wait(20) == 0 and "the other nodes go on without it" in process.stderr.read()
 
 
-def test_a_worker_that_never_joined_keeps_its_exit_code(tmp_path: Any) -> None:
+def test_a_worker_that_never_joined_keeps_its_exit_code(tmp_path: Path) -> None:
     """Without its head, its end is the step's: nobody else would notice."""
-    spec = {"cluster_id": "c", "control_key": KEY, "control_ports": control_ports(None, 1)}
-    (tmp_path / "runtime.json").write_text(json.dumps(spec))
-    env = {**os.environ, **TASK, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_STEP_NODELIST": "localhost,n2"}
-    command = [sys.executable, "-m", "dagster_rayslurm.runtime", "node", str(tmp_path)]
-    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None and "cannot be reached" in process.stderr.readline()
-    [child] = psutil.Process(process.pid).children()
-    child.kill()
-    assert process.wait(20) == 128 + signal.SIGKILL
-    process.stderr.close()
+    with node(tmp_path, control_ports(None, 1)) as process:
+        assert "cannot be reached" in process.stderr.readline()
+        [child] = psutil.Process(process.pid).children()
+        child.kill()
+        assert process.wait(20) == 128 + signal.SIGKILL
+
+
+def test_a_worker_skips_a_foreign_port_and_ends_without_its_head(head: Head, tmp_path: Path) -> None:
+    """Something else listens on the first port; then the head comes, and goes without a word."""
+    stranger_port, quick = control_ports(None, 1)[0], "agent.HEARTBEAT_TIMEOUT, agent.HEARTBEAT_INTERVAL = 2.0, 0.2"
+    with listen([stranger_port]), node(tmp_path, [stranger_port, head.port], quick) as process:
+        head.until(lambda: head.heard, 20)
+        channel = head.team.members[1].channel
+        assert head.heard == [("n2", "joined")] and channel is not None
+        channel.close()
+        began = time.monotonic()
+        assert process.wait(20) == 0 and time.monotonic() - began < 10
+        assert "out of reach" in process.stderr.read()
 
 
 def test_listen_skips_a_port_in_use() -> None:
@@ -533,45 +508,6 @@ def test_listen_skips_a_port_in_use() -> None:
             assert other.getsockname()[1] == free[0]
         with pytest.raises(OSError, match=str(port)):
             listen([port])
-
-
-def test_a_worker_skips_a_foreign_port_and_ends_without_its_head(tmp_path: Any) -> None:
-    """Something else listens on the first port; then the head comes, and goes without a word."""
-    port, stranger_port = control_ports(None, 2)
-    spec = {"cluster_id": "c", "control_key": KEY, "control_ports": [stranger_port, port]}
-    (tmp_path / "runtime.json").write_text(json.dumps(spec))
-    program = textwrap.dedent("""
-        import sys
-        from dagster_rayslurm.runtime.ray import agent
-        agent.HEARTBEAT_TIMEOUT, agent.HEARTBEAT_INTERVAL = 2.0, 0.2
-        from dagster_rayslurm.runtime.__main__ import main
-        sys.exit(main(["node", sys.argv[1]]))
-    """)
-    env = {**os.environ, **TASK, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_STEP_NODELIST": "localhost,n2"}
-    with listen([stranger_port]):
-        process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=env, stderr=subprocess.PIPE, text=True)
-        time.sleep(0.5)
-        loop = Loop()
-        heard: list[str] = []
-        team = workers(loop, [port], ["n1", "n2"], lambda member, message: heard.append(message["event"]))
-
-        def look() -> None:
-            if "joined" in heard:
-                return loop.stop()
-            loop.call_later(0.02, look)
-
-        look()
-        loop.call_later(20, loop.stop)
-        loop.run()
-        assert heard == ["joined"]
-        for member in team.members.values():
-            assert member.channel is not None
-            member.channel.close()
-        team.dismiss()
-        signal.set_wakeup_fd(-1)
-        began = time.monotonic()
-        assert process.wait(20) == 0 and time.monotonic() - began < 10
-        assert process.stderr is not None and "out of reach" in process.stderr.read()
 
 
 WRONG_WORDS: list[dict[str, Any]] = [
