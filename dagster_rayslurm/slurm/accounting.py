@@ -326,12 +326,8 @@ class JobVerdict(NamedTuple):
 def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
     """The failure of a run as Slurm explains it; None if Slurm explains nothing. Pure.
 
-    This is for a run whose own record has no end, or says that a signal from outside ended the run.
-
-    Args:
-        log: the output of the batch script, slurmstepd and the runtime.
-        terminated: whether the record says that a signal from outside ended the runtime.
-        silent: whether nothing was written into the run directory.
+    The record of the run has no end, or says that a signal from outside ended the runtime (`terminated`). `log` is the output of
+    batch script, slurmstepd and runtime; `silent` says that nothing was written into the run directory.
     """
     killed = memory_kill(log)
     part = _explaining_part(job, killed)

@@ -223,22 +223,18 @@ def wait_until_gone(connection: Connection, job_id: int, patience: float = 0.0) 
 
 def cancel_named(connection: Connection, name: str, log: Any) -> None:
     """Cancel the job with a given name, if there is one: for a submission that was cut off, so that the job's id is not known."""
-    reason = "Slurm has not confirmed its end"
+    reason, began = "Slurm has not confirmed its end", time.monotonic()
     try:
-        _cancel_by_name(connection, name)
-        until = time.monotonic() + _LATE_SUBMISSION
-        while not (jobs := [row.job_id for row in fetch_queue(connection).named(name) if row.is_leader]):
-            if time.monotonic() > until:
+        while time.monotonic() - began < _GONE_DEADLINE:
+            _cancel_by_name(connection, name)
+            alive = [row for row in fetch_queue(connection).named(name) if row.state not in TERMINAL]
+            if not alive and time.monotonic() - began > _LATE_SUBMISSION:
                 return
             time.sleep(ASK_INTERVAL)
-        if all(wait_until_gone(connection, job_id) for job_id in jobs):
-            return
     except OSError as error:
         reason = str(error)
-    log.error(
-        f"[rayslurm] a Slurm job named {name} may have been submitted ({reason}); run `scancel --name={name}` on "
-        f"{connection.place}"
-    )
+    which = f"a Slurm job named {name} may have been submitted ({reason})"
+    log.error(f"[rayslurm] {which}; run `scancel --name={name}` on {connection.place}")
 
 
 def _cancel_by_name(connection: Connection, name: str) -> None:
