@@ -22,6 +22,11 @@ from .world import Host
 CAPACITY = {None: Claim(4, 2)}
 
 
+def present(queue: Queue) -> list[Any]:
+    """The waiting and the running entries of a queue."""
+    return [*queue.arrived, *queue.running]
+
+
 class QueueOfPayloads(History):
     """Runs send payloads to a session, which starts, refuses, loses and drains them."""
 
@@ -124,7 +129,7 @@ class QueueOfPayloads(History):
             self.world.spawn("timer", Host("c1"), lambda: self._stop(what, since, served), delay)
 
     def _stop(self, what: Next, since: float, served: int) -> None:
-        if self.queue.present or (what is Next.IDLE and (self.queue.idle_since, self.queue.served) != (since, served)):
+        if present(self.queue) or (what is Next.IDLE and (self.queue.idle_since, self.queue.served) != (since, served)):
             return
         if what is Next.IDLE:
             self.close(0.0)
@@ -133,8 +138,8 @@ class QueueOfPayloads(History):
             self.world.say(f"the session ends: {what.value}")
 
     def cancel(self, _: float) -> None:
-        if self.queue.present:
-            self._remove(self.world.random.choice(self.queue.present).payload, False)
+        if present(self.queue):
+            self._remove(self.world.random.choice(present(self.queue)).payload, False)
 
     def drain(self, _: float) -> None:
         self.queue = replace(self.queue, draining=self.queue.draining or "the end is near")
@@ -142,13 +147,13 @@ class QueueOfPayloads(History):
 
     def close(self, _: float) -> None:
         self.queue = self.queue.ended_by(End(EndReason.CANCEL, "stopped"), self.world.now)
-        for entry in self.queue.present:
+        for entry in present(self.queue):
             self._remove(entry.payload, False)
         self._settle()
 
     def give_way(self, _: float) -> None:
         if self.queue.may_give_way(self.world.now):
-            if self.queue.present:
+            if present(self.queue):
                 raise Violation("a session with a payload gives way")
             self.close(0.0)
 
@@ -157,8 +162,8 @@ class QueueOfPayloads(History):
 
     def check(self) -> None:
         self.ended = str(self.stopped)
-        if self.queue.present:
-            raise Violation(f"the session ends with {len(self.queue.present)} payloads")
+        if present(self.queue):
+            raise Violation(f"the session ends with {len(present(self.queue))} payloads")
         lost = [each.spec.nonce for each in self.came if each not in self.gone]
         if lost:
             raise Violation(f"payloads were lost: {lost}")

@@ -134,7 +134,8 @@ class History:
                     world.run(self.over, LIMIT)
                     self.check()
                 except (Violation, Stuck) as error:
-                    problem = f"{type(error).__name__}: {error}"
+                    failed = [f"; {each.name}: {each.error!r}" for each in world.processes if each.error is not None]
+                    problem = f"{type(error).__name__}: {error}{''.join(failed[:1]) if isinstance(error, Stuck) else ''}"
                 except Exception as error:  # noqa: BLE001
                     problem = f"{type(error).__name__}: {error} ({_where(error)})"
         finally:

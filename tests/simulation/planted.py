@@ -93,8 +93,8 @@ PLANTED = [
     Planted(
         "a run keeps its turn in a session after its payload has started",
         "runtime/supervisor/queue.py",
-        "queue = replace(queue, turns=(*(each for each in queue.turns if each != run), run))",
-        "pass",
+        "turns = (*(each for each in queue.turns if each != run), *(each for each in queue.turns if each == run))",
+        "turns = queue.turns",
     ),
     Planted(
         "a Ray cluster is ready before enough nodes have joined",
@@ -124,9 +124,9 @@ def find(planted: Planted, seconds: float) -> tuple[str, str, str]:
         command = [sys.executable, "-m", "tests.simulation", "--stop", "--seconds", str(seconds)]
         done = subprocess.run(command, cwd=copy, env=fixed_hashes(), capture_output=True, text=True, check=False)
     count = re.search(r"(\d+) histories in (\d+) s", done.stdout)
-    found = re.search(r"^  (\w+: .*)$", done.stdout, re.MULTILINE)
+    found = re.search(r"^  (\w+: (?:Violation|Stuck).*)$", done.stdout, re.MULTILINE)
     histories, took = count.groups() if count else ("?", "?")
-    return histories, took, found[1] if found else f"not found{done.stderr[-300:]}"
+    return histories, took, found[1] if found else f"not found {done.stdout[-300:]}"
 
 
 def main() -> int:

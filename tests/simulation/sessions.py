@@ -40,6 +40,7 @@ from dagster_rayslurm.runtime.supervisor.queue import Claim, Closing, Next, Queu
 
 from ..fake_slurm import model
 from .cluster import Cluster, Terminated
+from .cores import present
 from .history import Fault, Violation
 from .slurm_mode import FAULTS, Attempt, AttemptHistory, Payload, SlurmMode, _build_runtime, end_record, execute, work
 from .world import Host, Process, World
@@ -122,7 +123,7 @@ class Supervisor:
 
     @property
     def payloads(self) -> list[Any]:
-        return [each.payload for each in self.queue.present]
+        return [each.payload for each in present(self.queue)]
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The server's answer to a request."""
@@ -213,7 +214,7 @@ class Supervisor:
             self.loop.call_later(delay, self.loop.stop)
 
     def _idle(self, number: int) -> None:
-        if number == self._timer and not self.queue.present:
+        if number == self._timer and not present(self.queue):
             self.close(End(EndReason.CANCEL, "it was idle"))
 
 
