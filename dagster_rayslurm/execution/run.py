@@ -172,7 +172,7 @@ class PayloadRun:
         if needs_job_facts(evidence) and not evidence.connection_lost:
             payload.running.explain(evidence)
         verdict = judge(evidence, payload.plan.uses_pipes, self.settings.require_messages)
-        verdict = with_hint(verdict, payload.plan, evidence)
+        verdict = with_hint(verdict, evidence)
         problem = self._fetch_outputs(payload, succeeded=verdict.kind is None)
         if problem is not None:
             self.outputs_left = True

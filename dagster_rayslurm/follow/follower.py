@@ -6,7 +6,6 @@ until the record has been unreachable for too long.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -26,7 +25,6 @@ CHUNK = 1024 * 1024  # Most bytes of one read of a record.
 VISIBILITY_TIMEOUT = 60.0
 # Phases that are warnings in the Dagster log, because the user should fix something.
 _WARNING_PHASES = ("memory", "own-ray", "unschedulable")
-_TAIL = 65536  # Most bytes of earlier output that become evidence again after a reattach.
 # Most polls after the ends of all records, to wait for a component whose record still ends before the last requeue.
 _LATE_POLLS = 10
 
@@ -156,16 +154,6 @@ class Follower:
         """Whether the last read of the record worked."""
         return self.state.unreachable_since is None
 
-    def start(self) -> None:
-        """Prepare for the first poll; after a reattach, the end of the output that was shown before becomes evidence again."""
-        self.evidence.last_growth = time.monotonic()
-        offset = self.reattach.offset
-        if offset and not self.evidence.last_output:
-            reader, path = LineReader(max(0, offset - _TAIL)), os.path.join(self.run_dir, STDIO)
-            with contextlib.suppress(OSError):
-                for record in reader.feed(self.connection.read(path, reader.offset, offset - reader.offset)):
-                    self.evidence.add_output(record)
-
     def poll(self, runtime_exit: RuntimeExit, deadline: float = float("inf")) -> float | None:
         """Read new parts of the record once; returns the seconds until the next read, or None if nothing more will come.
 
@@ -238,7 +226,7 @@ class Follower:
 def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float = float("inf")) -> None:
     """Follow the records of several payloads at once, each at its own pace, until all have ended or the deadline has come."""
     for follower, _ in followed:
-        follower.start()
+        follower.evidence.last_growth = time.monotonic()
     due = dict.fromkeys(range(len(followed)), 0.0)
     ended: set[int] = set()
     late_polls = _LATE_POLLS

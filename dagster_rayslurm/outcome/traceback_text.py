@@ -29,31 +29,20 @@ _HARMLESS = ("Exception ignored ", "Exception in thread", "Error in atexit")
 _LIBRARY = re.compile(r"^<|^python/ray/|/(site|dist)-packages/|/lib/python3\.\d+/")
 # Paths of code that only calls other code; passed over if all frames are in libraries.
 _PLUMBING = re.compile(r"^<frozen |^python/ray/|/(ray|dagster_pipes)/|/importlib/")
-# Most characters of an exception in a sentence.
-_LONGEST = 400
+_LONGEST = 400  # Most characters of an exception in a sentence.
 
 
 @dataclass
 class Raised:
-    """One exception, as read from the text of a traceback.
+    """One exception, as read from the text of a traceback."""
 
-    Attributes:
-        link: how the exception before led to this exception: "cause", "context", or "" if it did not.
-        harmless: whether the process survived the exception.
-        task: the Ray task that raised the exception; "" for the payload's own process.
-        address: the IP address of the task's node.
-        frames: path, line and function of each frame, the innermost frame last.
-        text: the exception's name and the first line of its message.
-        more: the number of lines of the message after the first line.
-    """
-
-    link: str = ""
-    harmless: bool = False
-    task: str = ""
-    address: str = ""
-    frames: list[tuple[str, int, str]] = field(default_factory=list)
-    text: str = ""
-    more: int = 0
+    link: str = ""  # How the exception before led to this one: "cause", "context", or "" if it did not.
+    harmless: bool = False  # Whether the process survived the exception.
+    task: str = ""  # The Ray task that raised it; "" for the payload's own process.
+    address: str = ""  # The IP address of the task's node.
+    frames: list[tuple[str, int, str]] = field(default_factory=list)  # Path, line and function, the innermost frame last.
+    text: str = ""  # The exception's name and the first line of its message.
+    more: int = 0  # Number of lines of the message after the first line.
 
     def in_words(self, nodes: Mapping[str, str]) -> str:
         """Returns the exception with its file, line, function and node; `nodes` has hostnames by IP address."""

@@ -1,11 +1,7 @@
-"""The verdict on a payload from its evidence: success, or a kind of failure with a sentence for the user.
-
-Pure, except that hints look for files beside the script.
-"""
+"""The verdict on a payload from its evidence: success, or a kind of failure with a sentence for the user. Pure."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -15,7 +11,6 @@ from typing import Any
 
 from ..errors import FailureKind, without_colours
 from ..follow import Evidence
-from ..plan import Plan
 from ..runtime.process import processes
 from ..runtime.protocol.messages import EndReason
 from ..slurm.accounting import explain_job_end, relevant_lines
@@ -44,26 +39,19 @@ _SIGNAL_HINTS = {
     signal.SIGKILL: "; the kernel does that when memory runs out (see `dmesg`), else somebody ended it",
     signal.SIGSEGV: "; a native library crashed",
 }
-# Python's text for an exception that it cannot print, such as a SyntaxError raised through Ray.
-_NO_DETAIL = "<no detail available>"
-# Lines of standard error within which the cause of the end is looked for: more lines after a traceback make it too old.
-_NEAR = 20
+_NO_DETAIL = "<no detail available>"  # Python's text for an exception that it cannot print, such as a SyntaxError through Ray.
+_NEAR = 20  # Lines of standard error within which the cause of the end is looked for; an earlier traceback is too old.
 # Lines of output that do not explain an end: routine log lines, and lines that Ray prints for other processes.
 _ROUTINE = re.compile(r"\b(DEBUG|INFO)\b|^\((autoscaler|raylet|[^()]*pid=\d)")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a payload or run: success, or a kind of failure with a sentence for the user.
+    """The outcome of a payload or run: success, or a kind of failure with a sentence for the user."""
 
-    Attributes:
-        kind: the kind of failure; None for success.
-        retry: whether another attempt may succeed; None for the default of the kind.
-    """
-
-    kind: FailureKind | None
+    kind: FailureKind | None  # None for success.
     sentence: str
-    retry: bool | None = None
+    retry: bool | None = None  # Whether another attempt may succeed; None for the default of the kind.
 
 
 SUCCESS = Verdict(None, "the payload succeeded")
@@ -94,11 +82,8 @@ def needs_job_facts(evidence: Evidence) -> bool:
 def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdict:
     """Returns the verdict on a payload from its evidence: success, or the kind of failure and a sentence.
 
-    Success needs an `end` with exit code 0, Pipes closed without an exception, and no message that Dagster refused.
-
-    Args:
-        uses_pipes: whether the payload is declared to open Dagster Pipes.
-        require_messages: whether a payload that never opened or closed Pipes has failed.
+    Success needs an `end` with exit code 0, Pipes closed without an exception, and no message that Dagster refused. With
+    `uses_pipes` and `require_messages`, a payload that never opened or closed Pipes has failed.
     """
     end = evidence.end
     if needs_job_facts(evidence) and (by_slurm := judge_job(evidence)) is not None:
@@ -229,34 +214,22 @@ def signal_name(number: int) -> str:
     return f"signal {number} ({name})" if name.startswith("SIG") else name
 
 
-def with_hint(verdict: Verdict, plan: Plan, evidence: Evidence) -> Verdict:
+def with_hint(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Returns the verdict; a hint is added to its sentence if the sentence shows a common exception of payloads."""
     context: Mapping[str, Any] = (evidence.end or {}).get("context") or {}
     for pattern, hint in _HINTS.items() if verdict.kind == FailureKind.PAYLOAD else ():
-        if match := re.search(pattern, verdict.sentence):
-            text = hint if isinstance(hint, str) else hint(match, plan, context)
+        if re.search(pattern, verdict.sentence):
+            text = hint if isinstance(hint, str) else hint(context)
             return replace(verdict, sentence=f"{verdict.sentence}; {text}") if text else verdict
     return verdict
 
 
-def _missing_module(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) -> str:
-    name = match[1].partition(".")[0]
-    if _is_beside(plan, f"{name}.py") or _is_beside(plan, name):
-        return _not_sent(plan, name, "name that directory in the launcher's working_dir")
+def _missing_module(context: Mapping[str, Any]) -> str:
     environment = context.get("python") or "the payload's Python"
     return f"install it in the environment of {environment}, or name the directory that has it in the launcher's working_dir"
 
 
-def _missing_file(match: re.Match[str], plan: Plan, _: Mapping[str, Any]) -> str:
-    if os.path.isabs(match[1]) or not ("." in match[1] or "/" in match[1]):  # A name without dot and slash may be a program.
-        return ""
-    what_to_do = "name it in extra_files=, or its directory in the launcher's working_dir"
-    if _is_beside(plan, match[1]):
-        return _not_sent(plan, match[1], what_to_do)
-    return f"a payload has a working directory of its own: {what_to_do}"
-
-
-def _old_python(_: re.Match[str], __: Plan, context: Mapping[str, Any]) -> str:
+def _old_python(context: Mapping[str, Any]) -> str:
     def major_minor(version: str) -> list[int]:
         return [int(number) for number in version.split(".")[:2]]
 
@@ -266,18 +239,13 @@ def _old_python(_: re.Match[str], __: Plan, context: Mapping[str, Any]) -> str:
     return f"the payload's Python is {theirs}, that of Dagster {ours}: write for the older one, or choose another environment"
 
 
-def _is_beside(plan: Plan, name: str) -> bool:
-    return plan.script is not None and os.path.exists(os.path.join(os.path.dirname(plan.script), name))
-
-
-def _not_sent(plan: Plan, name: str, what_to_do: str) -> str:
-    return f"{name} is beside {os.path.basename(plan.script or '')} here, but only the script itself is sent: {what_to_do}"
-
-
-# Hints by the pattern that they need in the verdict's sentence: a text, or a function that returns one, "" for no hint.
-_HINTS: Mapping[str, str | Callable[[re.Match[str], Plan, Mapping[str, Any]], str]] = {
-    r"No module named '?([\w.]+)": _missing_module,
-    r"FileNotFoundError: .*No such file or directory: '([^']+)'": _missing_file,
+# Hints by the pattern that they need in the verdict's sentence: a text, or a function of the context, "" for no hint.
+_HINTS: Mapping[str, str | Callable[[Mapping[str, Any]], str]] = {
+    r"No module named ": _missing_module,
+    # A name without dot and slash may be a program.
+    r"FileNotFoundError: .*No such file or directory: '(?=[^']*[./])[^/']": (
+        "a payload has a working directory of its own: name it in extra_files=, or its directory in the launcher's working_dir"
+    ),
     r"SyntaxError: |TypeError: (unsupported operand type\(s\) for \||'(type|ABCMeta)' object is not subscriptable)": _old_python,
     r"Object of type ((u?int|float|complex)\d+|bool_?|ndarray|Tensor) is not JSON": (
         "convert it with .item() or float(), an array with .tolist()"

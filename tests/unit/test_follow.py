@@ -342,7 +342,7 @@ def test_output_before_the_bookmark_is_not_repeated(capsys: Any) -> None:
     assert notes[-1] == len(files[STDIO]) and capsys.readouterr().out == "0\n1\n2\n"
     second = files[STDIO].index(b"\n") + 1
     evidence = follow(AtOnce(files), reattach=ReattachState(second))
-    assert capsys.readouterr().out == "1\n2\n" and evidence.output_tail() == "0\n1\n2"
+    assert capsys.readouterr().out == "1\n2\n" and evidence.output_tail() == "1\n2"
 
 
 def test_an_unfinished_line_is_not_bookmarked(capsys: Any) -> None:

@@ -1,26 +1,14 @@
 """What to do is said with the exceptions that everybody meets once."""
 
-from pathlib import Path
-
 import pytest
 
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome import Verdict, with_hint
-from dagster_rayslurm.plan import Plan
-from dagster_rayslurm.runtime.protocol.spec import PayloadSpec
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Plan:
-    for name in ("train.py", "mylib.py", "data.csv"):
-        (tmp_path / name).write_text("")
-    script = str(tmp_path / "train.py")
-    return Plan(PayloadSpec(["python", script], "n"), None, (None, None), script=script)
-
-
-def hint(plan: Plan, said: str) -> str:
+def hint(said: str) -> str:
     evidence = Evidence(end={"context": {"python": "/opt/ray/bin/python", "python_version": "3.8.18"}})
-    return with_hint(Verdict("payload", said), plan, evidence).sentence.removeprefix(said)
+    return with_hint(Verdict("payload", said), evidence).sentence.removeprefix(said)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +16,7 @@ def hint(plan: Plan, said: str) -> str:
     [
         (
             "ModuleNotFoundError: No module named 'mylib.layers' (train.py:1)",
-            "; mylib is beside train.py here, but only the script itself is sent: name that directory in the launcher's "
+            "; install it in the environment of /opt/ray/bin/python, or name the directory that has it in the launcher's "
             "working_dir",
         ),
         (
@@ -38,8 +26,8 @@ def hint(plan: Plan, said: str) -> str:
         ),
         (
             "FileNotFoundError: [Errno 2] No such file or directory: 'data.csv' (train.py:3)",
-            "; data.csv is beside train.py here, but only the script itself is sent: name it in extra_files=, or its directory "
-            "in the launcher's working_dir",
+            "; a payload has a working directory of its own: name it in extra_files=, or its directory in the launcher's "
+            "working_dir",
         ),
         (
             "FileNotFoundError: [Errno 2] No such file or directory: 'other.csv' (train.py:3)",
@@ -66,19 +54,19 @@ def hint(plan: Plan, said: str) -> str:
         ("KeyError: 'momentum' (train.py:6)", ""),
     ],
 )
-def test_the_hint_fits_the_exception(said: str, hinted: str, plan: Plan) -> None:
-    assert hint(plan, "the payload raised " + said) == hinted
+def test_the_hint_fits_the_exception(said: str, hinted: str) -> None:
+    assert hint("the payload raised " + said) == hinted
 
 
 @pytest.mark.parametrize(
     "said", ["SyntaxError: invalid syntax (train.py:2)", "TypeError: unsupported operand type(s) for |: 'type' and 'NoneType'"]
 )
-def test_an_older_python_is_named(said: str, plan: Plan) -> None:
-    assert "; the payload's Python is 3.8.18, that of Dagster 3." in hint(plan, said)
-    same = with_hint(Verdict("payload", said), plan, Evidence(end={"context": {"python_version": "99.0"}}))
+def test_an_older_python_is_named(said: str) -> None:
+    assert "; the payload's Python is 3.8.18, that of Dagster 3." in hint(said)
+    same = with_hint(Verdict("payload", said), Evidence(end={"context": {"python_version": "99.0"}}))
     assert same.sentence == said
 
 
-def test_only_a_payloads_own_failure_gets_a_hint(plan: Plan) -> None:
+def test_only_a_payloads_own_failure_gets_a_hint() -> None:
     verdict = Verdict("environment", "No module named 'ray'")
-    assert with_hint(verdict, plan, Evidence()) == verdict
+    assert with_hint(verdict, Evidence()) == verdict

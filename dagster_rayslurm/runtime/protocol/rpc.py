@@ -429,35 +429,30 @@ def call(
         NotConnected: the other end does not prove that it knows the key, so the request was not sent.
         AnswerLost: the connection ended or timed out after the request was sent.
     """
-    buffer = _LineBuffer(_MAX_LINE)
-    lines: List[bytes] = []
-    deadline = time.monotonic() + handshake_timeout
 
-    def exchange(line: bytes) -> bytes:
+    def exchange(line: bytes, limit: int) -> bytes:
         """Send a line, and return the next line that arrives."""
-        sock.settimeout(max(0.01, deadline - time.monotonic()))
         sock.sendall(line)
-        while not lines:
-            sock.settimeout(max(0.01, deadline - time.monotonic()))
-            data = sock.recv(65536)
-            if not data:
-                raise ConnectionError("the connection ended")
-            lines.extend(buffer.feed(data))
-        return lines.pop(0)
+        answer = lines.readline(limit)
+        if not answer.endswith(b"\n"):
+            raise ConnectionError("the connection ended")
+        return answer[:-1]
 
     handshake = Handshake(key, Role.CLIENT)
-    try:
-        line = handshake.opening
-        while not handshake.done:
-            line = handshake.receive(exchange(line))
-    except (OSError, ValueError, RecursionError) as error:
-        raise NotConnected("no session answers there: %s" % error) from None
-    before_send()
-    deadline = time.monotonic() + ANSWER_TIMEOUT
-    try:
-        return _decode(exchange(_encode(request)))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AnswerLost("the session was asked, but its answer is lost: %s" % error) from None
+    with sock.makefile("rb") as lines:
+        try:
+            sock.settimeout(handshake_timeout)
+            line = handshake.opening
+            while not handshake.done:
+                line = handshake.receive(exchange(line, _MAX_HANDSHAKE))
+        except (OSError, ValueError, RecursionError) as error:
+            raise NotConnected("no session answers there: %s" % error) from None
+        before_send()
+        try:
+            sock.settimeout(ANSWER_TIMEOUT)
+            return _decode(exchange(_encode(request), _MAX_LINE))
+        except (OSError, ValueError, RecursionError) as error:
+            raise AnswerLost("the session was asked, but its answer is lost: %s" % error) from None
 
 
 def main(session_dir: str) -> int:

@@ -182,8 +182,7 @@ def to_json(spec: Any) -> str:
 def from_json(cls: Type[T], text: str) -> T:
     """The start record in a JSON text.
 
-    Raises:
-        SpecError: the text does not hold exactly the fields of this class with their types, or has another protocol version.
+    Raises SpecError if the text does not hold exactly the fields of this class with their types, or has another protocol version.
     """
     try:
         data = json.loads(text)
@@ -201,8 +200,7 @@ def from_json(cls: Type[T], text: str) -> T:
 def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
     """An instance of a dataclass from a JSON object, whose values must have the types of the fields.
 
-    Raises:
-        SpecError: a key is unknown or missing, or a value has another type; `where` names the object in the message.
+    Raises SpecError if a key is unknown or missing, or a value has another type; `where` names the object in the message.
     """
     if not isinstance(data, dict):
         raise SpecError("%s is not a JSON object" % where)
@@ -287,21 +285,16 @@ def load_spec(directory: str) -> RuntimeSpec:
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
     """Read the payload's secret environment variables, and delete their file, unless it is to `keep` for another attempt.
 
-    Raises:
-        SpecError: the file is invalid, and is not deleted.
-        OSError: the file cannot be read or deleted.
+    Raises SpecError if the file is invalid, which is not deleted, and OSError if it cannot be read or deleted.
     """
     path = os.path.join(run_dir, SECRETS)
     try:
-        secrets = json.loads(read_text(path))
+        data = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as error:
-        raise SpecError("%s is not JSON" % path) from error
-    if not isinstance(secrets, dict):
-        raise SpecError("%s is not a JSON object" % path)
-    if not all(isinstance(value, str) and is_passable(name) and is_passable(value) for name, value in secrets.items()):
-        raise SpecError("%s has a variable whose value is no text that a process can have" % path)
+    except (ValueError, RecursionError):
+        raise SpecError("%s is not JSON" % path) from None
+    secrets: Dict[str, str] = _convert(Dict[str, str], data, path)
     if not keep:
         os.unlink(path)
     return secrets
