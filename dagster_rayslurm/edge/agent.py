@@ -103,11 +103,9 @@ def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], 
 
 
 class Sender:
-    """Sends messages of many threads over one stream. Threads take turns, frame by frame.
+    """Sends messages of many threads with `write`, which sends all of some bytes. Threads take turns, frame by frame.
 
-    Args:
-        write: sends all of some bytes.
-        broken: is called when a frame could not be sent whole, so that nothing can follow it.
+    `broken` is called when a frame could not be sent whole, so that nothing can follow it.
     """
 
     def __init__(self, write: "Callable[[bytes], object]", broken: "Callable[[], object]") -> None:

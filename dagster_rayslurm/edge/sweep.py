@@ -4,8 +4,9 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import time
+
+from . import delivery
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -106,8 +107,7 @@ class _Sweep:
                 self._retire(place, name)
         for name in self._names("environments", "[0-9a-f]{32}"):
             if self._is_old("environments", name):
-                with contextlib.suppress(OSError):
-                    os.unlink(self._path("environments", name))
+                self._remove("environments", name)
         sessions = [os.path.join("sessions", name) for name in self._names("sessions", _RUN, directory=True)]
         for place in ["bundles", "runtime", "environments", "queue", "runs", "sessions", *sessions]:
             for name in self._names(place, r"\.rs-[0-9a-f]{16}\.[a-z]+|claim-[0-9]+"):
@@ -186,14 +186,7 @@ class _Sweep:
     def _remove(self, place: str, name: str, now: str = "") -> None:
         """Remove a file or directory, which may have another name now."""
         path = self._path(place, now or name)
-        if os.path.isdir(path) and not os.path.islink(path):
-            for each in [path, *_below(path, 99)]:
-                if os.path.isdir(each) and not os.path.islink(each):
-                    with contextlib.suppress(OSError):
-                        os.chmod(each, 0o700)
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        with contextlib.suppress(OSError):
+            delivery.remove(path)
         if not os.path.lexists(path):
             self._removed.append(os.path.join(place, name))

@@ -152,8 +152,9 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
             offered = error.allowed_types
             break
         except paramiko.AuthenticationException:
-            _check_active(transport, ssh)
-            continue
+            if transport.is_active():
+                continue
+            break  # The server allows no more tries.
         if not offered:
             return
         break  # The key was the first factor; `offered` names the next ones.
@@ -164,7 +165,7 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
     if ssh.password is not None:
         tried.append("the password")
         methods.append(lambda: transport.auth_password(user, ssh.password, fallback=False))
-    for method in methods:
+    for method in methods if transport.is_active() else ():
         try:
             offered = method()
         except paramiko.BadAuthenticationType as error:
@@ -174,33 +175,22 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
         else:
             if not offered:
                 return
-    _check_active(transport, ssh)
     if prompts.unanswered and not asks_password(prompts.unanswered):
         raise errors.prompt_unanswered(ssh, prompts.unanswered, command=master_command(ssh))
-    takes = ", ".join(offered or _offered_methods(transport, user))
+    if not offered:
+        try:
+            transport.auth_none(user)
+        except paramiko.BadAuthenticationType as error:
+            offered = error.allowed_types
+        except (paramiko.SSHException, EOFError, OSError):
+            pass
+    takes = offered and f"; it takes {', '.join(offered)}"
     nothing = "nothing, for no key, agent or password is there"
-    raise errors.login_refused(ssh, " and ".join(tried) or nothing, offered=takes and f"; it takes {takes}")
+    raise errors.login_refused(ssh, " and ".join(tried) or nothing, offered=takes or "")
 
 
 def _answers(prompts: Prompts, title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG001
     return [prompts.answer(f"({login_name(prompts.servers[0])}) {prompt}") or "" for prompt, _ in fields]
-
-
-def _check_active(transport: Any, ssh: SSHConnectionResource) -> None:
-    """Raise if the server closed the connection after a refused key."""
-    if not transport.is_active():
-        raise errors.login_refused(ssh, "all that was tried so far (it hung up)", offered="")
-
-
-def _offered_methods(transport: Any, user: str) -> list[str]:
-    """The names of the authentication methods that the server offers; empty if it does not say."""
-    try:
-        transport.auth_none(user)
-    except paramiko.BadAuthenticationType as error:
-        return list(error.allowed_types)
-    except (paramiko.SSHException, EOFError, OSError):
-        pass
-    return []
 
 
 def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
@@ -253,8 +243,7 @@ class ParamikoTransport:
         self._jump = jump
         self._closed = threading.Event()
         if ssh.keepalive:
-            for target in (self._send_keepalives, self._close_when_silent):
-                threading.Thread(target=target, name="rayslurm-keepalive", daemon=True).start()
+            threading.Thread(target=self._keep_alive, name="rayslurm-keepalive", daemon=True).start()
 
     def alive(self) -> bool:
         return bool(self._transport.is_active())
@@ -320,21 +309,23 @@ class ParamikoTransport:
                 raise paramiko.ChannelException(_CONNECT_FAILED, "refused") from None
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
 
-    # paramiko's own `set_keepalive` requests no answer. TCP does not notice a silent server behind a jump host or a proxy.
-    def _send_keepalives(self) -> None:
-        with contextlib.suppress(Exception):  # The transport has ended.
-            while not self._closed.wait(self.ssh.keepalive) and self.alive():
-                self._transport.global_request("keepalive@openssh.com")
+    def _keep_alive(self) -> None:
+        """Close the transport when the server was silent for two intervals, which TCP does not notice behind a jump host.
 
-    def _close_when_silent(self) -> None:
-        """Close the transport when the server was silent for two keepalive intervals.
-
-        Otherwise threads would wait until TCP times out.
+        paramiko's own `set_keepalive` requests no answer; `global_request` waits for it.
         """
-        interval = self.ssh.keepalive
+        asked, interval = threading.Thread(), self.ssh.keepalive
         while not self._closed.wait(interval / 4) and self.alive():
-            if time.monotonic() - self._transport.packetizer.last_message > 2 * interval:
+            silence = time.monotonic() - self._transport.packetizer.last_message
+            if silence > 2 * interval:
                 self._transport.close()
+            elif silence > interval and not asked.is_alive():
+                asked = threading.Thread(target=self._ask, daemon=True)
+                asked.start()
+
+    def _ask(self) -> None:
+        with contextlib.suppress(Exception):  # The transport has ended.
+            self._transport.global_request("keepalive@openssh.com")
 
 
 class _Packetizer(paramiko.packet.Packetizer):  # type: ignore[misc]

@@ -32,10 +32,7 @@ def connection_to(ssh: SSHConnectionResource | None) -> Connection:
 
 
 def connect_early(ssh: SSHConnectionResource | None) -> None:
-    """Start to log in in the background, before a step needs the connection.
-
-    A failure is not reported here, but at the first use of the connection.
-    """
+    """Start to log in in the background. A failure is not reported here, but at the first use of the connection."""
 
     def log_in() -> None:
         with contextlib.suppress(OSError, ValueError):
