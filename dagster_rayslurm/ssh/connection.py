@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 _FIRST_LOGIN_PATIENCE = 3.0
 """Seconds for which a failed first login is tried again; if it still fails, the configuration is probably wrong."""
-_FIRST_WAIT = 5
-"""Seconds that the first try of a later login may take; doubled each time. TCP repeats a lost packet later and later."""
 _PROGRESS = 5.0
 """Seconds that an attempt must last before it breaks, so that its end counts as the start of a new outage."""
 _MAX_NOISE = 1024 * 1024
@@ -209,7 +207,7 @@ class SSHConnection(Connection):
         self._lock = threading.Lock()
         self._transport: Transport | None = None
         self._agent: AgentClient | None = None
-        self._wait: int | None = None  # For the next login; None before the first one that works.
+        self._ever_connected = False
         self._failed: tuple[float, Exception] | None = None
 
     @property
@@ -237,7 +235,7 @@ class SSHConnection(Connection):
                 raise self._named(error, doing) from None
             if outage is None or (agent is not None and time.monotonic() - began > _PROGRESS):
                 outage = Backoff(began if agent is None else time.monotonic())
-            patient = self._wait is not None or isinstance(failure, ServerBusy)
+            patient = self._ever_connected or isinstance(failure, ServerBusy)
             patience = self.ssh.connect_timeout if patient else min(_FIRST_LOGIN_PATIENCE, self.ssh.connect_timeout)
             pause = outage.pause()
             too_late = deadline is not None and time.monotonic() + pause > deadline
@@ -274,12 +272,8 @@ class SSHConnection(Connection):
         """A login that works. The caller holds the lock."""
         if self._transport is None or not self._transport.alive():
             self._log_out()
-            ssh = self.ssh
-            if self._wait is not None:
-                ssh = _with_timeout(ssh, self._wait)
-                self._wait *= 2
-            self._transport = self._log_in(ssh)
-            self._wait = _FIRST_WAIT
+            self._transport = self._log_in(self.ssh)
+            self._ever_connected = True
         return self._transport
 
     def _start_agent(self, transport: Transport) -> AgentClient:
@@ -318,12 +312,6 @@ class SSHConnection(Connection):
     def close(self) -> None:
         with self._lock:
             self._log_out()
-
-
-def _with_timeout(ssh: SSHConnectionResource, seconds: int) -> SSHConnectionResource:
-    """The configuration with no longer timeouts than `seconds`."""
-    jump = ssh.jump_host and _with_timeout(ssh.jump_host, seconds)
-    return ssh.model_copy(update={"connect_timeout": min(seconds, ssh.connect_timeout), "jump_host": jump})
 
 
 class ListeningForward(Forward):

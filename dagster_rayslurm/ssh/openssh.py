@@ -38,6 +38,8 @@ _NO_MASTER = re.compile(
 )
 _PERSIST = 60
 """Seconds that a master keeps running after its last session, so that the next process finds it."""
+_ATTEMPT = 10
+"""Seconds for one TCP connection attempt, and for the server's first answer on it."""
 _QUESTION_TIMEOUT = 30.0
 """Seconds for `ssh` to answer a question that needs no network; a `Match exec` in its configuration runs commands of the user."""
 _TYPED = ("Port", "User", "IdentityFile", "CertificateFile", "UserKnownHostsFile", "ProxyCommand")
@@ -146,7 +148,9 @@ def options(ssh: SSHConnectionResource, scratch: str = "") -> list[str]:
     hides when it has ControlPersist.
     """
     values = {
-        "ConnectTimeout": str(ssh.connect_timeout),
+        # TCP repeats a lost packet later and later, so a new attempt succeeds earlier.
+        "ConnectTimeout": str(min(_ATTEMPT, ssh.connect_timeout)),
+        "ConnectionAttempts": str(max(1, ssh.connect_timeout // _ATTEMPT)),
         "ServerAliveInterval": str(ssh.keepalive),
         # One missed answer is enough: a new login costs less than a connection that hangs.
         "ServerAliveCountMax": "1",

@@ -36,6 +36,8 @@ from .openssh import master_command
 
 _LOG = "dagster_rayslurm.paramiko"
 """Name of paramiko's logger, which is silenced."""
+_ATTEMPT = 4.0
+"""Seconds for one TCP connection attempt. TCP repeats a lost packet later and later, so a new attempt succeeds earlier."""
 _OPEN_TIMEOUT = 60.0
 """Seconds for the server to open a channel."""
 _SETTLE = 0.3
@@ -74,7 +76,7 @@ def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> Pa
     deadline = time.monotonic() + ssh.connect_timeout
     transport: Any = None
     try:
-        stream = jump.open_tcp(ssh) if jump else _connect(ssh)
+        stream = jump.open_tcp(ssh) if jump else _connect(ssh, deadline)
         transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
         transport.set_log_channel(_LOG)
         transport.logger.setLevel(100)  # paramiko logs tracebacks of failures that `errors` reports in a sentence.
@@ -103,10 +105,15 @@ def _left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-def _connect(ssh: SSHConnectionResource) -> socket.socket:
-    stream = socket.create_connection((ssh.host, ssh.port), timeout=ssh.connect_timeout)
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return stream
+def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
+    while True:
+        try:
+            stream = socket.create_connection((ssh.host, ssh.port), timeout=min(_ATTEMPT, _left(deadline)))
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return stream
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise
 
 
 def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> ConnectionFailed:
