@@ -93,7 +93,7 @@ class FollowedPayload:
 
     @property
     def evidence(self) -> Evidence:
-        """What the follower knows of the payload so far."""
+        """What is known of the payload so far."""
         return self.follower.evidence
 
     @property
@@ -103,7 +103,6 @@ class FollowedPayload:
 
     def metadata(self, mode: str) -> Metadata:
         """Returns the Dagster metadata of the payload, for a result and a failure alike."""
-        # Names of jobs come before measured values.
         figures = run_metadata(self.evidence.end_or_partial, mode, self.running.cluster_id)
         return {**self.running.metadata(self.evidence), **figures}
 
@@ -151,7 +150,8 @@ class PayloadRun:
                 with deferred_interrupts() as interrupted_again:
                     if not isinstance(error, RunFailure):
                         self._end_interrupted(error, interrupted_again)
-                    for each in self.payloads.values() if isinstance(error, RunFailure) else ():
+                        raise
+                    for each in self.payloads.values():
                         each.running.kill()
                         each.follower.flush_output()
                 raise

@@ -3,21 +3,19 @@
 The head's runtime writes them, and Dagster's side reads them, usually over a network file system or SFTP. docs/architecture.md
 lists the files and the types of records.
 
-Format of a line. A line is a JSON object whose last member is `"crc"`, the CRC-32 of all bytes of the line before `,"crc":"`, in
-8 hex digits. The text contains no newline and no NUL byte, because JSON escapes both. `encode` and `decode` are the whole format.
+A line is a JSON object whose last member is `"crc"`, the CRC-32 of all bytes of the line before `,"crc":"`, in 8 hex digits. The
+text contains no newline and no NUL byte, because JSON escapes both.
 
-Writing. Only one process appends to a file (`Appender`). If a write fails halfway, for instance on a full disk, the appender
-removes the torn line before it writes the next one. If a writer was killed halfway, the next writer first ends the torn line with
-a newline. The checksum of that line does not hold, so readers drop it. Appended lines reach other hosts when `sync` calls fsync.
+Only one process appends to a file. If a write fails halfway, for instance on a full disk, the appender removes the torn line
+before it writes the next one. If a writer was killed halfway, the next writer first ends the torn line with a newline; its
+checksum does not hold, so readers drop it. Appended lines reach other hosts when `sync` calls fsync.
 
-Reading. A reader's whole state is a byte offset (`LineReader.offset`), which only moves past complete lines. So there is one loop
-to follow a run, to resume after a lost connection, to reattach after a restart of Dagster, and to read a finished record.
+A reader's whole state is a byte offset, which only moves past complete lines. So there is one loop to follow a run, to resume
+after a lost connection, to reattach after a restart of Dagster, and to read a finished record. A network file system may show
+the new size of a file before its new pages: the reader stops before NUL bytes and reads there again later. NUL bytes that stay
+for a minute are damage, and are skipped with their line.
 
-Holes. A network file system may show the new size of a file before its new pages: the reader then sees NUL bytes. The reader
-stops before them and reads there again later. NUL bytes that stay for a minute are damage; the reader skips them with their line.
-
-Reserve for the end. `journal.reserve` occupies 64 KiB from the start. The runtime deletes it before it writes the `end`, so that
-the end of a payload is recorded even on a full disk or an exceeded quota.
+`journal.reserve` occupies 64 KiB until the `end` is written, so that it is recorded even on a full disk or an exceeded quota.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ COMPONENTS = "components"  # Directory with a run directory for each component o
 
 _CRC_KEY = b',"crc":"'
 _RESERVE_BYTES = 64 * 1024
-# Reads that begin with the same NUL bytes, after which these count as damage; so many reads take a minute or more.
-_MAX_HOLE_READS = 600
+_MAX_HOLE_READS = 600  # Reads that begin with the same NUL bytes, after which these count as damage: a minute or more.
 
 Record = Dict[str, Any]  # The JSON object of one line.
 
@@ -71,19 +68,13 @@ def decode(line: bytes) -> Optional[Record]:
 
 
 class LineReader:
-    """Turns the bytes of a growing file into records; the caller reads the file.
-
-    `offset` is the position after the last line that was returned or dropped, and `damaged` counts the complete lines that were
-    dropped, because their checksum does not hold.
-    """
+    """Turns the bytes of a growing file into records; the caller reads the file."""
 
     def __init__(self, offset: int = 0) -> None:
-        self.offset = offset
-        self.damaged = 0
+        self.offset = offset  # Position after the last line that was returned or dropped.
+        self.damaged = 0  # Number of complete lines that were dropped, because their checksum does not hold.
         self._partial: List[bytes] = []
-        self._partial_bytes = 0
-        self._reread_at = -1
-        self._hole_reads = 0
+        self._reread_at, self._partial_bytes, self._hole_reads = -1, 0, 0
 
     @property
     def next_read(self) -> int:
@@ -160,9 +151,7 @@ class RunRecord:
     payload that cannot be recorded (size limit, full disk) is dropped and counted, with one remark in the recorded output. But a
     journal line that cannot be recorded raises `OSError`, because a lost Pipes message is a lost result.
 
-    Raises:
-        FileExistsError: another runtime writes, or has written, this record.
-        OSError: the directory cannot be written, or has no space for the reserve.
+    Raises FileExistsError if another runtime writes, or has written, this record; OSError if there is no space for it.
     """
 
     def __init__(self, run_dir: str, max_stdio_bytes: int, attempt: int = 0) -> None:

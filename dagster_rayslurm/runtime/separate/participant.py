@@ -29,10 +29,7 @@ from .barrier import Barrier, ComponentAddress, ComponentState, Ended, RunState
 # Environment variables of a payload: the name of its component, and the addresses of all components (`ComponentAddress`) as JSON.
 COMPONENT, COMPONENTS = "RAYSLURM_COMPONENT", "RAYSLURM_COMPONENTS"
 
-# Seconds between two updates of the run directory's modification time, which keep cleanup from removing it.
-#
-# The supervisor does the same only for the component's own directory.
-_REFRESH_INTERVAL = 600.0
+_REFRESH_INTERVAL = 600.0  # Seconds between two updates of the run directory's time, which keep cleanup from removing it.
 _LOCALHOST = "127.0.0.1"
 # Seconds that the host waits at its end for the guests to end: `srun` ends them when the host's exit code is not 0.
 _LEAVE_TIMEOUT = 5.0
@@ -40,15 +37,11 @@ _LEAVE_TIMEOUT = 5.0
 
 @dataclass(eq=False)
 class Participant(Hooks, Listener, ABC):
-    """Connects one component's supervisor to the barrier, as its hooks.
-
-    It holds the component's payload back until all components are ready, and reports the payload's end to the other components.
-    `run_dir` is the run's directory, `allocation` the nodes of the component; None if all components are on this machine.
-    """
+    """Connects one component's supervisor to the barrier, as its hooks."""
 
     supervisor: Supervisor
-    run_dir: str
-    allocation: Optional[Allocation] = None
+    run_dir: str  # The run's directory, not that of the component.
+    allocation: Optional[Allocation] = None  # The nodes of the component; None if all components are on this machine.
     hosts: Sequence[str] = (_LOCALHOST,)  # Where the first component's runtime may be reached.
 
     def __post_init__(self) -> None:
@@ -59,7 +52,7 @@ class Participant(Hooks, Listener, ABC):
         self.mine, self.told = ComponentState(), RunState()  # What this component tells, and what it was told.
         self.supervisor.hooks = self
         self._keep_fresh()
-        self.join()
+        self._join()
         self._tick()
 
     @property
@@ -68,25 +61,22 @@ class Participant(Hooks, Listener, ABC):
         """The exit code for this runtime."""
 
     @abstractmethod
-    def join(self) -> None:
-        """Begin to connect to the other components."""
-
-    @abstractmethod
-    def report(self) -> None:
-        """Tell the host what has changed in this component."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Called every now and then: give up components that are out of reach."""
-
-    @abstractmethod
     def close(self) -> None:
         """Disconnect from the other components; the host waits a few seconds for them to end."""
+
+    @abstractmethod
+    def _join(self) -> None: ...
+
+    @abstractmethod
+    def _report(self) -> None: ...
+
+    @abstractmethod
+    def _check(self) -> None: ...
 
     def tell(self, **news: Any) -> None:
         """Change the state of this component, and report it."""
         self.mine = replace(self.mine, **news)
-        self.report()
+        self._report()
 
     def watch(self, payload: Payload) -> None:
         """Set the payload that takes part in the barrier; to be called before the event loop runs."""
@@ -147,14 +137,14 @@ class Participant(Hooks, Listener, ABC):
         self.loop.call_later(_REFRESH_INTERVAL, self._keep_fresh)
 
     def _tick(self) -> None:
-        self.check()
+        self._check()
         self.loop.call_later(self.spec.grace / 10, self._tick)
 
 
 class Host(Participant):
     """The participant of the first component. Its exit code is that of the first failure in any component, or 0."""
 
-    def join(self) -> None:
+    def _join(self) -> None:
         self.barrier = Barrier(self.spec.components, self.spec.patience, self.spec.grace, self.loop.now())
         self._sent = self.barrier.state
         self._guests: Dict[str, Channel] = {}
@@ -164,7 +154,7 @@ class Host(Participant):
     def exit_code(self) -> int:
         return self.barrier.exit_code
 
-    def report(self) -> None:
+    def _report(self) -> None:
         self.barrier.update(self.spec.component_id, self.mine, self.loop.now())
         self.loop.call_later(0.0, self._act)
 
@@ -173,7 +163,7 @@ class Host(Participant):
         self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
         self._act()
 
-    def check(self) -> None:
+    def _check(self) -> None:
         self.barrier.tick(self.loop.now())
         self._act()
 
@@ -217,7 +207,7 @@ class Host(Participant):
 class Guest(Participant):
     """The participant of another component than the first."""
 
-    def join(self) -> None:
+    def _join(self) -> None:
         self._given_up = False
         # When the host is given up, unless it is connected then.
         self._give_up_at = self.loop.now() + self.spec.patience + 3 * self.spec.grace
@@ -233,7 +223,7 @@ class Guest(Participant):
         """
         return 1 if self._given_up and (self.mine.ended is None or self.mine.ended.failure is not None) else 0
 
-    def report(self) -> None:
+    def _report(self) -> None:
         self.client.send(component=self.spec.component_id, **asdict(self.mine))
         if self.mine.ended is not None and self.mine.ended.failure is not None and not self.client.is_connected:
             # A host that is about to come should learn of the failure; but after a signal, Slurm gives little time.
@@ -248,7 +238,7 @@ class Guest(Participant):
         self.client.close()
 
     def authenticated(self, channel: Channel) -> None:  # noqa: ARG002
-        self.report()
+        self._report()
 
     def received(self, channel: Channel, message: Message) -> None:  # noqa: ARG002
         told = from_fields(RunState, message)
@@ -259,7 +249,7 @@ class Guest(Participant):
     def closed(self, channel: Channel, why: str) -> None:  # noqa: ARG002
         self._give_up_at = self.loop.now() + self.spec.grace
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Go on without a host that is out of reach for too long, as if it had failed."""
         if not self._given_up and (self.client.is_connected or self.loop.now() < self._give_up_at):
             return
