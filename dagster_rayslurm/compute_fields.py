@@ -10,7 +10,7 @@ import dagster as dg
 from pydantic import Field
 
 from .config import ExecutionMode, SessionConfig, StrictResource, Topology, at_least, choice, plain_text
-from .environments import InheritedEnvironment, PreDeployedEnvironment, prefix
+from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .launchers import BashLauncher, RayLauncher
 from .slurm.config import HetComponent, SlurmResource
 
@@ -57,7 +57,7 @@ class ComputeFields(StrictResource):
         discriminator="kind",
         description="The Python environment of payloads; over SSH it has to be a pre-deployed one.",
     )
-    pre_deployed_env_path: Annotated[Optional[str], prefix] = Field(
+    pre_deployed_env_path: Annotated[Optional[str], plain_text] = Field(
         default=None,
         description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode "
         "ignores a path that does not exist on this machine.",

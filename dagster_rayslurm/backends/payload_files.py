@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..errors import FailureKind, StartError
@@ -62,22 +60,6 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
     return PayloadFiles(replace(plan, payload=moved), bundles)
 
 
-def modules_beside(script: str) -> list[str]:
-    """Returns the modules that a script imports from its own directory; none if the script cannot be parsed."""
-    try:
-        tree = ast.parse(Path(script).read_bytes())
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two mean that the script is nested too deeply.
-        return []
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.partition(".")[0])
-    here = Path(script).parent
-    return sorted(name for name in names if any((here / path).is_file() for path in (f"{name}.py", f"{name}/__init__.py")))
-
-
 def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, recheck: bool = False) -> str:
     """Send the files of a plan and the runtime to the cluster if they are missing; returns the runtime's path on the cluster.
 
@@ -87,12 +69,6 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, re
         StartError: a file changed after it was bundled.
         OSError: a file cannot be read, sent or written.
     """
-    script = files.plan.script if "script" in files.bundles and not recheck else None
-    if missing := script and modules_beside(script):
-        log.warning(
-            f"[rayslurm] {os.path.basename(script or '')} imports {', '.join(missing)} from beside it, which is not sent: name "
-            "that directory in the launcher's working_dir, unless the environment there has it"
-        )
 
     def warn(sentence: str) -> None:
         log.warning(f"[rayslurm] remote_base: {sentence}")

@@ -189,7 +189,10 @@ def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
         row["partition"] = ", ".join(dict.fromkeys(part.partition for part in components)) or None
         row["components"] = list(each.components)
         if row["state"] == SessionState.PENDING and job is not None:
-            row["reason"] = _pending_reason(most_informative_row(components), job, each.components)
+            told = most_informative_row(components) or job
+            row["reason"] = told.reason + (
+                time.strftime(", expected by %H:%M UTC", time.gmtime(told.start)) if told.start else ""
+            )
         found.append(Session(connection, each, row))
     return found
 
@@ -211,15 +214,6 @@ def _row(connection: Connection, generation: Generation, state: SessionState, jo
         "place": connection.place,
         "directory": generation.directory,
     }
-
-
-def _pending_reason(telling: QueueRow | None, job: QueueRow, components: tuple[str, ...]) -> str:
-    """Why a session's job waits in the queue, with the component that is the reason if known, and the expected start."""
-    row = telling or job
-    number = row.label.partition("+")[2] if telling is not None else ""
-    component = f" (component {components[int(number)]})" if number.isdigit() and int(number) < len(components) else ""
-    start = time.strftime(", expected by %H:%M UTC", time.gmtime(row.start)) if row.start else ""
-    return f"{row.reason}{component}{start}"
 
 
 def _find(ident: str, found: list[Session], alive: bool = False) -> Session:

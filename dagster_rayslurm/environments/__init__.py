@@ -12,21 +12,9 @@ from typing import Annotated, Literal, Union
 
 from pydantic import Field
 
-from ..config import StrictConfig, check_text, checked
+from ..config import StrictConfig, plain_text
 from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
-
-
-def _check_prefix(value: object) -> str:
-    text = check_text(value)
-    directory, name = os.path.split(text)
-    if os.path.basename(directory) == "bin" and name.startswith("python"):
-        raise ValueError(f"{text!r} is an interpreter; name the prefix of its environment, {os.path.dirname(directory)!r}")
-    return text
-
-
-prefix = checked(_check_prefix)
-"""Pydantic validator for the path of an environment's directory; refuses the path of an interpreter."""
 
 
 class InheritedEnvironment(StrictConfig):
@@ -39,7 +27,7 @@ class PreDeployedEnvironment(StrictConfig):
     """An environment that is already installed where the payload runs."""
 
     kind: Literal["pre-deployed"] = Field(default="pre-deployed", description="Tells the environments apart in configuration.")
-    path: Annotated[str, prefix] = Field(
+    path: Annotated[str, plain_text] = Field(
         description="A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."
     )
 

@@ -195,11 +195,6 @@ def test_unknown_keys_are_refused(cls: Any) -> None:
         (lambda: RayLauncher(component_id="a b"), "is not a name"),
         (lambda: SessionConfig(scope="global"), "'global' is not one of"),
         (lambda: HetComponent(component_id="../x", queue=SlurmQueueConfig()), "is not a name"),
-        (
-            lambda: PreDeployedEnvironment(path="/env/bin/python3"),
-            "is an interpreter; name the prefix of its environment, '/env'",
-        ),
-        (lambda: ComputeResource(pre_deployed_env_path="/env/bin/python"), "name the prefix of its environment, '/env'"),
     ],
 )
 def test_a_bad_value_gets_one_clear_sentence(make: Any, says: str) -> None:
