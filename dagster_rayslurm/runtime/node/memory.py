@@ -260,7 +260,7 @@ class MemoryWatch:
         """Take one sample, warn or kill if it calls for that, and return the seconds until the next sample."""
         used, limit = fullest(self._cgroups) or (self._memory_of_processes(), self._limit or 2**62)
         if not self._cgroups and self._accounting is None:
-            if used >= _QUERY_SHARE * limit:
+            if used >= _QUERY_SHARE * limit and not self._queried:
                 self._query_slurm()
             return pause(used, limit)
         groups: List[Group] = []
@@ -283,13 +283,12 @@ class MemoryWatch:
         return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], shared)
 
     def _query_slurm(self) -> None:
-        """Ask Slurm, once only, how it counts memory."""
-        if not self._queried:
-            self._queried = True
-            try:
-                query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)
-            except OSError:  # This node has no scontrol.
-                self._answered(None)
+        """Ask Slurm how it counts memory."""
+        self._queried = True
+        try:
+            query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)
+        except OSError:  # This node has no scontrol.
+            self._answered(None)
 
     def _answered(self, config: Optional[str]) -> None:
         self._accounting = memory_accounting(config)

@@ -42,8 +42,7 @@ def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
 def payload_footprint(spec: PayloadSpec) -> Footprint:
     """What a payload that shares its nodes with other payloads requires of each node.
 
-    These are the requirements of the payload's own Ray cluster, if it has one, and the CPUs and GPUs that the payload asks
-    for where its cluster has no requirement of the same unit.
+    Its own Ray cluster's requirements, if it has one, and what the payload asks for where those have none of the same unit.
     """
     own = node_footprint(spec.ray) if spec.ray is not None else ()
     units = {requirement.unit for requirement in own if requirement.amount is not None}
@@ -127,11 +126,9 @@ def hardware_memory() -> int:
 
 
 def count_cpus(environ: Mapping[str, str]) -> int:
-    """Number of CPUs granted to this process.
+    """Number of CPUs granted to this process: those of its CPU affinity where Slurm confines tasks to CPUs.
 
-    Where Slurm confines tasks to CPUs, the CPU affinity of the process gives the number. Where Slurm does not
-    (`TaskPlugin=task/none`), a process may run on all CPUs of the machine, and only `SLURM_CPUS_ON_NODE` says how many were
-    granted (srun(1)).
+    Where Slurm does not (`TaskPlugin=task/none`), only `SLURM_CPUS_ON_NODE` says how many were granted (srun(1)).
     """
     machine = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else machine
@@ -142,10 +139,7 @@ def count_cpus(environ: Mapping[str, str]) -> int:
 
 
 def slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
-    """Bytes of memory that Slurm grants the step on this node; None if Slurm sets no limit.
-
-    Both variables are in megabytes, and 0 is all memory of the node (srun(1)).
-    """
+    """Bytes that Slurm grants the step on this node; None for no limit. Slurm tells megabytes, 0 for all memory (srun(1))."""
     per_node, per_cpu = _number(environ, "SLURM_MEM_PER_NODE"), _number(environ, "SLURM_MEM_PER_CPU")
     return (per_node or (per_cpu or 0) * count_cpus(environ)) * 2**20 or None
 
@@ -156,10 +150,7 @@ def _number(environ: Mapping[str, str], name: str) -> Optional[int]:
 
 
 def cgroup_limits() -> List[Tuple[str, int]]:
-    """Memory limits in bytes of this process's cgroup and of its ancestors, as pairs (cgroup directory, limit).
-
-    Reads cgroups of version 1 and 2 (cgroups(7)).
-    """
+    """Directories and memory limits in bytes of this process's cgroup and its ancestors (cgroups(7), versions 1 and 2)."""
     entries: List[List[str]] = []
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         entries = [line.rstrip("\n").split(":", 2) for line in file]

@@ -147,24 +147,17 @@ class NodeAgent:
         if sampler is None:
             if self._strays is not None:
                 self._strays.begin(nonce)
-            own = nonce if nonce in self._clusters else ""
-            ray = self._clusters[own].ray if own in self._clusters else None
-            temp_dir = None if ray is None else ray.scratch.ray_temp_dir
-            jobs = (
-                RayJobs(logs_of(temp_dir), lambda: next(iter(self.pids([own])), None))
-                if temp_dir and job_ids is not None
-                else None
-            )
-            sampler = self._samplers[nonce] = UsageSampler(
-                self.loop,
-                self._gpus,
-                temp_dir,
-                excluded=lambda: self.pids([key for key in self._clusters if key not in ("", nonce)]),
-                roots=(lambda: self.pids([own])) if self.simulated else None,
-                jobs=jobs,
-            )
+            key, jobs = nonce if nonce in self._clusters else "", None
+            temp_dir = self._clusters[key].ray.scratch.ray_temp_dir if key in self._clusters else None
+            if temp_dir is not None and job_ids is not None:
+                jobs = RayJobs(logs_of(temp_dir), lambda: next(iter(self.pids([key])), None))
+            roots = (lambda: self.pids([key])) if self.simulated else None
+            self._samplers[nonce] = sampler = UsageSampler(self.loop, self._gpus, temp_dir, self._others(nonce), roots, jobs)
         if sampler.jobs is not None:
             sampler.jobs.job_ids.update(job_ids or ())
+
+    def _others(self, nonce: str) -> Callable[[], List[int]]:
+        return lambda: self.pids([key for key in self._clusters if key not in ("", nonce)])
 
 
 # ---- Simulated nodes: each component of a heterogeneous job gets a Ray node of its own on this machine

@@ -155,14 +155,12 @@ class RayCluster:
 
     def handle(self, member: WorkerNode, message: Event) -> None:
         """Called with each event of a worker node."""
-        event = {**message, "node": member.node_id}
-        if event.get("event") == NodeEvent.JOINED:
+        event, kind = {**message, "node": member.node_id}, message.get("event")
+        if kind == NodeEvent.JOINED:
             event.update(identity=member.identity, here=member.here, problem=self._problem(NodeResources(**member.machine)))
-        elif event.get("event") == NodeEvent.RAY_FAILED:
-            if event["cluster"] != self.key:
-                return
+        elif kind == NodeEvent.RAY_FAILED and event["cluster"] == self.key:
             self._tails.update({"%s on %s" % (name, member.title): text for name, text in event["tails"].items()})
-        if event.get("event") in tuple(NodeEvent):
+        if kind in tuple(NodeEvent) and event.get("cluster", self.key) == self.key:
             self.on_event(event)
 
     def on_event(self, event: Event) -> None:

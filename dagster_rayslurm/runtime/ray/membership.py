@@ -153,18 +153,18 @@ class Membership:
     def _table(self, event: Event) -> Step:
         nodes = within(self.spec, event["nodes"])
         after, actions = replace(self, nodes=nodes), []  # type: Membership, List[Action]
-        if self.ready:
-            gone = lost(self.nodes, nodes)
-            if any(node["head"] for node in gone):
-                return after._fail("the GCS reports the head node as dead", EndReason.CLUSTER_LOST)
-            for name in map(title, gone):
-                actions += [Say("node-lost", "Ray on node %s is dead, the others go on" % name), NodeLost(name)]
-            return after, actions
-        joined = len(alive(nodes))
-        if self.members and joined != len(alive(self.nodes)):
-            actions.append(Say("cluster-start", "%d/%d nodes joined" % (joined, self.expected)))
-        after, more = after._ready_if_complete()
-        return after, actions + more
+        if not self.ready:
+            joined = len(alive(nodes))
+            if self.members and joined != len(alive(self.nodes)):
+                actions.append(Say("cluster-start", "%d/%d nodes joined" % (joined, self.expected)))
+            after, more = after._ready_if_complete()
+            return after, actions + more
+        gone = lost(self.nodes, nodes)
+        if any(node["head"] for node in gone):
+            return after._fail("the GCS reports the head node as dead", EndReason.CLUSTER_LOST)
+        for name in map(title, gone):
+            actions += [Say("node-lost", "Ray on node %s is dead, the others go on" % name), NodeLost(name)]
+        return after, actions
 
     def _at_entrypoint(self, _: Event) -> Step:
         return replace(self, entrypoint=True)._ready_if_complete()
