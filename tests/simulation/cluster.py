@@ -59,6 +59,7 @@ class View:
     world: World
     lag: float = 0.0
     _seen: dict[tuple[str, str], tuple[float, Any]] = field(default_factory=dict)
+    _partial: set[str] = field(default_factory=set)  # Files whose last view was incomplete.
 
     def look(self, path: str, what: str, now: Callable[[str], Any]) -> Any:
         """What `now(path)` returns, or returned some seconds ago; `what` names the question."""
@@ -80,8 +81,10 @@ class View:
     def _half_new(self, path: str, data: bytes) -> bytes:
         """Some content of a file that grows by appended lines: all of it, without its end, or with a hole at its end."""
         how = self.world.random.random()
-        if how < 0.6 or not path.endswith(".jsonl") or not data:
+        if how < 0.6 or not path.endswith(".jsonl") or not data or path in self._partial:
+            self._partial.discard(path)  # All is in sight after twice the lag.
             return data
+        self._partial.add(path)
         known = len(self._seen.get((path, "read"), (0.0, b""))[1])
         cut = self.world.random.randint(min(known, len(data)), len(data))
         return data[:cut] if how < 0.9 else data[:cut] + b"\0" * (len(data) - cut)

@@ -38,7 +38,7 @@ from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.protocol.record import CANCEL, EXIT, RunRecord
 
 from ..fake_slurm import model
-from .cluster import Cluster, Terminated
+from .cluster import NOTICED, Cluster, Terminated
 from .history import Fault, History, Violation
 from .world import Host, Process, World
 
@@ -303,7 +303,7 @@ class SlurmMode(History):
 
     def draw(self) -> list[Fault]:
         choice, cluster = self.choice, self.cluster
-        cluster.edge_view.lag = choice.choice([0.0, 0.0, 0.0, 3.0, 30.0])
+        cluster.edge_view.lag = choice.choice([0.0, 0.0, 0.0, 3.0, 25.0])
         cluster.node_view.lag = choice.choice([0.0, 0.0, 3.0])
         cluster.edge.skew, cluster.node.skew = choice.choice([0.0, 0.0, -20.0, 7.0]), choice.choice([0.0, 0.0, 90.0, -40.0])
         horizon = choice.choice([1.0, 5.0, 40.0, 2 * self.payload.seconds])
@@ -629,7 +629,8 @@ class SlurmMode(History):
             raise Violation(f"a line about the payload was logged {said} times")
 
     def _check_time(self, last: Attempt) -> None:
-        lags = 3 * (self.cluster.edge_view.lag + self.cluster.node_view.lag)
+        lost = sum(fault.amount for fault in self.faults if fault.kind == "lose_answers")
+        lags = NOTICED * lost + 3 * (self.cluster.edge_view.lag + self.cluster.node_view.lag)
         if last.over_at is None or last.interrupted:
             return
         recorded = self.ended_at is not None and self.ended_at < last.over_at
