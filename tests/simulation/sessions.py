@@ -312,9 +312,10 @@ class Sessions(SlurmMode):
         name = f"step {step.number}.{attempt.number}"
         attempt.process = self.world.spawn(name, self.dagster, lambda: self._run_one(step, attempt), delay)
 
-    def attempt(self) -> Attempt:
-        """Start the step again whose process a fault has killed."""
-        step = next(each for each in self.steps if each.number == self.attempts[-1].step)
+    def attempt(self, before: Attempt | None = None) -> Attempt:
+        """Start the step of an attempt again."""
+        assert isinstance(before, StepAttempt)
+        step = self.steps[before.step]
         self.attempt_at(step)
         return self.attempts[-1]
 

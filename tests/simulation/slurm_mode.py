@@ -345,8 +345,8 @@ class SlurmMode(History):
 
     # -- Dagster
 
-    def attempt(self) -> Attempt:
-        """Start a Dagster process that runs the step; a later one is a retry of it."""
+    def attempt(self, before: Attempt | None = None) -> Attempt:
+        """Start a Dagster process that runs the step; with an attempt before, as a retry of it."""
         attempt = Attempt(len(self.attempts) + 1, began=self.world.now)
         self.attempts.append(attempt)
         attempt.process = self.world.spawn(f"dagster {attempt.number}", self.dagster, lambda: self._run_step(attempt))
@@ -361,15 +361,15 @@ class SlurmMode(History):
             attempt.interrupted = True
         attempt.over_at = self.world.now
         if attempt.not_started and self.cluster.alive() and attempt.number < MOST_ATTEMPTS:
-            self.world.spawn("dagster", Host("fate"), self._retry)
+            self.world.spawn("dagster", Host("fate"), lambda: self._retry(attempt))
         sentence = attempt.failure or (attempt.verdict and attempt.verdict.sentence) or ""
         self.world.say(f"ends: {attempt.ended}: {sentence}")
 
-    def _retry(self) -> None:
+    def _retry(self, attempt: Attempt) -> None:
         self.returning += 1
         self.world.sleep(60.0)
         self.returning -= 1
-        self.attempt()
+        self.attempt(attempt)
 
     def _execute(self, attempt: Attempt) -> None:
         slurm, queue, environment = _settings(f"{self.cluster.directory}/base", self.requeue)
@@ -494,14 +494,15 @@ class SlurmMode(History):
             self.cluster.change(model.script_ended, job_id, -9, self.cluster.now())
 
     def kill_dagster(self, pause: float) -> None:
-        process = self.attempts[-1].process
+        killed = self.attempts[-1]
+        process = killed.process
         if process is not None and process.alive:
             self.returning += 1
             self.world.kill(process)
             self.cluster.end_agents(process)
             self.world.sleep(pause)
             self.returning -= 1
-            self.attempt()
+            self.attempt(killed)
 
     def _at_turn(self, action: Callable[[], None]) -> None:
         process = self.attempts[-1].process
