@@ -52,8 +52,17 @@ def preload_processes_of(run: Any) -> list[psutil.Process]:
     return found
 
 
-def test_payloads_begin_with_their_modules_imported(warm: ComputeResource, script: Any) -> None:
+def test_payloads_of_a_warm_cluster_begin_with_their_modules_imported(warm: ComputeResource, script: Any, capfd: Any) -> None:
+    """One cluster for all of it, as its start takes most of the time."""
     payload = script(DRIVER)
+    variables_and_figures_are_each_payloads_own(warm, payload)
+    two_at_once_of_which_one_fails(warm, payload)
+    last_lines_of_workers_are_kept(warm, script(PRINTS, "prints.py"), capfd)
+    modules_that_cannot_be_imported_are_told(warm, payload, capfd)
+    a_preload_process_that_dies_is_replaced(warm, payload)
+
+
+def variables_and_figures_are_each_payloads_own(warm: ComputeResource, payload: Path) -> None:
     runs = [run_asset(warm, payload)]
     runs.append(run_asset(warm, payload, extra_env={"WHO": "a"}, secret_env={"KEY": "k"}))
     runs.append(run_asset(warm, payload))
@@ -74,10 +83,12 @@ def test_payloads_begin_with_their_modules_imported(warm: ComputeResource, scrip
     other = run_asset(warm, payload, extra_env={"OMP_NUM_THREADS": "1"})
     assert other.metadata["preloaded"] is False and other.metadata["total"] == 5
 
-    # Without its preload process a session starts another one.
-    (process,) = preload_processes_of(runs[0])
-    process.kill()
-    assert wait_until(lambda: not preload_processes_of(runs[0]), 10)
+
+def a_preload_process_that_dies_is_replaced(warm: ComputeResource, payload: Path) -> None:
+    ran = run_asset(warm, payload)
+    for process in preload_processes_of(ran):
+        process.kill()
+    assert wait_until(lambda: not preload_processes_of(ran), 10)
     again = [run_asset(warm, payload) for _ in range(2)]
     assert again[1].metadata["preloaded"] is True
 
@@ -92,18 +103,17 @@ PRINTS = pipes_script("""
 """)
 
 
-def test_two_at_once_and_one_that_fails_and_last_lines(warm: ComputeResource, script: Any, capfd: Any) -> None:
-    good = script(DRIVER)
+def two_at_once_of_which_one_fails(warm: ComputeResource, good: Path) -> None:
     bad = good.with_name("bad.py")
     bad.write_text(good.read_text() + "\nraise ValueError('of its own')\n")
-    run_asset(warm, good)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         runs = list(pool.map(lambda payload: run_asset(warm, payload), [good, bad]))
     assert runs[0].metadata["preloaded"] is True and runs[0].metadata["total"] == 5
     assert isinstance(runs[1].failure, RunFailure) and "raised ValueError: of its own (bad.py:" in str(runs[1].failure)
 
-    # Ray's own exit handler waits for the last lines of workers, half a second; it is only left out where there are none.
-    payload = script(PRINTS, "prints.py")
+
+def last_lines_of_workers_are_kept(warm: ComputeResource, payload: Path, capfd: Any) -> None:
+    """Ray's own exit handler waits for the last lines of workers, half a second; it is only left out where there are none."""
     for _ in range(3):
         capfd.readouterr()
         run_asset(warm, payload)
@@ -111,9 +121,8 @@ def test_two_at_once_and_one_that_fails_and_last_lines(warm: ComputeResource, sc
         assert {n for n in range(20) if f"worker line {n}\n" in said.out + said.err} == set(range(20))
 
 
-def test_modules_that_cannot_be_imported_are_told(warm: ComputeResource, script: Any, capfd: Any) -> None:
-    launcher = small_ray(num_cpus_per_node=2, preload=["no_such_module_"])
-    ran = run_asset(warm, script(DRIVER), launcher=launcher)
+def modules_that_cannot_be_imported_are_told(warm: ComputeResource, payload: Path, capfd: Any) -> None:
+    ran = run_asset(warm, payload, launcher=small_ray(num_cpus_per_node=2, preload=["no_such_module_"]))
     assert ran.metadata["preloaded"] is False and ran.metadata["total"] == 5
     said = "a fresh interpreter, because no_such_module_ cannot be imported: ModuleNotFoundError"
     assert capfd.readouterr().err.count(said) == 1
