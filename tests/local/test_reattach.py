@@ -18,6 +18,7 @@ DEFINITIONS = """
 import subprocess, sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import dagster as dg
 
@@ -62,10 +63,10 @@ class Outliving:
         if not step.reattached:
             write_run_dir(self.connection, run_dir, {{**run_files(plan, context), FIRST_OWNER: b""}})
             subprocess.Popen([sys.executable, {runtime!r}, run_dir, nonce, str(BASE)], start_new_session=True)
-        attempt = SessionPayload(
-            connection=self.connection, job=Job(run_dir), cluster_id="c", name="s", run_dir=run_dir, nonce=nonce, reused=None,
-            waited=None, poll_interval=1.0, describe=lambda: {{"ok": False}}, step=step,
-        )
+        site = SimpleNamespace(connection=self.connection, plan=plan, run_dir=run_dir, step=step, end_command="kill",
+                               send=lambda *_: {{"ok": False}})
+        session = SimpleNamespace(announcement=SimpleNamespace(cluster_id="c"), directory="s/1")
+        attempt = SessionPayload(site, session, Job(run_dir), poll_interval=1.0)
         hold(attempt)
         poll = attempt.poll
 

@@ -234,7 +234,7 @@ def test_the_environment_of_the_stack(edge: Connection, base: str, stack: Any) -
     again = Counting(edge)
     began = time.monotonic()
     assert look(again, path, base) == Interpreter(f"{path}/bin/python")
-    assert again.asked == ["run"] and time.monotonic() - began < 1
+    assert again.asked == ["call"] and time.monotonic() - began < 1
     assert run(edge, "find", f"{base}/environments", "-perm", "/077") == ""
     with pytest.raises(StartError, match=r"^environment: on dev@.* has Ray 2\..*, and ray_version asks for 2.1.0"):
         look(edge, path, base, ray_version="2.1.0")
