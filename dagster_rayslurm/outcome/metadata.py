@@ -248,7 +248,7 @@ def _in_place(text: str) -> dg.TextMetadataValue:
 _LIMIT = 1000  # Characters of Markdown from which on Dagster shows a link instead of the text (Dagster 1.13).
 _WIDTH, _HEIGHT, _TOP = 400, 100, 34  # Pixels of the plot: its width, its height, and room for two lines of text above it.
 # Numbers of points to try; the first whose drawing is shorter than `_LIMIT` is used.
-_COLUMNS = (80, 60, 50, 40, 35, 30, 25, 22, 20, 18, 16, 14, 12, 10, 5)
+_COLUMNS = range(80, 3, -4)
 _CPU, _MEMORY = "#26e", "#d70"  # Colours of the line of CPUs and the line of memory.
 
 Point = Sequence[float]  # Seconds since the start, CPUs busy since the point before, and bytes of memory.
