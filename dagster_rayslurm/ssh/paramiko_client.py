@@ -273,7 +273,7 @@ class ParamikoTransport:
             channel.exec_command(command)
         except (paramiko.SSHException, EOFError, OSError) as error:
             channel.close()
-            raise errors.no_shell(self.ssh, str(error)) if self.alive() else errors.gone(self.ssh) from None
+            raise errors.not_started(self.ssh, -1, str(error)) if self.alive() else errors.gone(self.ssh) from None
         yield ParamikoStream(self, channel)
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
