@@ -315,7 +315,7 @@ class SSHConnection(Connection):
 
 
 class ListeningForward(Forward):
-    """A port on 127.0.0.1, open to all users of this machine. `tunnel` copies the bytes of one client over SSH until both ended."""
+    """A port on 127.0.0.1, open to all users of this machine. `tunnel` copies the bytes of one client over SSH, both ways."""
 
     def __init__(self, tunnel: Callable[[socket.socket], None]) -> None:
         self._tunnel = tunnel
