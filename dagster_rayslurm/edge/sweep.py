@@ -43,8 +43,7 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
         return []
     try:
         removed = _Sweep(base, age, jobs).run()
-        with open(swept, "w"):
-            pass
+        os.close(os.open(swept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
         return removed
     finally:
         if every:

@@ -47,7 +47,7 @@ def logged(capfd: pytest.CaptureFixture[str]) -> str:
 
 def by_root(site: Site) -> str:
     """The words of the failure for a cancel by an administrator, whom only accounting can name."""
-    return " by user root (id 0)" if site.stack.accounting else ""
+    return " by user id 0" if site.stack.accounting else ""
 
 
 def test_an_admin_cancels_a_running_job(slurm_compute: Make, start: Start, script: Any, site: Site) -> None:

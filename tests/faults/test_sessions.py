@@ -179,7 +179,7 @@ def test_somebody_cancels_the_session(session_compute: Make, begin: Begin, once:
     site.stack.exec("slurmctld", ["scancel", job_id])
     failure = running.result(60).failure
     assert failure.kind == "cancelled", failure.description
-    by = " by user root (id 0)" if site.stack.accounting else ""
+    by = " by user id 0" if site.stack.accounting else ""
     assert f"Slurm job {job_id} was cancelled{by}" in (failure.description or ""), failure.description
     second = waiting.result(60)
     if second.failures:

@@ -302,7 +302,7 @@ def test_an_admin_cancels_a_component(which: int, ray: bool, het_compute: Make, 
     failure = running.result(100).failure
     said = failure.description or ""
     assert failure.kind == "cancelled", said
-    by = " by user root (id 0)" if site.stack.accounting else ""
+    by = " by user id 0" if site.stack.accounting else ""
     assert f"Slurm job {job_id} was cancelled{by}" in said, said
     assert ("component 'gpu'" in said) == (which == 1), said
     rows = [row.data for row in failure.metadata["Slurm components"].records]  # type: ignore[attr-defined]
