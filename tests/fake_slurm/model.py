@@ -254,6 +254,9 @@ def scontrol(state: State, words: list[str], caller: Caller, now: float) -> Answ
         return Answer(1, err="slurm_load_jobs error: Invalid job id specified\n")
     if words[0] == "release":
         start(state, job_id, now)
+    elif words[0] == "hold":
+        for job in jobs:
+            job["reason"] = "JobHeldUser" if job["state"] == "PENDING" else job["reason"]
     elif words[0] == "requeue":
         end(state, job_id, "REQUEUED", now)
     lines = ""

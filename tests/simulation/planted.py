@@ -45,8 +45,8 @@ PLANTED = [
     Planted(
         "an owner is confirmed without a look at who took the payload over",
         "backends/ownership.py",
-        "self._confirmed = self.new_owner is None",
-        "self._confirmed = True",
+        "self.new_owner = self._find_new_owner(judged)",
+        "self.new_owner = None",
     ),
     Planted(
         "after a requeue, the end of the run before counts",
