@@ -25,6 +25,7 @@ DRIVER = "import sys\npreloaded = 'ray' in sys.modules\n" + pipes_script("""
     pipes.report_asset_materialization(metadata={
         "preloaded": preloaded, "total": sum(value for value, _ in done), "who": sorted({str(who) for _, who in done}),
         "own": os.environ.get("WHO", ""), "pid": os.getpid(), "parent": os.getppid(), "random": random.random(),
+        "id": ray.ObjectRef.from_random().hex(),
         "job": ray.get_runtime_context().get_job_id(), "secret": os.environ.get("KEY", ""),
     })
 """)
@@ -74,7 +75,7 @@ def variables_and_figures_are_each_payloads_own(warm: ComputeResource, payload: 
         (5, "", ""),
     ]
     assert runs[1].metadata["who"] == ["a"] and runs[2].metadata["who"] == ["None"]
-    for what in ("pid", "random", "job"):
+    for what in ("pid", "random", "job", "id"):
         assert len({run.metadata[what] for run in runs}) == 3, what
     assert len({run.metadata["parent"] for run in runs}) == 1
     assert runs[2].metadata["CPU time (s)"] > 0.02

@@ -230,6 +230,11 @@ def _reset_inherited_state(cwd: str) -> None:
         process.ORIGINAL_DIR = cwd  # `multiprocessing` looks here for the script when it imports it again.
     if "ray" in sys.modules:
         atexit.register(leave_ray)
+        # The generator of Ray's random ids is in C++ and has no seed. Without different ids, one of two drivers that begin at the
+        # same moment aborts, because both make the same object to warm up the object store (Ray 2.60).
+        with contextlib.suppress(Exception):
+            for _ in range(os.getpid() % 4096):
+                sys.modules["ray"].ObjectRef.from_random()
 
 
 def _set_title(argv: List[str]) -> None:
