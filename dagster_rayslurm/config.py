@@ -146,7 +146,7 @@ class StrictModel(BaseModel):
 
 
 def _wrong_object(field: FieldInfo, value: object) -> str | None:
-    """A sentence that says why a field cannot hold a class or a value of the wrong class; None if the value may be valid."""
+    """Why a field cannot hold a value, if that is a class instead of an object, or an object of the wrong class; else None."""
     cls = type(value)
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"

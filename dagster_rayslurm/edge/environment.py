@@ -1,4 +1,4 @@
-"""Python environments: where the Python of one is, and which versions it has. Answers are cached in a file."""
+"""Looks at a Python environment: the path of its Python, its versions of Python, Ray and Dagster Pipes. A file keeps answers."""
 
 import contextlib
 import json

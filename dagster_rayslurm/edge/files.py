@@ -104,7 +104,7 @@ def open_read(path: str, version: "list[int]", offset: int, limit: int) -> "tupl
 
 
 def read_at(fd: int, offset: int, limit: int) -> bytes:
-    """Bytes of an open file."""
+    """At most `limit` bytes of an open file, a descriptor, from `offset` on; b"" at its end."""
     return os.pread(fd, limit, offset)
 
 

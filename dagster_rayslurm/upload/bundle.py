@@ -36,7 +36,7 @@ class Bundle:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The size of all files together, in bytes."""
         return self.manifest.size
 
     def name_of(self, path: str) -> str | None:

@@ -95,7 +95,7 @@ class Site:
         raise NotImplementedError
 
     def cancel(self, creator: str) -> None:
-        """Cancel the allocation that the named creator of a generation may have made."""
+        """Cancel the allocation of a generation; `creator` is the name in the file of that name: the job's name."""
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
         """Whether an allocation lives; None if that cannot be found out now."""

@@ -222,7 +222,7 @@ class SessionBackend:
 
     @property
     def name(self) -> str:
-        """The name of the session, without its fingerprint."""
+        """The session's name as configured, or "default". Its directory is called NAME-FINGERPRINT, as settings differ."""
         return self.session.name or "default"
 
     @cached_property

@@ -42,7 +42,7 @@ class GroupKind(TextEnum):
 
 
 class Group(NamedTuple):
-    """A leading process with the processes below it, whose memory counts together."""
+    """A process, such as a Ray worker, with the processes below it: their memory counts together."""
 
     pid: int
     name: str  # What messages call the group, such as "ray::train".

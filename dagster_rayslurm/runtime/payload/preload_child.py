@@ -269,7 +269,7 @@ def changed_file(files: FileStates) -> Optional[str]:
 
 
 def file_states(names: List[str]) -> FileStates:
-    """The states of files of the modules `names`, and of all modules outside the standard library and installed packages."""
+    """Size and modification time, by path, of the files of the modules `names` and of all modules that are not installed."""
     installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     paths = {name: str(getattr(module, "__file__", None) or _OWN) for name, module in list(sys.modules.items())}
     concerned = {path for name, path in paths.items() if name in names or not path.startswith(installed)}

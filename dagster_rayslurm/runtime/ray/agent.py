@@ -278,7 +278,7 @@ class Worker(Listener):
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
-        """End this runtime after a signal that the head did not get, because Slurm ends only this node's component."""
+        """End this runtime by itself: Slurm ends only this node's component, so that the head got no signal."""
         if not self._head_is_ending:
             self._agent.log("its component is being ended, and the head's goes on; ending")
             self.exit_code = 128 + signal.SIGTERM

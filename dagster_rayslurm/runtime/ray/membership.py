@@ -216,7 +216,7 @@ _HANDLERS: Dict[str, Callable[[Membership, Event], Step]] = {
 
 
 def nodes_expected(spec: RaySpec, available: int) -> int:
-    """Number of nodes of a complete Ray cluster in an allocation of `available` nodes."""
+    """How many of an allocation's `available` nodes the Ray cluster uses: all, or the head and at most `max_workers` others."""
     return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
 
 

@@ -48,7 +48,7 @@ Claims = Mapping[Optional[str], Claim]
 
 
 def capacities_of(machines: Iterable[NodeResources]) -> Claims:
-    """The CPUs and GPUs that every node of a component has at least, by component."""
+    """By component, the CPUs and GPUs that each of its nodes has at least."""
     known: Dict[Optional[str], Claim] = {}
     for machine in machines:
         least = known.get(machine.component, Claim(machine.num_cpus, machine.num_gpus))

@@ -176,7 +176,7 @@ class RequestServer(Listener):
         op = request.get("op")
         if op in (Operation.RUN, Operation.WITHDRAW):
             request_id = request["request_id"]
-            if request_id in self._accepted_ids or _has_started(request["run_dir"]):
+            if request_id in self._accepted_ids or _was_accepted(request["run_dir"]):
                 return refuse(Refusal.DUPLICATE)
             if op == Operation.WITHDRAW:
                 self._withdrawn.add(request_id)
@@ -225,7 +225,7 @@ def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
             file.write(text.encode("utf-8"))
 
 
-def _has_started(run_dir: str) -> bool:
+def _was_accepted(run_dir: str) -> bool:
     """Whether a session has accepted this payload before; if so, its journal is not empty."""
     with contextlib.suppress(OSError):
         return os.path.getsize(os.path.join(run_dir, JOURNAL)) > 0
