@@ -252,7 +252,7 @@ def _master_runs(path: str) -> bool:
 
 
 def _ask(command: list[str]) -> str | None:
-    """The output of a command of `ssh`; None if it fails or does not end."""
+    """The output of a command line of `ssh` that only asks, such as `ssh -O check`; None if it fails or takes too long."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_QUESTION_TIMEOUT)
         return None if done.returncode else done.stdout

@@ -95,7 +95,7 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
 
 
 def needs_groups(state: State, used: int, limit: int) -> bool:
-    """Whether memory use is so high that `decide` needs the groups of the sample, which take some time to collect."""
+    """Whether memory use is so high that `decide` needs the groups of processes, which take some time to collect."""
     return used >= (KILL if state.warned else WARN) * limit
 
 

@@ -59,7 +59,7 @@ _latest: Tuple[float, Dict[int, Process]] = (float("-inf"), {})
 
 
 def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
-    """The time of reading (`time.monotonic`) and a `table` of then, at most so many seconds old; the whole runtime shares it."""
+    """A process table that is at most `max_age` seconds old, and when it was read (`time.monotonic`); the runtime shares it."""
     global _latest
     now = time.monotonic()
     if now - _latest[0] >= max_age:

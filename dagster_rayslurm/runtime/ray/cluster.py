@@ -275,7 +275,10 @@ class LeakCheck:
         self.found: Dict[str, str] = {}  # What was left when the cluster was idle, and has not ended since: key by sentence.
 
     def at_end(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
-        """Returns a function to call at the end of the payload that starts now; it passes the payload's leaks to a callback."""
+        """Returns, for a payload that starts now, the function to call when it has ended.
+
+        That function takes a callback, which gets a sentence about each thing that the payload left in the Ray cluster.
+        """
         began, cluster = time.time(), self._cluster()
         assert cluster is not None
 

@@ -106,7 +106,7 @@ class Participant(Hooks, Listener, ABC):
                 payload.phase("start", "all %d components are ready" % len(addresses))
             self.supervisor.schedule()
         if told.failed is not None and before.failed is None:
-            payload.end_early(self._end_by(told.failed, told.why))
+            payload.end_early(self._end_after(told.failed, told.why))
         if told.finished and not before.finished:
             if not payload.ended:  # The host has given this component up.
                 payload.on_ended.append(self.loop.stop)
@@ -116,8 +116,8 @@ class Participant(Hooks, Listener, ABC):
                     take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
             self.loop.stop()
 
-    def _end_by(self, failed: str, why: str) -> End:
-        """How this component's payload ends after a failure of a component."""
+    def _end_after(self, failed: str, why: str) -> End:
+        """The reason and message with which this component's payload ends after the component `failed` has failed."""
         if failed != self.spec.component_id:
             return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
         if isinstance(self, Host):

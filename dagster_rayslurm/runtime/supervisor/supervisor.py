@@ -54,7 +54,7 @@ _MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
 
 
 class Hooks:
-    """Callbacks by which another module decides about starts of payloads and the runtime's end."""
+    """Callbacks by which the separate topology decides when payloads start and when the runtime ends."""
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
         """Whether a payload whose Ray cluster is up may start; call `Supervisor.schedule` when the answer changes."""
