@@ -19,8 +19,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-CANNOT_WRITE, TAKEN, NO_PROGRAM = 70, 78, 127
-"""Exit codes of `submit`: the run directory cannot be written, another process has made it, and sbatch is not found."""
+CANNOT_WRITE, TAKEN, GONE, NO_PROGRAM = 70, 78, 79, 127
+"""Exit codes of `submit`: the run directory cannot be written, another process has made it, the base directory is gone, and
+sbatch is not found."""
 
 _OPTIONS = re.compile("(SLURM|SRUN|SBATCH|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO)_[A-Za-z0-9_]*")
 _HOW_TO_REACH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
@@ -89,6 +90,7 @@ def submit(
     timeout: "float | None",
     keep: "Sequence[str]",
     of_dagster: bool,
+    base: str,
     run_dir: str,
     claim: str,
     texts: "Mapping[str, str]",
@@ -107,6 +109,8 @@ def submit(
         return run(words, stdin, timeout, keep, of_dagster, run_dir)
 
     try:
+        if base and not os.path.isdir(base):
+            return GONE, b"", b""
         if claim and not _claimed(run_dir, claim):
             return TAKEN, b"", b""
         files.make_dir(run_dir)
@@ -114,7 +118,9 @@ def submit(
         answer = files.read(os.path.join(run_dir, JOB_ID), 0, 1024).strip()
         if not answer:
             for name in texts:
-                fd = os.open(os.path.join(run_dir, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                path = os.path.join(run_dir, name)
+                files.make_dir(os.path.dirname(path))
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
                 with os.fdopen(fd, "wb") as file:
                     file.write(texts[name].encode("latin-1"))
             code, answer, error = slurm(*command)

@@ -20,7 +20,7 @@ def refused(compute: ComputeResource, payload: Any, **arguments: Any) -> RunFail
 @pytest.mark.parametrize(
     ("queue", "words"),
     [
-        ({"partition": "nope"}, ["nope", "partition", "compute", "gpu"]),
+        ({"partition": "nope"}, ["nope", "partition", "`sinfo -s`"]),
         ({"partition": 'it\'s $HOME; "x" é'}, ["partition"]),
         ({"account": "nobody"}, ["nobody", "account"]),
         ({"qos": "gold"}, ["gold", "qos"]),

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -366,9 +366,10 @@ class SlurmSite(Site):
             SESSION: b"",
             EXIT: b"",
         }
+        again = partial(self.deliver, recheck=True)
         arguments = self.connection, directory, files, request, self._queue.clock, step.log.warning
         try:
-            submitted = submit(*arguments, claim=True, patience=self.patience)
+            submitted = submit(*arguments, claim=True, patience=self.patience, restore=again)
             hold(self._slurm_job(request, submitted, directory))
         except ClaimTaken:
             return False
