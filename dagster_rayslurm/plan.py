@@ -27,8 +27,7 @@ T = TypeVar("T")
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _WORD = re.compile(r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\s'"\\])+""", re.DOTALL)
-_LITERAL = re.compile(r"\\.|'[^']*'", re.DOTALL)
-_DOUBLE_QUOTED = re.compile(r'"[^"]*"')
+_QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SHELL = re.compile(r"\|\|?|&&?|[({})]|(\d*|&)(>>?|<<?<?)\S*|.*[;&]|.*(\$[A-Za-z_({]|`).*", re.DOTALL)
 """Words with a meaning to a shell: operators, redirections, words that end a command, and words with variables."""
@@ -204,11 +203,15 @@ def _existing_file(text: str) -> str | None:
     return os.path.abspath(path) if os.path.isfile(path) else None  # Path.is_file raises for a text that is too long for a name.
 
 
+def _without_literals(quoted: re.Match[str]) -> str:
+    """Quoted text without what a shell takes literally: in double quotes only variables have a meaning."""
+    return re.sub(r"\\.|[^\w$`({]", "_", quoted.group(), flags=re.DOTALL) if quoted.group().startswith('"') else "_"
+
+
 def _refuse_shell(text: str) -> None:
     """Raise `ValueError` for text with shell syntax, as no shell runs it; lists are not checked, and may contain anything."""
     for index, word in enumerate(_WORD.findall(text)):
-        # In double quotes only variables have a meaning.
-        bare = _DOUBLE_QUOTED.sub(lambda found: re.sub(r"[^\w$`({]", "_", found.group()), _LITERAL.sub("_", word))
+        bare = _QUOTED.sub(_without_literals, word)
         if _SHELL.fullmatch(bare) or (index == 0 and (bare in _BUILTINS or _ASSIGNMENT.match(bare))):
             other = ", or load modules in the environment's activate.sh" if bare in _MODULES else ""
             if _ASSIGNMENT.match(bare) or bare == "export":
