@@ -185,10 +185,11 @@ def test_a_session_goes_on_when_a_fresh_cluster_loses_a_node(runtime: Runtime) -
     """The next cluster may have it again."""
     runtime.add("one", NAP % 0.5, uses_ray=True, ray=SMALL)
     said = runtime.run("""
+        from dagster_rayslurm.runtime.ray.membership import NodeLost, Ready
         class Cluster(supervisor.RayCluster):
             def start(self):
-                self.listener.on_node_lost("n2")
-                self.listener.on_ready()
+                self.tell(self, NodeLost("n2"))
+                self.tell(self, Ready({}))
         supervisor.RayCluster = Cluster
         session()
         submit("one")

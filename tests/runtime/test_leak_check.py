@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from dagster_rayslurm.runtime.node.resources import NodeResources
+from dagster_rayslurm.runtime.node.worker_nodes import WorkerNodes
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.ray.cluster import HeadNode, LeakCheck, RayCluster, RayListener, left_when_idle
+from dagster_rayslurm.runtime.ray.agent import NodeAgent
+from dagster_rayslurm.runtime.ray.cluster import LeakCheck, RayCluster, left_when_idle
 
 ACTOR = {"kind": "actor", "id": "a1", "job": "01", "name": "model", "namespace": "mine", "class": "Model", "since": 0.0}
 GROUP = {"kind": "group", "id": "ab12", "job": "02", "title": "ab12", "since": 0.0}
@@ -46,7 +49,7 @@ class Clock:
 def left_by(clock: Clock, nonce: str) -> list[str]:
     """What a payload that starts now leaves in the tables, as it is told at its end."""
     told: list[str] = []
-    LeakCheck(clock, lambda: clock).at_end(nonce)(told.extend)  # type: ignore[arg-type, return-value]
+    LeakCheck(clock).at_end(clock, nonce)(told.extend)  # type: ignore[arg-type]
     return told
 
 
@@ -88,9 +91,10 @@ def test_resources_that_are_not_free() -> None:
 def test_an_answer_that_comes_too_late_is_ignored() -> None:
     clock = Clock()
     answers: list[Any] = []
-    head = HeadNode(NodeResources("n1", 1, 0, 2**30, None))
-    cluster = RayCluster(clock, RuntimeSpec("c", RaySpec()), head, None, RayListener())  # type: ignore[arg-type]
-    cluster._ray = type("Ray", (), {"request": lambda *_, **__: True})()
+    machine, scratch = NodeResources("n1", 1, 0, 2**30, None), SimpleNamespace(join=lambda name: name)
+    agent = NodeAgent(clock, RuntimeSpec("c", RaySpec()), machine, scratch)  # type: ignore[arg-type]
+    cluster = RayCluster(agent, WorkerNodes(agent.loop, {}, lambda *_: None), None, lambda *_: None)
+    not_started, cluster._ray = cluster._ray, SimpleNamespace(request=lambda **_: True)  # type: ignore[assignment]
     for _ in range(2):
         cluster.query_tables(0.3, answers.append)
     cluster.on_event({"event": "tables", "id": 2, "tables": tables()})
@@ -98,26 +102,27 @@ def test_an_answer_that_comes_too_late_is_ignored() -> None:
     cluster.on_event({"event": "tables", "id": 1, "tables": tables()})
     clock.timers[1][1]()
     assert answers == [tables(), None] and clock.timers[0][0] == 0.3
-    cluster._ray = None
+    cluster._ray = not_started
     cluster.query_tables(0.3, answers.append)
     assert clock.timers[2][0] == 0.0
 
 
 def test_a_session_forgets_leaks_that_a_later_payload_has_removed() -> None:
     clock = Clock()
-    check = LeakCheck(clock, lambda: clock)  # type: ignore[arg-type, return-value]
+    cluster: Any = clock
+    check = LeakCheck(cluster)
     clock.tables = tables(ACTOR, GROUP, total={"CPU": 4.0}, available={"CPU": 2.0})
-    check.check_when_idle(lambda: True)
+    check.check_when_idle(cluster, lambda: True)
     clock.timers.pop()[1]()
     assert len(check.found) == 3 and next(iter(check.found)) == "CPU: 2 of 4 are not free although no payload runs"
     ended: list[list[str]] = []
     other = {**ACTOR, "id": "a2", "name": "other"}  # A running payload's.
     clock.tables = tables(other, GROUP, total={"CPU": 4.0}, available={"CPU": 1.0})
-    check.at_end("n3")(ended.append)
+    check.at_end(cluster, "n3")(ended.append)
     assert [message.split()[0] for message in check.found] == ["CPU:", "placement"]
     clock.tables = tables(total={"CPU": 4.0}, available={"CPU": 4.0})
-    check.at_end("n3")(ended.append)
+    check.at_end(cluster, "n3")(ended.append)
     assert check.found == {} and ended == [[], []]
     clock.tables = None
-    check.at_end("n3")(ended.append)
+    check.at_end(cluster, "n3")(ended.append)
     assert ended[-1] == []

@@ -19,8 +19,8 @@ from dagster_rayslurm.runtime.node.memory import KILL, WARN, Group, GroupKind, S
 from dagster_rayslurm.runtime.node.usage import Shared, memory_of
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.loop import Loop
-from dagster_rayslurm.runtime.protocol.spec import RaySpec
-from dagster_rayslurm.runtime.supervisor.supervisor import Supervisor
+from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.ray.agent import NodeAgent
 
 from .test_clusters import SESSION, Nodes
 
@@ -206,11 +206,13 @@ def test_processes_count_for_the_worker_or_payload_that_started_them(family: Cal
 
 
 def test_a_cluster_may_be_left_alone() -> None:
-    def cluster(pid: int | None, **fields: Any) -> Any:
-        return SimpleNamespace(spec=RaySpec(**fields), pid=pid)
+    def ray(pid: int | None, **fields: Any) -> Any:
+        return SimpleNamespace(cluster=RaySpec(**fields), pid=pid)
 
-    here: Any = SimpleNamespace(_clusters=[cluster(1), cluster(2), cluster(3, memory_guard=False), cluster(None)])
-    assert Supervisor.guarded_pids(here) == [1, 2]
+    nothing: Any = None
+    here = NodeAgent(nothing, RuntimeSpec("c"), nothing, nothing)
+    here.rays.update({"a": ray(1), "b": ray(2), "c": ray(3, memory_guard=False), "d": ray(None)})
+    assert here.guarded_pids() == [1, 2]
 
 
 # ---- On a node

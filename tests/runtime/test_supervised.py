@@ -56,8 +56,6 @@ def squeue(tmp_path: Path) -> str:
 WARN = """
 class Cluster:
     ready = False
-    pid = None
-    class scratch: ray_temp_dir = None
     def start(self): pass
     def end(self): pass
     def prestart(self): pass

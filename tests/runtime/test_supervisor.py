@@ -235,8 +235,7 @@ def test_a_payload_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -
     runtime.run("""
         session()
         class Cluster:
-            ready, pid, environment = False, None, {"RAY_ADDRESS": "x:1"}
-            class scratch: ray_temp_dir = None
+            ready, environment = False, {"RAY_ADDRESS": "x:1"}
             def start(self): pass
             def end(self): pass
             def prestart(self): pass
@@ -360,7 +359,7 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
     runtime.run("""
         session(max_concurrent_payloads=2)
         class Cluster:
-            ready, environment = True, {}
+            ready, environment, key = True, {}, ""
             class scratch: ray_temp_dir = base
             pid = loop.spawn(["sh", "-c", "while :; do :; done"], lambda *_: None)
             def start(self): pass
@@ -368,7 +367,7 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
             def prestart(self): pass
             def query_tables(self, _, done): done(None)
             def facts(self): return {}
-        runner.cluster = Cluster()
+        runner.cluster = runner.agent.rays[""] = Cluster()
         submit("plain")
         when_done(lambda: (submit("ray"), when_done(end)))
     """)

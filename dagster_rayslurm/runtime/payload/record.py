@@ -10,9 +10,9 @@ import stat
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Union
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Sequence, Set, Union
 
-from ..node.usage import GpuMonitor, RayJobs, UsageSampler, logs_of, merge_usage
+from ..node.usage import UsageSampler, merge_usage
 from ..node.worker_nodes import WorkerNodes
 from ..process.loop import Loop
 from ..protocol.record import STATUS, Record, RunRecord, split_lines, write_atomically
@@ -132,26 +132,17 @@ class PayloadRecord:
 class UsageMeasurement:
     """Measures the usage of a payload on this node and on the worker nodes, from its construction to `finish` or `cancel`."""
 
-    loop: Loop
     nonce: str
+    sampler: UsageSampler  # That of this node.
     note: Callable[[Record], None]  # Writes a record of the usage so far; a run leaves its figures even if Slurm kills the job.
-    gpus: GpuMonitor
-    foreign_pids: Callable[[], Iterable[int]]  # Ids of processes that, with all below them, belong to other payloads.
-    ray_temp_dir: Optional[str] = None
-    shared_ray_pid: Optional[Callable[[], Optional[int]]] = None  # Id of the process above a Ray cluster that payloads share.
+    sampled: Callable[[], None]  # Called after each sample on this node.
     workers: Optional[WorkerNodes] = None  # The worker nodes of the Ray cluster, which measure usage as well.
-    sampled: Callable[[], None] = lambda: None  # Called after each sample on this node.
 
     def __post_init__(self) -> None:
         self._noted = (0.0, 0)
         self._total: Dict[str, Any] = {}
-        self._jobs: Optional[RayJobs] = None
-        if self.shared_ray_pid is not None and self.ray_temp_dir is not None:
-            self._jobs = RayJobs(logs_of(self.ray_temp_dir), self.shared_ray_pid)
         self._announced: Optional[Set[str]] = None
-        self._sampler = UsageSampler(
-            self.loop, self.gpus, self.ray_temp_dir, self.foreign_pids, jobs=self._jobs, sampled=self._sampled
-        )
+        self.sampler.sampled = self._sampled
         self._announce_jobs()
 
     def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
@@ -159,7 +150,7 @@ class UsageMeasurement:
 
         Returns whether there are worker nodes; then `done` is called when they have sent theirs, or the time for that is over.
         """
-        own = self._total = self._sampler.stop(pid, rusage)
+        own = self._total = self.sampler.stop(pid, rusage)
         self._announce_jobs()
 
         def collected(others: Dict[str, Dict[str, Any]]) -> None:
@@ -171,18 +162,18 @@ class UsageMeasurement:
 
     def cancel(self) -> None:
         """Stop measuring on all nodes."""
-        self._sampler.cancel()
+        self.sampler.cancel()
         self._collect(lambda _: None)
 
     def current(self) -> Dict[str, Any]:
         """The usage of all nodes, or of this node alone until the other nodes have sent theirs; empty before the first sample."""
-        usage = self._total or self._sampler.meter.summary()
+        usage = self._total or self.sampler.meter.summary()
         return usage if usage["elapsed"] else {}
 
     def _sampled(self) -> None:
         self._announce_jobs()
         self.sampled()
-        usage = self._sampler.meter.summary()
+        usage = self.sampler.meter.summary()
         points = usage.pop("points")
         elapsed, peak = self._noted
         if points and (usage["elapsed"] > _TIME_GROWTH * elapsed or usage["peak_memory"] > _MEMORY_GROWTH * peak):
@@ -191,10 +182,10 @@ class UsageMeasurement:
 
     def _announce_jobs(self) -> None:
         """Have the worker nodes measure usage too, and tell them of new Ray jobs of the payload in a shared Ray cluster."""
-        jobs = set() if self._jobs is None else self._jobs.job_ids
-        if self.workers is not None and jobs != self._announced:
-            self._announced = set(jobs)
-            self.workers.measure(self.nonce, None if self._jobs is None else sorted(jobs))
+        jobs = None if self.sampler.jobs is None else self.sampler.jobs.job_ids
+        if self.workers is not None and (jobs or set()) != self._announced:
+            self._announced = set(jobs or ())
+            self.workers.measure(self.nonce, None if jobs is None else sorted(jobs))
 
     def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
         """Have the worker nodes stop measuring and pass their figures to `done`; returns whether there are worker nodes."""

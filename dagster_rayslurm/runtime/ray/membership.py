@@ -166,6 +166,9 @@ class Membership:
             actions += [Say("node-lost", "Ray on node %s is dead, the others go on" % name), NodeLost(name)]
         return after, actions
 
+    def _phase(self, event: Event) -> Step:
+        return self, [Say(event["phase"], event["message"])]
+
     def _at_entrypoint(self, _: Event) -> Step:
         return replace(self, entrypoint=True)._ready_if_complete()
 
@@ -209,6 +212,7 @@ _HANDLERS: Dict[str, Callable[[Membership, Event], Step]] = {
     NodeEvent.GONE: Membership._gone,
     Report.STARTING: Membership._started,
     Report.NODES: Membership._table,
+    Report.PHASE: Membership._phase,
     Report.ENTRYPOINT: Membership._at_entrypoint,
     Report.FAILED: Membership._head_failed,
     Report.DEADLINE: Membership._timed_out,

@@ -178,7 +178,7 @@ class RayNode:
     loop: Loop
     runtime: RuntimeSpec
     cluster: RaySpec
-    key: str  # Names the cluster on its nodes: "" for the warm one, the payload's nonce for a payload's own.
+    key: str  # As in `RayCluster`.
     machine: NodeResources
     scratch: Scratch
     nodes: int  # Of the complete cluster.
@@ -199,9 +199,7 @@ class RayNode:
         self._daemons: Set[int] = set()  # Ray's daemons that are children of this runtime; only with `ray symmetric-run`.
         self._attempt = 0
         self._over = False
-        self._token_path = self.scratch.join("ray.token")
-        with open(self._token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(_token(self.runtime, self.key))
+        self.token_path = self.scratch.join("ray.token")
 
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
         """Run the health check, if there is one, and start Ray on this node.
@@ -269,6 +267,8 @@ class RayNode:
         self.ports = choose_ports(spec.port_range, head=head)
         shutil.rmtree(temp_dir, ignore_errors=True)
         os.mkdir(temp_dir, 0o700)
+        with open(self.token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(_token(self.runtime, self.key))
         gcs = self._gcs or join_host_port(self._address or "127.0.0.1", self.ports.gcs)
         if head:
             self.on_event({"event": Report.STARTING, "gcs": gcs})
@@ -279,8 +279,8 @@ class RayNode:
         if cpus > existing:
             env.setdefault(PRESTART_AT_FIRST_DRIVER, "0")  # More CPUs are simulated than exist; not each needs a worker.
         env.update(self.ports.environ)
-        env.update(ray_environment(spec, self._token_path))
-        entrypoint = self.scratch.join("entrypoint") if self._symmetric else None
+        env.update(ray_environment(spec, self.token_path))
+        entrypoint = os.path.join(temp_dir, "entrypoint") if self._symmetric else None  # Each attempt has a new one.
         if entrypoint:
             command = symmetric_arguments(command, gcs, self.nodes, [*_HOLD, entrypoint])
             env["PATH"] = os.pathsep.join([self._write_shim(), env.get("PATH", os.defpath)])
