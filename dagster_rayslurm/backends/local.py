@@ -26,11 +26,10 @@ from ..runtime.node import resources
 from ..runtime.node.resources import Footprint, footprint_error, node_footprint
 from ..runtime.payload.environment import shared_variables
 from ..runtime.process import processes
-from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import RUNTIME, RUNTIME_LOG, STATUS, tail_file
 from ..runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ..ssh.local import LocalConnection
-from .base import Layout, Register, RunningPayload, Step, run_files, write_run_dir
+from .base import Layout, Register, RunningPayload, Step, run_files, write_cancel_request, write_run_dir
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """How often records on this machine are read: often, because reads of local files cost next to nothing."""
@@ -102,10 +101,8 @@ class OwnRuntime(RunningPayload):
         return None if code is None else exit_in_words(code)
 
     def cancel(self, now: bool = False) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # The runtime has ended, which `poll` reports.
-            self._process.stdin.write(json.dumps({"op": Operation.CANCEL, "now": now}).encode() + b"\n")
-            self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # The disk is full, perhaps; `kill` follows.
+            write_cancel_request(LocalConnection(), str(self._run_dir), now)
 
     def kill(self) -> None:
         if self._process.poll() is not None:

@@ -157,7 +157,7 @@ def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int
                 raylet = internals.connect_raylet(gcs) if raylet is None else raylet
                 internals.start_workers(raylet, missing)
                 until = time.monotonic() + _START_TIMEOUT
-                while started_ahead(logs).ever < ever + missing:
+                while started_ahead(logs)[0] < ever + missing:
                     if time.monotonic() > until:
                         return  # New workers have no logs to count them by, so each further request would start too many.
                     time.sleep(_POLL)

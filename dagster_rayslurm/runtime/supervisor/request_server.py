@@ -1,4 +1,4 @@
-"""How Dagster processes reach a runtime: a pipe or a file for its single payload, a server on TCP for the payloads of a session.
+"""How Dagster processes reach a runtime: a file for each payload, and a server on TCP for the payloads of a session.
 
 A session's payload goes on when the client's connection ends, unless the request names a lock of the client. Each request has the
 id of its payload, so a client whose answer was lost may repeat the request, to this session or a later one, and the payload
@@ -13,12 +13,13 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.allocation import Allocation
 from ..payload.payload import Payload
 from ..protocol.messages import End, EndReason, Operation, Refusal, answer_safely, refuse
-from ..protocol.record import CANCEL, JOURNAL, SESSION, split_lines, write_atomically
+from ..protocol.record import CANCEL, JOURNAL, SESSION, write_atomically
 from ..protocol.rpc import Channel, Listener, Message, RpcServer
 from ..protocol.spec import PROTOCOL_VERSION, Announcement, SpecError
 from .queue import Closing, Misfit
@@ -35,29 +36,17 @@ CANCELLED = End(EndReason.CANCEL, "cancelled from Dagster")
 _STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
 
-def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> Payload:
-    """Queue the payload of a run directory for the parent process, which cancels it by a line over the pipe, or by closing it."""
-    payload, partial = supervisor.submit(run_dir), [b""]
-
-    def read() -> None:
-        data = os.read(fd, 65536)
-        if not data:
-            supervisor.loop.forget(fd)
-            return payload.end_early(ORPHANED)
-        lines, partial[0] = split_lines(partial[0] + data)
-        for line in lines:
-            _cancel(payload, line)
-
-    supervisor.loop.on_readable(fd, read)
-    return payload
-
-
 def serve_run_dir(
-    supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None, lock: Optional[str] = None
+    supervisor: Supervisor,
+    run_dir: str,
+    environ: Optional[Dict[str, str]] = None,
+    lock: Optional[str] = None,
+    parent: Optional[int] = None,
 ) -> Payload:
     """Queue the payload of a run directory, and cancel it if a request appears in the directory's file `cancel.json`.
 
-    With a `lock`, a file that its Dagster process has locked, the payload also ends when the process does or unlocks it.
+    With a `lock`, a file that its Dagster process has locked, the payload also ends when the process does or unlocks it; with
+    `parent`, a pipe, when the other end of that is closed.
     """
     payload = supervisor.submit(run_dir, environ)
     handled = [b""]
@@ -74,7 +63,14 @@ def serve_run_dir(
                 payload.end_early(ORPHANED)
             supervisor.loop.call_later(_CANCEL_POLL, poll)
 
+    def read(fd: int) -> None:
+        if not os.read(fd, 65536):
+            supervisor.loop.forget(fd)
+            payload.end_early(ORPHANED)
+
     supervisor.loop.call_later(_CANCEL_POLL, poll)
+    if parent is not None:
+        supervisor.loop.on_readable(parent, partial(read, parent))
     return payload
 
 
