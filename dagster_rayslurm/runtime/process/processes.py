@@ -221,19 +221,6 @@ _CLOCK_STEP = 0.05
 _LATER_SWEEPS = (1.0, 5.0)
 
 
-def kill_orphans(keep: Iterable[int], before: float = float("inf")) -> List[str]:
-    """Kill the orphans that this process adopted, with all processes below them; returns their names and process ids.
-
-    `keep` are the children that this process started itself. Orphans that started after the time `before` (`uptime`) stay.
-    """
-    everything, kept = table(), set(keep)
-    orphans = [each for each in everything.values() if each.parent == os.getpid() and each.pid not in kept]
-    strays = [each for each in orphans if each.started < before - _CLOCK_STEP]
-    for process in strays:
-        kill_all([process.pid, *(below.pid for below in descendants(process.pid, everything))])
-    return ["%s (pid %d)" % (process.name, process.pid) for process in strays]
-
-
 class StrayProcesses:
     """Kills the stray processes on this node: orphans that no running payload can have started.
 
@@ -257,9 +244,15 @@ class StrayProcesses:
 
     def _sweep(self, later: Sequence[float]) -> None:
         with contextlib.suppress(OSError):  # Such as no free file descriptor; the next sweep may succeed.
-            ended = kill_orphans(self._loop.children(), min(self._running.values(), default=float("inf")))
-            if ended:
-                print("rayslurm: ended stray processes of finished payloads: %s" % ", ".join(ended), file=sys.stderr, flush=True)
+            everything, kept = table(), self._loop.children()
+            before = min(self._running.values(), default=float("inf")) - _CLOCK_STEP
+            orphans = [each for each in everything.values() if each.parent == os.getpid() and each.pid not in kept]
+            strays = [each for each in orphans if each.started < before]
+            for process in strays:
+                kill_all([process.pid, *(below.pid for below in descendants(process.pid, everything))])
+            if strays:
+                names = ", ".join("%s (pid %d)" % (process.name, process.pid) for process in strays)
+                print("rayslurm: ended stray processes of finished payloads: %s" % names, file=sys.stderr, flush=True)
         self._timer.cancel()
         if later:
             self._timer = self._loop.call_later(later[0], lambda: self._sweep(later[1:]))

@@ -51,9 +51,9 @@ _STORE_SHARE = 0.3  # Of a node's memory, for Ray's object store if the user set
 _SMALLEST_STORE = 75 * 2**20  # Bytes; Ray 2.60 refuses to start with a smaller object store.
 # Variable by which processes of a payload's own cluster are found even if they left the process tree below `ray start`.
 _MARK = "RAYSLURM_CLUSTER"
-# Names of clusters' directories: one character, because the path of a Unix socket must be short. "r" is the warm one's.
+# Names of clusters' directories: one character, because the path of a Unix socket must be short. "r" is Ray's of the warm one.
 _DIR_NAMES = [name for name in string.digits + string.ascii_lowercase if name != "r"]
-_DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directories are removed, and until another attempt.
+_DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directory is removed, and until another attempt.
 
 
 # ---- Arguments and environment of `ray start` and `ray symmetric-run` (Ray 2.60), without side effects
@@ -133,36 +133,29 @@ def _token(runtime: RuntimeSpec, key: str) -> str:
 
 
 class ClusterDir(Scratch):
-    """New directories for one Ray cluster inside a scratch directory; OSError if all names are in use or they cannot be made."""
+    """A new directory for one Ray cluster inside a scratch directory; OSError if all names are in use or it cannot be made."""
 
     def __init__(self, parent: Scratch) -> None:
-        taken = os.listdir(parent.path)
-        free = [name for name in _DIR_NAMES if name not in taken and "cluster-" + name not in taken]
-        if not free:
-            raise OSError("%d clusters are in %s already" % (len(_DIR_NAMES), parent.path))
-        name = random.choice(free)  # Names are seldom reused soon, because removal takes time.
-        self.path, self._ray_temp_dir = parent.join("cluster-" + name), parent.join(name)
-        os.mkdir(self.path, 0o700)
-
-    @property
-    def ray_temp_dir(self) -> str:
-        return self._ray_temp_dir
+        for name in random.sample(_DIR_NAMES, len(_DIR_NAMES)):  # Names are seldom reused soon, because removal takes time.
+            self.path = parent.join(name)
+            if not os.path.lexists(self.path):
+                return os.mkdir(self.path, 0o700)
+        raise OSError("%d clusters are in %s already" % (len(_DIR_NAMES), parent.path))
 
     def remove(self) -> None:
-        shutil.rmtree(self._ray_temp_dir, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def clean_up_cluster(loop: Loop, place: Scratch, key: str) -> None:
-    """Remove what a payload's own Ray cluster leaves on this node: its directories, and processes outside the process tree.
+    """Remove what a payload's own Ray cluster leaves on this node: its directory, and processes outside the process tree.
 
-    Dying processes may write to the directories again, so the removal is repeated until nothing is left.
+    Dying processes may write to the directory again, so the removal is repeated until nothing is left.
     """
 
     def clear() -> None:
         processes.kill_all(processes.with_environment("%s=%s" % (_MARK, key)))
         place.remove()
-        if os.path.lexists(place.path) or os.path.lexists(place.ray_temp_dir):
+        if os.path.lexists(place.path):
             loop.call_later(_PAUSE, clear)
 
     loop.call_later(_DYING, clear)
