@@ -23,7 +23,6 @@ from ..process.loop import ExitCallback, Loop
 from ..protocol.spec import PayloadSpec, RaySpec
 from ..ray.ray_node import ray_environment
 from .environment import Environment, payload_environment
-from .preload_child import PADDING
 
 ForkResult = Union[int, str]  # The process id of a forked payload, or why the payload needs a fresh interpreter.
 
@@ -248,7 +247,7 @@ class PreloadServer:
                 with open(os.path.join(self.directory, name), "wb") as file:
                     file.write(content)
             process.pid = self.loop.spawn(
-                [self.python, os.path.join(self.directory, "python.py"), str(child_end.fileno()), *modules, PADDING],
+                [self.python, os.path.join(self.directory, "python.py"), str(child_end.fileno()), *modules],
                 exited,
                 cwd=self.directory,
                 env=process.env,

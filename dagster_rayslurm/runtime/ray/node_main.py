@@ -19,6 +19,7 @@ from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.network import split_host_port
 from ..node.usage import logs_of, started_ahead
+from ..process.processes import become_subreaper
 from ..protocol.messages import EndReason
 from . import internals
 from .membership import UNSCHEDULABLE, Nodes, Report
@@ -62,6 +63,8 @@ def main(argv: List[str]) -> int:
             internals.move_dashboard_files(order["temp_dir"])
     else:
         _wait_for_head(order["gcs"], command)
+    if command[0] != "start":
+        become_subreaper()  # `ray symmetric-run` leaves Ray's daemons without a parent; they are ended with this process.
     sys.argv = ["ray", *internals.disable_client_server(command)]
     scripts.main()  # type: ignore[no-untyped-call]
     return 0

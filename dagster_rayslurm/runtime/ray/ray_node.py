@@ -15,7 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from ..node.network import Ports, choose_ports, interface_address, join_host_port, route_address, split_host_port
 from ..node.resources import NodeResources, usable_memory
@@ -189,7 +189,6 @@ class RayNode:
         self._address: Optional[str] = None
         self._socket: Optional[socket.socket] = None  # Connection to Ray's process; None while there is none.
         self._partial = b""
-        self._daemons: Set[int] = set()  # Ray's daemons that are children of this runtime; only with `ray symmetric-run`.
         self._attempt = 0
         self._over = False
         self.token_path = self.scratch.join("ray.token")
@@ -342,20 +341,7 @@ class RayNode:
         elif kind == Report.GCS_LOST and self.ready:
             self._fail("the GCS on node %s is gone" % self.machine.name)
         elif not self._over:
-            if kind == Report.ENTRYPOINT:
-                self._adopt_daemons()
             self.on_event(event)
-
-    def _adopt_daemons(self) -> None:
-        """Record Ray's daemons as children of this runtime, so that they are not ended as strays.
-
-        `ray symmetric-run` leaves them without a parent, so they become children of this process.
-        """
-        mark, own = "TMPDIR=" + self.scratch.ray_temp_dir, os.getpid()
-        for process in processes.table().values():
-            if process.parent == own and process.pid != self.pid and processes.has_environment(process.pid, mark):
-                self._daemons.add(process.pid)
-                self.loop.adopt(process.pid, partial(lambda pid, *_: self._daemons.discard(pid), process.pid))
 
     def _exited(self, code: int, _: Any) -> None:
         self.pid = None
@@ -383,11 +369,10 @@ class RayNode:
 
     def _kill(self) -> None:
         """Send SIGKILL to `ray start` and all its descendants; its process group alone would not contain Ray's daemons."""
-        roots = [*self._daemons, *([] if self.pid is None else [self.pid])]
-        below = [process.pid for root in roots for process in processes.descendants(root)]
         if self.pid is not None:
+            below = [process.pid for process in processes.descendants(self.pid)]
             processes.signal_group(self.pid, signal.SIGKILL)
-        processes.kill_all([*below, *self._daemons])
+            processes.kill_all(below)
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
