@@ -214,7 +214,7 @@ def test_cluster_directories_are_removed_once_the_processes_are_gone(tmp_path: P
         remove = place.remove
         left = ["a process that still writes"]
         place.remove = lambda: left.pop() if left else remove()  # type: ignore[assignment, func-returns-value]
-        ray_node.clean_up_cluster(Timers(), place, "nobody")  # type: ignore[arg-type]
+        place.remove_later(Timers())  # type: ignore[arg-type]
         due.pop()[1]()
         assert os.path.exists(place.path) and due[0][0] == 10.0
         due.pop()[1]()

@@ -27,7 +27,7 @@ from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
 from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Channel, Listener, Message, RpcClient, all_addresses
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields
 from .membership import Event, Report
-from .ray_node import ClusterDir, RayNode, clean_up_cluster
+from .ray_node import ClusterDir, RayNode
 
 
 @dataclass(eq=False)
@@ -75,11 +75,12 @@ class NodeAgent:
         return ray
 
     def end_ray(self, key: str) -> None:
-        """End Ray at once on this node for a payload's own cluster, and remove what it leaves."""
+        """End Ray at once on this node for a payload's own cluster, and remove its directory."""
         ray = self.rays.pop(key, None)
         if ray is not None:
             ray.end()
-            clean_up_cluster(self.loop, ray.scratch, key)
+            if isinstance(ray.scratch, ClusterDir):
+                ray.scratch.remove_later(self.loop)
 
     def end(self) -> None:
         """End Ray at once on this node, for all Ray clusters."""

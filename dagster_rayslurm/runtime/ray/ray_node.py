@@ -49,8 +49,6 @@ exec %s -m ray.scripts.scripts "$@"
 _HOLD = ["/bin/sh", "-c", ': >"$0"; exec sleep 2147483647']
 _STORE_SHARE = 0.3  # Of a node's memory, for Ray's object store if the user sets no size; Ray's own default.
 _SMALLEST_STORE = 75 * 2**20  # Bytes; Ray 2.60 refuses to start with a smaller object store.
-# Variable by which processes of a payload's own cluster are found even if they left the process tree below `ray start`.
-_MARK = "RAYSLURM_CLUSTER"
 # Names of clusters' directories: one character, because the path of a Unix socket must be short. "r" is Ray's of the warm one.
 _DIR_NAMES = [name for name in string.digits + string.ascii_lowercase if name != "r"]
 _DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directory is removed, and until another attempt.
@@ -145,20 +143,15 @@ class ClusterDir(Scratch):
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def remove_later(self, loop: Loop, delay: float = _DYING) -> None:
+        """Remove the directory, again and again until it is gone: dying processes may write to it again."""
 
-def clean_up_cluster(loop: Loop, place: Scratch, key: str) -> None:
-    """Remove what a payload's own Ray cluster leaves on this node: its directory, and processes outside the process tree.
+        def clear() -> None:
+            self.remove()
+            if os.path.lexists(self.path):
+                self.remove_later(loop, _PAUSE)
 
-    Dying processes may write to the directory again, so the removal is repeated until nothing is left.
-    """
-
-    def clear() -> None:
-        processes.kill_all(processes.with_environment("%s=%s" % (_MARK, key)))
-        place.remove()
-        if os.path.lexists(place.path):
-            loop.call_later(_PAUSE, clear)
-
-    loop.call_later(_DYING, clear)
+        loop.call_later(delay, clear)
 
 
 # ---- The process
@@ -306,8 +299,7 @@ class RayNode:
 
     def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
         """`environ` with the variables for Ray's daemons on this node, which its workers inherit."""
-        mark = {_MARK: self.key} if self.key else {}
-        wanted = {**environ, **self.runtime.worker_env, **mark, **self.environ}
+        wanted = {**environ, **self.runtime.worker_env, **self.environ}
         return {name: value for name, value in wanted.items() if value is not None}
 
     def _write_shim(self) -> str:
