@@ -25,7 +25,7 @@ from dagster_rayslurm.runtime.node import usage
 from dagster_rayslurm.runtime.node.usage import Attribution
 from dagster_rayslurm.runtime.payload import environment
 from dagster_rayslurm.runtime.payload.payload import Awaited, PayloadProcess
-from dagster_rayslurm.runtime.payload.record import OutputSearch
+from dagster_rayslurm.runtime.payload.results import OutputSearch
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.processes import Process
 from dagster_rayslurm.runtime.protocol import spec

@@ -266,9 +266,9 @@ def test_a_defect_in_handling_one_payload_ends_only_that_payload(tmp_path: Path,
 def test_endless_messages_do_not_delay_the_time_limit(tmp_path: Path) -> None:
     """A payload that writes messages faster than they are copied still has its time limit."""
     program = """
-        from dagster_rayslurm.runtime.payload.record import PayloadRecord
-        copy = PayloadRecord.copy_messages
-        PayloadRecord.copy_messages = lambda self: copy(self) or True
+        from dagster_rayslurm.runtime.payload.payload import Payload
+        copy = Payload.copy_chunk
+        Payload.copy_chunk = lambda self: copy(self) or True
         payload = runner.submit(run_dir)
         loop.call_later(0.5, lambda: payload.end_early(End("timeout", "enough"), 0))
         runner.run()
@@ -332,13 +332,13 @@ def test_a_process_left_by_nvidia_smi_does_not_delay_the_end(tmp_path: Path) -> 
 def test_a_defect_in_one_end_does_not_prevent_other_ends(tmp_path: Path) -> None:
     program = """
         import os, shutil
-        from dagster_rayslurm.runtime.payload.record import PayloadRecord
-        write, other = PayloadRecord.end, run_dir + "/other"
+        from dagster_rayslurm.runtime.payload.payload import Payload
+        write, other = Payload.end, run_dir + "/other"
         def broken(self, end):
-            if self.files.run_dir == run_dir:
+            if self.run_dir == run_dir:
                 raise KeyError("broken")
             write(self, end)
-        PayloadRecord.end = broken
+        Payload.end = broken
         os.mkdir(other)
         text = open(run_dir + "/payload.json").read().replace('"n"', '"m"')
         open(other + "/payload.json", "w").write(text)

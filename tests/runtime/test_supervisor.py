@@ -299,15 +299,15 @@ def test_orphans_are_ended_once_nothing_runs(runtime: Runtime, tmp_path: Path) -
 
 LARGE = "open('large.bin', 'wb').write(bytes(5 * 2**20)); open('small.txt', 'w').write('x')"
 SLOW_SEARCH = """
-from dagster_rayslurm.runtime.payload import record
-run = record.OutputSearch.run
+from dagster_rayslurm.runtime.payload import results
+run = results.OutputSearch.run
 def slowly(search):
     until = loop.now() + %g
     while loop.now() < until:
         time.sleep(0.02)
         yield
     yield from run(search)
-record.OutputSearch.run = slowly
+results.OutputSearch.run = slowly
 ticks = []
 def tick():
     ticks.append(loop.now())

@@ -21,7 +21,7 @@ from ..node.resources import NodeResources, Share, count_cpus, footprint_error, 
 from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..payload.environment import payload_environment
 from ..payload.payload import Payload
-from ..payload.record import UsageMeasurement
+from ..payload.results import UsageMeasurement
 from ..process import processes
 from ..process.loop import Loop, Timers
 from ..process.scratch import Scratch
@@ -182,7 +182,7 @@ class Supervisor:
             self.workers.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             deadline = self.loop.now() + _END_TIMEOUT
-            while [each for each in self._unrecorded if not each.record.write_end()] and self.loop.now() < deadline:
+            while [each for each in self._unrecorded if not each.write_end()] and self.loop.now() < deadline:
                 time.sleep(_END_TIMEOUT / 10)
             self.scratch.remove()
             self.workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
@@ -246,7 +246,7 @@ class Supervisor:
     def _refresh(self) -> None:
         """Update the times of the run directories now and then, so that no clean-up removes them."""
         for payload in self.payloads:
-            payload.record.keep_fresh()
+            payload.keep_fresh()
         self.loop.call_later(_REFRESH_INTERVAL, self._refresh)
 
     # ---- From the start to the end of a payload
@@ -290,7 +290,7 @@ class Supervisor:
         start = {"type": "start", "nonce": spec.nonce, "attempt": attempt, "protocol": PROTOCOL_VERSION, "at": time.time()}
         start.update(cluster_id=self.spec.cluster_id, hostname=self.machine.hostname, pid=os.getpid())
         start.update(python=sys.version.split()[0], allocation=self._allocation_facts)
-        payload.record.keep(start)
+        payload.keep(start)
         if self._waits(spec):
             where = self._in_words(self.spec.ray)
             payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, where))
@@ -364,7 +364,7 @@ class Supervisor:
         shared, workers = is_warm and self.is_session, self.workers if self.workers.members and cluster is not None else None
         sampler = self.agent.sampler(spec.nonce, cluster is not None, shared, lambda: self._foreign_pids(payload))
         check_ray = functools.partial(payload.check_own_ray, self.machine)
-        measurement = UsageMeasurement(spec.nonce, sampler, payload.record.note, check_ray, workers)
+        measurement = UsageMeasurement(spec.nonce, sampler, payload.note, check_ray, workers)
         leaks = self._leaks.at_end(cluster, spec.nonce) if cluster is not None and is_warm else None
         payload.start(env, messages, measurement, leaks)
 

@@ -1,131 +1,23 @@
-"""What a payload leaves: its run record with the Pipes messages, the usage on all its nodes, and the output files for Dagster."""
+"""What a payload leaves: the usage on all its nodes, and the output files for Dagster."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import os
 import stat
-import sys
-import time
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Sequence, Set, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Union
 
 from ..node.usage import UsageSampler, merge_usage
 from ..node.worker_nodes import WorkerNodes
-from ..process.loop import Loop
-from ..protocol.record import STATUS, Record, RunRecord, split_lines, write_atomically
+from ..protocol.record import Record
 
-_CHUNK = 256 * 1024  # Most bytes of messages that are read at a time.
-_RETRY = 1.0  # Seconds between two tries to write the `end`.
 # Most sentences in `left_out`; the `end` record must fit into a fixed amount of reserved disk space.
 _MAX_SENTENCES = 50
 # Usage is recorded again when the elapsed time or the peak memory has grown by such a factor; a long run has some hundred
 # usage records.
 _TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05
-
-
-@dataclass(eq=False)
-class PayloadRecord:
-    """Writes the run record of a payload, with the lines that `dagster_pipes` appends to a file."""
-
-    loop: Loop
-    files: RunRecord
-    nonce: str
-    failed: Callable[[str], None]  # Called with the reason if a write fails.
-    payload_pid: Optional[int] = None
-    messages: int = 0  # Number of Pipes messages copied so far.
-    _messages: Optional[BinaryIO] = None
-    _partial: bytes = b""
-    _unwritten_end: Optional[Record] = None
-
-    def keep(self, *records: Record) -> None:
-        """Write records that must not be lost into the journal."""
-        self._guarded(lambda: self.files.write(*records))
-
-    def note(self, record: Record) -> None:
-        """Write a record that may get lost, such as a usage sample, into the journal; errors are ignored."""
-        with contextlib.suppress(OSError):
-            self.files.write(record)
-
-    def phase(self, name: str, message: str) -> None:
-        """Write what happens now, such as "running", into the journal and the status file."""
-        at = time.time()
-        self.keep({"type": "phase", "phase": name, "message": message, "at": at})
-        self.sync()
-        self._guarded(lambda: self._write_status(name, message, at))
-
-    def sync(self) -> None:
-        """Make everything written so far visible to other hosts."""
-        self._guarded(self.files.sync)
-
-    def keep_fresh(self) -> None:
-        """Update the modification time of the run directory, so that cleanup does not take it for an old one and delete it."""
-        self._guarded(lambda: os.utime(self.files.run_dir))
-
-    def open_messages(self, path: str) -> None:
-        """Make the file for Pipes messages."""
-        self._messages = open(path, "xb+", buffering=0)
-
-    def copy_messages(self) -> bool:
-        """Copy the next chunk of messages into the journal. Returns whether there was anything to read."""
-        data = self._messages.read(_CHUNK) if self._messages is not None else b""
-        lines, self._partial = split_lines(self._partial + data)
-        now = time.time()
-        records = [{"type": "pipes", "at": now, "line": line.decode("utf-8", "replace")} for line in lines if line]
-        self.messages += len(records)
-        if records:
-            self.keep(*records)
-        return bool(data)
-
-    def copy_last_messages(self) -> None:
-        """Copy the messages that are in the file now; those that leftover processes write later do not count."""
-        if self._messages is not None:
-            end = os.fstat(self._messages.fileno()).st_size
-            while self._messages.tell() < end and self.copy_messages():
-                continue
-        self.close_messages()
-
-    def close_messages(self) -> None:
-        """Delete the file; a warm session, which runs on after the payload, would otherwise collect such files."""
-        if self._messages is not None:
-            self._messages.close()
-            with contextlib.suppress(OSError):
-                os.unlink(self._messages.name)
-            self._messages = None
-
-    def end(self, end: Record) -> None:
-        """Write the `end` record, and retry every second until that succeeds."""
-        self._unwritten_end = end
-        if not self.write_end():
-            print("rayslurm: %s: the end of the run cannot be recorded yet" % self.files.run_dir, file=sys.stderr)
-
-    def write_end(self) -> bool:
-        """Write the `end` record if it is due and not written yet. Returns whether no `end` remains to be written."""
-        end = self._unwritten_end
-        if end is None:
-            return True
-        with contextlib.suppress(OSError):  # On a full disk the journal has space reserved for the `end`, the status has not.
-            self._write_status("ended", end["reason"], end["ended_at"])
-        try:
-            self.files.end(end)
-        except OSError:
-            self.loop.call_later(_RETRY, self.write_end)
-            return False
-        self._unwritten_end = None
-        return True
-
-    def _write_status(self, state: str, message: str, at: float) -> None:
-        status: Dict[str, Any] = {"state": state, "message": message, "at": at}
-        status.update(nonce=self.nonce, runtime_pid=os.getpid(), payload_pid=self.payload_pid)
-        write_atomically(os.path.join(self.files.run_dir, STATUS), json.dumps(status).encode("utf-8"))
-
-    def _guarded(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except OSError as error:
-            self.failed("%s cannot be written: %s" % (self.files.run_dir, error.strerror))
 
 
 @dataclass(eq=False)
