@@ -6,7 +6,7 @@ import socket
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from ..process.loop import Loop, Timer
 from ..protocol.messages import NodeCommand, NodeEvent
@@ -79,14 +79,6 @@ class WorkerNode:
         return {"name": self.name, "cpus": cpus, "gpus": gpus, "here": self.here, "component": self.component}
 
 
-class _Collection(NamedTuple):
-    """The usage of one payload, until all expected nodes have answered or the time for it is over."""
-
-    expected: Set[int]
-    usage: UsageByHost
-    done: Callable[[UsageByHost], None]
-
-
 @dataclass(eq=False)
 class WorkerNodes(Listener):
     """All worker nodes of an allocation: sends them commands, and passes their events to `on_event`.
@@ -101,7 +93,8 @@ class WorkerNodes(Listener):
 
     def __post_init__(self) -> None:
         self._node_of_channel: Dict[Channel, WorkerNode] = {}
-        self._collections: Dict[str, _Collection] = {}
+        # The usage of payloads that have ended: the nodes that have not answered, the figures so far, and where these go.
+        self._collections: Dict[str, Tuple[Set[int], UsageByHost, Callable[[UsageByHost], None]]] = {}
         self._stopped = False
         self._server: Optional[RpcServer] = None
 
@@ -117,8 +110,7 @@ class WorkerNodes(Listener):
     def send_command(self, places: Iterable[int], **command: Any) -> None:
         """Send a command to the nodes at these places; a node that is not connected gets it when it connects.
 
-        A command replaces an earlier command on the same subject, that is, the same task for the same Ray cluster or payload. A
-        command that ends something is kept until the node has confirmed it.
+        It replaces an earlier command on the same subject. One that ends something is kept until the node has confirmed it.
         """
         op = NodeCommand(command["op"])
         subject = _subject(op, command.get("cluster") or command.get("id") or "")
@@ -143,7 +135,7 @@ class WorkerNodes(Listener):
     def collect(self, nonce: str, done: Callable[[UsageByHost], None]) -> None:
         """Stop measuring for a payload, and call `done` with the usage of those nodes that answer in time."""
         expected = {node.node_id for node in self.members.values() if node.here}
-        self._collections[nonce] = _Collection(expected, {}, done)
+        self._collections[nonce] = expected, {}, done
         self.send_command(self.members, op=NodeCommand.REPORT, id=nonce)
         self.loop.call_later(_USAGE_TIMEOUT if expected else 0.0, lambda: self._finish(nonce))
 
@@ -225,21 +217,20 @@ class WorkerNodes(Listener):
 
     def _add_usage(self, node: WorkerNode, nonce: str, usage: Optional[Dict[str, Any]]) -> None:
         node.commands.pop(_subject(NodeCommand.REPORT, nonce), None)
-        collection = self._collections.get(nonce)
-        if collection is None or node.node_id not in collection.expected:
-            return
-        collection.expected.remove(node.node_id)
-        if usage is not None:
-            name = named(*node.identity)
-            # In a test cluster, several nodes may run on one machine and so have the same hostname.
-            collection.usage[node.name if name in (*collection.usage, socket.gethostname()) else name] = usage
-        if not collection.expected:
-            self._finish(nonce)
+        expected, figures, _ = self._collections.get(nonce, (set(), {}, None))
+        if node.node_id in expected:
+            expected.remove(node.node_id)
+            if usage is not None:
+                name = named(*node.identity)
+                # In a test cluster, several nodes may run on one machine and so have the same hostname.
+                figures[node.name if name in (*figures, socket.gethostname()) else name] = usage
+            if not expected:
+                self._finish(nonce)
 
     def _finish(self, nonce: str) -> None:
-        collection = self._collections.pop(nonce, None)
-        if collection is not None:
-            collection.done(collection.usage)
+        if nonce in self._collections:
+            _, figures, done = self._collections.pop(nonce)
+            done(figures)
 
 
 def _subject(op: NodeCommand, name: str) -> str:

@@ -1,8 +1,7 @@
 """Starts payloads fast: preload processes import modules once, and payloads are forked from these processes.
 
-A payload is forked only if it cannot tell the difference to a fresh interpreter, except by its speed. In case of doubt the
-payload runs in a fresh interpreter, and the Dagster log says why, in words that follow "because". Nothing here blocks, because a
-preload process that hangs must not stop the runtime. `preload_child` is what runs in the preload process.
+A payload is forked only if it cannot tell the difference to a fresh interpreter. In case of doubt the payload runs in a fresh
+interpreter, and the Dagster log says why, in words that follow "because". `preload_child` is what runs in the preload process.
 """
 
 from __future__ import annotations

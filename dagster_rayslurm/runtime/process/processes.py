@@ -1,12 +1,10 @@
 """The processes below this runtime: list and kill them, run programs, kill what payloads leave behind; and the keeper.
 
-The keeper is the parent of a runtime. The runtime itself cleans up what it started; the keeper is for the case that the runtime
-is killed: it is a subreaper, so all orphans below the runtime become the keeper's children, and it kills them. If the keeper is
-killed instead, the kernel sends the runtime SIGTERM. If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime
-SIGTERM, because nothing else would end the processes on this node, and perhaps the job.
+The keeper is the parent of a runtime, for the case that the runtime is killed: it is a subreaper, so all orphans below the
+runtime become the keeper's children, and it kills them. If the keeper is killed instead, the kernel sends the runtime SIGTERM.
+If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because nothing else would end it.
 
-This needs /proc and prctl of Linux. On other systems (macOS) there are only process groups, and these functions find no
-descendants.
+This needs /proc and prctl of Linux. On other systems (macOS) there are only process groups, and no descendants are found.
 """
 
 from __future__ import annotations

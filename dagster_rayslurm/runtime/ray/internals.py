@@ -2,12 +2,10 @@
 
 Written for Ray 2.52 (the first with token authentication) and newer, and tried on 2.60. Older versions work with
 `auth="disabled"` as far as they have the same names. `tests/runtime/test_ray_internals.py` calls each function with the
-installed Ray, so that test fails when a release of Ray moves something.
+installed Ray. Each function imports what it needs of Ray, because the runtime itself never imports Ray.
 
-Each function imports the modules of Ray when it is called, because the runtime itself never imports Ray. One other module
-depends on Ray's internals, because it runs in a payload's process, which cannot import the runtime:
-`payload/preload_child.py` (modules that Ray imports lazily, the exit of a driver). Formats that are only read stay with their
-readers: names of worker logs (`node/usage.py`) and the raylet's command line (`payload/environment.py`).
+Other files that know Ray's internals: `payload/preload_child.py`, which cannot import the runtime, `node/usage.py` (names of
+worker logs) and `payload/environment.py` (the raylet's command line).
 """
 
 from __future__ import annotations
@@ -81,9 +79,8 @@ def dashboard_problem() -> Optional[str]:
 def disable_client_server(command: List[str]) -> List[str]:
     """Keep `ray start` in this process from starting the Ray Client server, which costs a second of CPU time and a port.
 
-    Nobody needs that server, because drivers run on the nodes. Ray 2.60 always starts it if `grpcio` is installed, and
-    refuses an option for its port if not. `ray symmetric-run` calls `ray start` in other processes, where this has no effect.
-    Returns the words of the command line after `ray` to use instead of `command`.
+    Ray 2.60 always starts it if `grpcio` is installed, and refuses an option for its port if not. `ray symmetric-run` calls
+    `ray start` in other processes, where this has no effect. Returns the command to use instead of `command`.
     """
     scripts = _module("ray.scripts.scripts")
     if command[0] == "start" and hasattr(scripts, _CLIENT_SERVER):
@@ -271,11 +268,8 @@ def connect_state(gcs: str) -> Any:
 def living_things(accessor: Any) -> Dict[str, Any]:
     """The tables for the leak check, as JSON: everything that is alive and does not end with its Ray job. Takes some 2 ms.
 
-    Returns:
-        jobs: nonce of the payload by Ray's job id.
-        living: detached actors, placement groups that outlive their job, and running jobs of `ray job submit`.
-        available: free amounts by name of resource.
-        total: all amounts by name of resource.
+    `jobs` are the payloads' nonces by Ray's job id; `living` detached actors, placement groups that outlive their job, and
+    running jobs of `ray job submit`; `available` and `total` amounts by name of resource.
     """
     messages = _module("ray.core.generated.gcs_pb2")
     # Without these options the GCS asks every driver, also stopped ones, whether it is busy.

@@ -26,10 +26,7 @@ _REGULAR = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
 
 
 class Closing(Exception):
-    """Raised when the runtime does not take a payload because the runtime is about to end; the message says why.
-
-    The payload can run in another runtime, which the client starts.
-    """
+    """Raised when the runtime takes no more payloads, or has too little time for this one; the message says why."""
 
 
 class Misfit(SpecError):

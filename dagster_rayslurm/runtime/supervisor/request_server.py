@@ -1,8 +1,7 @@
 """How Dagster processes reach a runtime: a file for each payload, and a server on TCP for the payloads of a session.
 
-A session's payload goes on when the client's connection ends, unless the request names a lock of the client. Each request has the
-id of its payload, so a client whose answer was lost may repeat the request, to this session or a later one, and the payload
-still runs once.
+Each request has the id of its payload, so a client whose answer was lost may repeat the request, to this session or a later one,
+and the payload still runs once.
 """
 
 from __future__ import annotations
@@ -94,12 +93,8 @@ def _cancel(payload: Payload, text: bytes) -> None:
 class RequestServer(Listener):
     """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
 
-    It writes hosts, port and key to `session.json` in the session's directory (the announcement), where clients find them.
-
-    Args:
-        key: the secret that clients must know, hexadecimal.
-        ports: candidates for the port, in order; if none of them is free, the kernel chooses one.
-        allocation: the Slurm allocation in which the session runs; None for a session that only this machine may reach.
+    Clients find hosts, port and key in `session.json` in the session's directory (the announcement). The port is the first free
+    one of `ports`. Without an `allocation` of Slurm only this machine can reach it.
     """
 
     def __init__(
@@ -229,12 +224,8 @@ def _was_accepted(run_dir: str) -> bool:
 
 
 def _use(path: str) -> bool:
-    """Whether a file exists and belongs to this user; if so, its time is set to now, so that no clean-up removes the file.
-
-    The function lists the directory instead of looking up the name: an NFS client remembers for up to a minute that a name
-    was missing.
-    """
-    try:
+    """Whether a file exists and belongs to this user; if so, its time is set to now, so that no clean-up removes the file."""
+    try:  # An NFS client remembers for up to a minute that a name was missing, so the directory is listed.
         found = os.path.basename(path) in os.listdir(os.path.dirname(path)) and os.lstat(path).st_uid == os.geteuid()
     except OSError:
         return False

@@ -172,7 +172,10 @@ class Supervisor:
             self.settle()
             self.loop.run()
         except BaseException as error:
-            self._abort(error)  # A defect here must not leave a client waiting for an `end` that is never written.
+            self.queue = replace(self.queue, ending="it has a defect: %s" % defect(error).message)
+            for payload in self.payloads:  # A client must not wait for an `end` that is never written.
+                with contextlib.suppress(Exception):  # The record may be what is broken.
+                    payload.fail(error)
             raise
         finally:
             for each in self._clusters:
@@ -226,13 +229,6 @@ class Supervisor:
         elif what == Next.IDLE:
             self._timers.due("idle", delay, lambda: self.close(End(EndReason.CANCEL, "it was idle for %g s" % delay)))
 
-    def _abort(self, error: BaseException) -> None:
-        """End all payloads because the runtime itself has a defect, and write their `end` records."""
-        self.queue = replace(self.queue, ending="it has a defect: %s" % defect(error).message)
-        for payload in self.payloads:
-            with contextlib.suppress(Exception):  # The record may be what is broken.
-                payload.fail(error)
-
     def _interrupted(self, signum: int) -> None:
         self._signalled = True
         again = self.queue.ending is not None and self.loop.now() - self.queue.ending_since > _SAME_SIGNAL
@@ -252,15 +248,10 @@ class Supervisor:
     # ---- From the start to the end of a payload
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-        """Queue the payload of a run directory, and start it if it can start now.
+        """Queue the payload of a run directory, and start it if it can start now; its environment is based on `environ`.
 
-        The payload's environment is based on `environ`, or on the runtime's own.
-
-        Raises:
-            Closing: this runtime takes no more payloads, or has too little time left for this one.
-            Misfit: the payload needs more than the nodes have.
-            SpecError: the payload's specification in the run directory is not valid.
-            OSError: the run directory cannot be read or written.
+        Raises `Closing`, `Misfit` (it needs more than the nodes have), SpecError if its specification is not valid, or OSError
+        if the run directory cannot be read or written.
         """
         version = self._ray_version
         if self.closing is None and version is not None and (installed_version() or version) != version:
@@ -465,13 +456,7 @@ class Supervisor:
             "running": len(queue.running),
             "waiting": len(queue.arrived),
             "payloads": [
-                {
-                    "run_dir": each.run_dir,
-                    "run_id": each.spec.run_id,
-                    "step": each.spec.step,
-                    "state": state,
-                    "age": round(now - since, 1),
-                }
+                dict(run_dir=each.run_dir, run_id=each.spec.run_id, step=each.spec.step, state=state, age=round(now - since, 1))
                 for each, state, since in payloads
             ],
             "served": queue.served,
