@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 if sys.version_info < (3, 8):
     sys.exit("rayslurm runtime: Python 3.8 or newer is needed, %s is %s" % (sys.executable, sys.version.split()[0]))
 
+# A byte that the keeper process and its child, the runtime, share. A worker node sets it to 1 when the head knows it. Ray can go
+# on without it from then on, so its end must not make `srun` end the step.
 _dispensable = mmap.mmap(-1, 1)
-"""A byte that the keeper process and its child, the runtime, share. A worker node sets it to 1 when the head knows it. Ray can go
-on without it from then on, so its end must not make `srun` end the step."""
 
 
 def run(run_dir):  # type: (str) -> int
@@ -179,10 +179,9 @@ def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.
     return helper.exit_code
 
 
+# Roles that srun starts as tasks of a Slurm step.
 _IN_A_STEP = {"node": node, "part": part, "session": session}
-"""Roles that srun starts as tasks of a Slurm step."""
-_ROLES = {"run": run, "serve": serve, **_IN_A_STEP}
-"""Roles that run payloads, each below a keeper."""
+_ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads, each below a keeper.
 
 
 def main(argv):  # type: (list[str]) -> int

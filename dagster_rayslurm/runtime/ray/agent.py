@@ -211,10 +211,10 @@ class SimulatedNode(WorkerNode):
 
 # ---- The runtime of a worker node
 
+# Seconds until a head that was never reached counts as lost; usually the head itself ends the Slurm step long before.
 _FIRST_CONNECT_TIMEOUT = 600.0
-"""Seconds until a head that was never reached counts as lost; usually the head itself ends the Slurm step long before."""
+# Seconds after a signal in which the head must say that it ends as well. After 30 s Slurm sends SIGKILL (KillWait).
 _HEAD_SIGNAL_TIMEOUT = 20.0
-"""Seconds after a signal in which the head must say that it ends as well. After 30 s Slurm sends SIGKILL (KillWait)."""
 
 
 @dataclass(eq=False)

@@ -20,8 +20,7 @@ from .agent import NodeAgent
 from .membership import Action, Event, Member, Membership, Report
 from .ray_node import ray_environment
 
-Tables = Dict[str, Any]
-"""The answer of `internals.living_things`."""
+Tables = Dict[str, Any]  # The answer of `internals.living_things`.
 
 
 @dataclass(eq=False)

@@ -23,16 +23,14 @@ from ..node.network import join_host_port
 from ..protocol.spec import COMPONENT_LABEL, JOB_MARK
 from .membership import Nodes
 
+# Make the raylet look for its object store every 20 ms instead of every second, for 10 s at most as before (Ray 2.60).
 RAYLET_ENVIRON = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
 }
-"""Make the raylet look for its object store every 20 ms instead of every second, for 10 s at most as before (Ray 2.60)."""
+# Variable of the raylet; "0" keeps it from starting one worker per CPU for each new driver, even if idle workers wait. Those
+# workers take the CPU time that the driver needs for its first task.
 PRESTART_AT_FIRST_DRIVER = "RAY_prestart_worker_first_driver"
-"""Variable of the raylet; "0" keeps it from starting one worker per CPU for each new driver, even if idle workers wait.
-
-Those workers take the CPU time that the driver needs for its first task.
-"""
 
 _ALIVE = 0  # GcsNodeInfo.ALIVE in gcs.proto
 _GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in gcs.proto
@@ -44,8 +42,8 @@ _HEAD_INFO = "get_all_node_info_until_retrieved"  # Function of `ray start --add
 _TEMP_DIR_KEY = b"rayslurm_temp_dir"  # Key under which the head writes its temporary directory to the GCS, for the worker nodes.
 # Prefix of the name of the actor that runs a job of `ray job submit`; the job's id follows.
 _SUBMITTED = "_ray_internal_job_actor_"
+# Libraries of Ray whose detached actors are no leaks: later payloads use them too, and would fail without them.
 _SHARED_LIBRARIES = ("ray.data.", "ray.train.", "ray.tune.", "ray.llm.")
-"""Libraries of Ray whose detached actors are no leaks: later payloads use them too, and would fail without them."""
 _TIMEOUT = 5.0  # Seconds that a request about idle workers may take.
 _IDLE_WORKERS = 600  # Seconds after which Ray may end an idle worker, if there are more idle workers than CPUs.
 _MOST_NAMES = 4  # Most nodes, or bundles of a placement group, that one message names.

@@ -14,16 +14,14 @@ from ..node.worker_nodes import Identity
 from ..protocol.messages import ClusterError, EndReason, NodeEvent, TextEnum
 from ..protocol.spec import RaySpec
 
+# A report of Ray on the head (`Report`) or an event of the worker node `node` (`NodeEvent`); `event` is its kind.
 Event = Dict[str, Any]
-"""A report of Ray on the head (`Report`) or an event of the worker node `node` (`NodeEvent`); `event` is its kind."""
-Node = Dict[str, Any]
-"""One row of Ray's node table; see `internals.node_table`."""
-Nodes = Dict[str, Node]
-"""Ray's node table: its rows by Ray's id of the node."""
+Node = Dict[str, Any]  # One row of Ray's node table; see `internals.node_table`.
+Nodes = Dict[str, Node]  # Ray's node table: its rows by Ray's id of the node.
 
 
+# Name of the phase in which a payload waits for resources that no node of its Ray cluster can ever grant.
 UNSCHEDULABLE = "unschedulable"
-"""Name of the phase in which a payload waits for resources that no node of its Ray cluster can ever grant."""
 
 
 class Report(TextEnum):
@@ -65,8 +63,8 @@ class Ready(NamedTuple):
 
 
 Step = Tuple["Membership", List["Action"]]
+# What follows from an event; a `ClusterError` means that the cluster has failed and must end.
 Action = Union[Say, Join, NodeLost, Ready, ClusterError]
-"""What follows from an event; a `ClusterError` means that the cluster has failed and must end."""
 
 
 class Member(NamedTuple):
