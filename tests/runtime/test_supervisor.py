@@ -239,7 +239,9 @@ def test_a_payload_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -
             def start(self): pass
             def end(self): pass
             def prestart(self): pass
-            def query_tables(self, _, done): done(None)
+            leaks = {}
+            def leak_check(self, _): return lambda done: done([])
+            def check_when_idle(self, _): pass
             def facts(self): return {}
         runner.cluster = Cluster()
         for name in ("ray", "plain", "other"):
@@ -365,7 +367,9 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
             def start(self): pass
             def end(self): pass
             def prestart(self): pass
-            def query_tables(self, _, done): done(None)
+            leaks = {}
+            def leak_check(self, _): return lambda done: done([])
+            def check_when_idle(self, _): pass
             def facts(self): return {}
         runner.cluster = runner.agent.rays[""] = Cluster()
         submit("plain")

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 from ..node.network import join_host_port
 from ..node.resources import NodeResources, footprint_error, node_footprint, runtime_footprint
 from ..node.worker_nodes import WorkerNode, WorkerNodes
-from ..process.loop import Loop, Timer
+from ..process.loop import Timer
 from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec, node_spec
 from . import membership
@@ -21,6 +21,49 @@ from .membership import Action, Event, Member, Membership, Report
 from .ray_node import ray_environment
 
 Tables = Dict[str, Any]  # The answer of `internals.living_things`.
+
+
+# ---- What payloads leave in the cluster
+
+_TIMEOUT = 0.3  # Seconds that the end of a payload waits for the tables, which take some milliseconds.
+_IDLE = 10.0  # Seconds from the last end of a payload to the check of the idle cluster; Ray frees some resources late.
+_UNCOUNTED = ("memory", "object_store_memory")  # Idle workers and cached objects use them until others need them.
+_HINTS = {
+    "actor": "detached actor %(name)r (%(class)s, namespace %(namespace)r) is still alive; end it with "
+    "ray.kill(ray.get_actor(%(name)r, namespace=%(namespace)r)) before the payload ends",
+    "group": "placement group %(title)s still holds its resources; give it back with "
+    "ray.util.remove_placement_group(group) before the payload ends",
+    "job": "job %(id)s of `ray job submit` still runs; end it with `ray job stop %(id)s` before the payload ends, "
+    "or submit it without --no-wait",
+}
+
+
+class Leak(NamedTuple):
+    """One thing that is left: its name in later tables, a sentence, its payload's nonce if Ray tells, when a job began."""
+
+    key: str
+    message: str
+    nonce: str = ""
+    since: float = 0.0
+
+
+def living(tables: Tables) -> List[Leak]:
+    """Everything in the tables that is alive and does not end with the Ray job that made it; without side effects."""
+    nonces, rows = tables["jobs"], tables["living"]
+    return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
+
+
+def left_when_idle(tables: Tables) -> List[Leak]:
+    """What is still at work when no payload runs: submitted jobs, and used resources with everything that may hold them."""
+    taken = []
+    for name, total in sorted(tables["total"].items()):
+        used = total - tables["available"].get(name, 0.0)
+        if used > 1e-3 and name not in _UNCOUNTED and not name.startswith("node:") and "_group_" not in name:
+            taken.append(Leak(name, "%s: %g of %g are not free although no payload runs" % (name, used, total)))
+    return taken + [leak for leak in living(tables) if taken or leak.since]
+
+
+# ---- The cluster
 
 
 @dataclass(eq=False)
@@ -38,6 +81,7 @@ class RayCluster:
     key: str = ""  # Names the cluster on its nodes: "" for the warm one, the payload's nonce for a payload's own.
     ray_version: Optional[str] = None
     address: Optional[str] = None  # "HOST:PORT" for drivers; None until the cluster is ready.
+    leaks: Dict[str, str] = field(default_factory=dict)  # Sentences about what was left when it was idle, and is still: with key.
     _bring_up: Optional[float] = None
     _dashboard_url: Optional[str] = None
     _gcs: str = ""
@@ -56,6 +100,7 @@ class RayCluster:
         self._tails: Dict[str, str] = {}  # The last lines of logs of worker nodes, by title.
         self._queries: Dict[int, Callable[[Optional[Tables]], None]] = {}
         self._query_ids = itertools.count(1)
+        self._idle_check = Timer(None)
 
     @property
     def ready(self) -> bool:
@@ -84,6 +129,29 @@ class RayCluster:
         self._queries[query] = done
         asked = self._ray.request(tables=query)
         self.loop.call_later(timeout if asked else 0.0, lambda: self._answer(query, None))
+
+    def leak_check(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
+        """Returns a function to call at the end of the payload that starts now; it passes the payload's leaks to a callback."""
+        began = time.time()
+
+        def find(done: Callable[[List[str]], None], tables: Optional[Tables]) -> None:
+            if tables is None:
+                return done([])
+            still = {leak.key for leak in left_when_idle(tables)}
+            self.leaks = {message: key for message, key in self.leaks.items() if key in still}
+            done([leak.message for leak in living(tables) if leak.nonce == nonce or leak.since >= began])
+
+        return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
+
+    def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
+        """Find in some seconds what is left in the whole cluster, unless a payload runs by then."""
+
+        def check(tables: Optional[Tables]) -> None:
+            if tables is not None and is_idle():
+                self.leaks = {leak.message: leak.key for leak in left_when_idle(tables)}
+
+        self._idle_check.cancel()
+        self._idle_check = self.loop.call_later(_IDLE, lambda: self.query_tables(5.0, check) if is_idle() else None)
 
     def prestart(self) -> None:
         """Have Ray start idle worker processes for the next payload, if the runtime preloads Ray for payloads."""
@@ -182,74 +250,3 @@ class RayCluster:
             self._deadline.cancel()
         self.tell(self, membership.Say("cluster-ready", up))
         self.prestart()
-
-
-# ---- What payloads leave in the cluster
-
-_TIMEOUT = 0.3  # Seconds that the end of a payload waits for the tables, which take some milliseconds.
-_IDLE = 10.0  # Seconds from the last end of a payload to the check of the idle cluster; Ray frees some resources late.
-_UNCOUNTED = ("memory", "object_store_memory")  # Idle workers and cached objects use them until others need them.
-_HINTS = {
-    "actor": "detached actor %(name)r (%(class)s, namespace %(namespace)r) is still alive; end it with "
-    "ray.kill(ray.get_actor(%(name)r, namespace=%(namespace)r)) before the payload ends",
-    "group": "placement group %(title)s still holds its resources; give it back with "
-    "ray.util.remove_placement_group(group) before the payload ends",
-    "job": "job %(id)s of `ray job submit` still runs; end it with `ray job stop %(id)s` before the payload ends, "
-    "or submit it without --no-wait",
-}
-
-
-class Leak(NamedTuple):
-    """One thing that is left: its name in later tables, a sentence, its payload's nonce if Ray tells, when a job began."""
-
-    key: str
-    message: str
-    nonce: str = ""
-    since: float = 0.0
-
-
-def living(tables: Tables) -> List[Leak]:
-    """Everything in the tables that is alive and does not end with the Ray job that made it; without side effects."""
-    nonces, rows = tables["jobs"], tables["living"]
-    return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
-
-
-def left_when_idle(tables: Tables) -> List[Leak]:
-    """What is still at work when no payload runs: submitted jobs, and used resources with everything that may hold them."""
-    taken = []
-    for name, total in sorted(tables["total"].items()):
-        used = total - tables["available"].get(name, 0.0)
-        if used > 1e-3 and name not in _UNCOUNTED and not name.startswith("node:") and "_group_" not in name:
-            taken.append(Leak(name, "%s: %g of %g are not free although no payload runs" % (name, used, total)))
-    return taken + [leak for leak in living(tables) if taken or leak.since]
-
-
-class LeakCheck:
-    """Finds what payloads leave in the warm Ray cluster."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop, self._timer = loop, Timer(None)
-        self.found: Dict[str, str] = {}  # What was left when the cluster was idle, and has not ended since: key by sentence.
-
-    def at_end(self, cluster: RayCluster, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
-        """Returns a function to call at the end of the payload that starts now; it passes the payload's leaks to a callback."""
-        began = time.time()
-
-        def find(done: Callable[[List[str]], None], tables: Optional[Tables]) -> None:
-            if tables is None:
-                return done([])
-            still = {leak.key for leak in left_when_idle(tables)}
-            self.found = {message: key for message, key in self.found.items() if key in still}
-            done([leak.message for leak in living(tables) if leak.nonce == nonce or leak.since >= began])
-
-        return lambda done: cluster.query_tables(_TIMEOUT, lambda tables: find(done, tables))
-
-    def check_when_idle(self, cluster: RayCluster, is_idle: Callable[[], bool]) -> None:
-        """Check the whole cluster in some seconds, unless a payload runs by then."""
-
-        def check(tables: Optional[Tables]) -> None:
-            if tables is not None and is_idle():
-                self.found = {leak.message: leak.key for leak in left_when_idle(tables)}
-
-        self._timer.cancel()
-        self._timer = self._loop.call_later(_IDLE, lambda: cluster.query_tables(5.0, check) if is_idle() else None)

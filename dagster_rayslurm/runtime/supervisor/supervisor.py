@@ -30,7 +30,7 @@ from ..protocol.record import PAYLOAD, RunRecord, node_log, tail_lines
 from ..protocol.rpc import Message
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RaySpec, RuntimeSpec, SpecError, from_json, read_text, take_secrets
 from ..ray.agent import NodeAgent, simulate
-from ..ray.cluster import LeakCheck, RayCluster
+from ..ray.cluster import RayCluster
 from ..ray.internals import installed_version
 from ..ray.membership import UNSCHEDULABLE, Action, NodeLost, Say, nodes_expected
 from ..ray.ray_node import granted_defaults
@@ -122,7 +122,6 @@ class Supervisor:
 
             self._preload_server = PreloadServer(loop, self.scratch.join("preload"))
         self._ray_version = installed_version() if self.is_session else None
-        self._leaks = LeakCheck(loop)
         if spec.ray is not None:
             self.cluster = RayCluster(self.agent, self.workers, self._address, self._handle_cluster)
         if allocation is not None:
@@ -290,7 +289,7 @@ class Supervisor:
         for share in self._shares if spec.uses_ray else self._shares[:1]:
             if share.remark:
                 payload.phase("cluster-start", share.remark)
-        for leak in self._leaks.found:
+        for leak in self.cluster.leaks if self.cluster is not None else ():
             payload.phase("leaks", "left in the Ray cluster by payloads before: " + leak)
         self.schedule()
         return payload
@@ -356,8 +355,7 @@ class Supervisor:
         sampler = self.agent.sampler(spec.nonce, cluster is not None, shared, lambda: self._foreign_pids(payload))
         check_ray = functools.partial(payload.check_own_ray, self.machine)
         measurement = UsageMeasurement(spec.nonce, sampler, payload.note, check_ray, workers)
-        leaks = self._leaks.at_end(cluster, spec.nonce) if cluster is not None and is_warm else None
-        payload.start(env, messages, measurement, leaks)
+        payload.start(env, messages, measurement, cluster.leak_check(spec.nonce) if cluster is not None and is_warm else None)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.ending.exit_code
@@ -370,7 +368,7 @@ class Supervisor:
             cluster.stop()
         self.agent.strays.end(payload.spec.nonce)
         if not self.queue.running and self.cluster is not None:
-            self._leaks.check_when_idle(self.cluster, lambda: not self.queue.running)
+            self.cluster.check_when_idle(lambda: not self.queue.running)
         self.schedule()
         if not self.queue.running and self.closing is None and self.cluster is not None:
             self.cluster.prestart()  # Only when no payload runs, because new Ray workers take CPU time.
@@ -465,7 +463,7 @@ class Supervisor:
             "ray_version": cluster.get("ray_version"),
             "address": cluster.get("ray_address"),
             "dashboard_url": cluster.get("dashboard_url"),
-            "leaks": list(self._leaks.found),
+            "leaks": [] if self.cluster is None else list(self.cluster.leaks),
             "time_left": self.time_left(),
         }
 
