@@ -36,7 +36,7 @@ def run(run_dir):  # type: (str) -> int
     spec = _load(run_dir)
     if spec.meeting is None:
         runner = _supervisor(spec)
-        request_server.serve_run_dir(runner, run_dir, parent=0)
+        request_server.serve_run_dir(runner, run_dir, orphaned=request_server.parent_is_gone)
         runner.run()
         return 0
 
@@ -45,7 +45,7 @@ def run(run_dir):  # type: (str) -> int
     here, remark = participant.component_share(spec)
     runner = _supervisor(replace(spec, components=[]), here=here)
     barrier = participant.join_barrier(runner, record.run_of_component(run_dir))
-    payload = request_server.serve_run_dir(runner, run_dir, parent=0)
+    payload = request_server.serve_run_dir(runner, run_dir, orphaned=request_server.parent_is_gone)
     barrier.watch(payload)
     if remark:
         payload.phase("cluster-start", remark)

@@ -10,10 +10,10 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import sys
 from dataclasses import asdict, replace
-from functools import partial
-from typing import Any, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 from ..node.allocation import Allocation
 from ..payload.payload import Payload
@@ -35,16 +35,11 @@ _STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
 
 def serve_run_dir(
-    supervisor: Supervisor,
-    run_dir: str,
-    environ: Optional[Dict[str, str]] = None,
-    lock: Optional[str] = None,
-    parent: Optional[int] = None,
+    supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None, orphaned: Callable[[], bool] = lambda: False
 ) -> Payload:
-    """Queue the payload of a run directory, and cancel it if a request appears in the directory's file `cancel.json`.
+    """Queue the payload of a run directory, and end it if a request appears in the directory's file `cancel.json`.
 
-    With a `lock`, a file that its Dagster process has locked, the payload also ends when the process does or unlocks it; with
-    `parent`, a pipe, when the other end of that is closed.
+    The payload also ends once `orphaned` says that its Dagster process is gone.
     """
     payload = supervisor.submit(run_dir, environ)
     handled = [b""]
@@ -57,19 +52,17 @@ def serve_run_dir(
                 handled[0] = text
                 _cancel(payload, text)
         if not payload.ended:
-            if lock is not None and _is_free(lock):
+            if orphaned():
                 payload.end_early(ORPHANED)
             supervisor.loop.call_later(_CANCEL_POLL, poll)
 
-    def read(fd: int) -> None:
-        if not os.read(fd, 65536):
-            supervisor.loop.forget(fd)
-            payload.end_early(ORPHANED)
-
     supervisor.loop.call_later(_CANCEL_POLL, poll)
-    if parent is not None:
-        supervisor.loop.on_readable(parent, partial(read, parent))
     return payload
+
+
+def parent_is_gone() -> bool:
+    """Whether the other end of standard input is closed, a pipe on which nothing is written."""
+    return bool(select.select([0], [], [], 0.0)[0])
 
 
 def _is_free(lock: str) -> bool:
@@ -193,7 +186,8 @@ class RequestServer(Listener):
             return refuse(Refusal.MISSING, missing=missing)
         try:
             lay_out(run_dir, request["files"])
-            serve_run_dir(self._supervisor, run_dir, request.get("environ"), request.get("lock"))
+            lock = request.get("lock")  # A file that the Dagster process has locked as long as it follows the payload.
+            serve_run_dir(self._supervisor, run_dir, request.get("environ"), lambda: lock is not None and _is_free(lock))
         except Closing as error:
             return refuse(Refusal.CLOSING, error)
         except Misfit as error:
