@@ -19,7 +19,10 @@ from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, LineReade
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, to_json
 from dagster_rayslurm.runtime.supervisor.time_limit import signal_number
 
-BEGIN = """
+from .test_supervisor import STUB_CLUSTER
+
+BEGIN = (
+    """
 import sys
 from dataclasses import replace
 from dagster_rayslurm.runtime.process import processes
@@ -33,6 +36,8 @@ processes.become_subreaper()
 loop, run_dir = Loop(), sys.argv[1]
 runner = supervisor.Supervisor(loop, RuntimeSpec("c", None), scratch.Scratch())
 """
+    + STUB_CLUSTER
+)
 
 
 def supervised(run_dir: Path, program: str, argv: list[str], **env: str) -> tuple[list[dict[str, Any]], str]:
@@ -54,17 +59,7 @@ def squeue(tmp_path: Path) -> str:
 
 
 WARN = """
-class Cluster:
-    ready = False
-    def start(self): pass
-    def end(self): pass
-    def prestart(self): pass
-    leaks = {}
-    def leak_check(self, _): return lambda done: done([])
-    def check_when_idle(self, _): pass
-    def facts(self): return {}
-    environment = {}
-runner.cluster = Cluster()
+runner.cluster = StubCluster()
 runner.spec = replace(runner.spec, warn_before_limit=60, warn_signal=%r)
 payload = runner.submit(run_dir)
 time_limit.watch(runner, "12")
