@@ -334,7 +334,7 @@ def test_usage_of_nodes_on_one_host_is_kept_apart(head: Head) -> None:
     two, _, _ = head.worker(node_id=2)
     head.until(lambda: len(head.heard) == 2)
     for member, hostname in zip(head.team.members.values(), (socket.gethostname(), "other"), strict=True):
-        member.machine = {"hostname": hostname}
+        member.machine = resources.NodeResources(hostname, 1, 0, 2**30, None)
     figures: list[dict[str, Any]] = []
     head.team.collect("p", figures.append)
     one.send(event="usage", id="p", usage={"cpu_seconds": 1})

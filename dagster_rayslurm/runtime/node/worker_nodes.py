@@ -37,7 +37,7 @@ class WorkerNode:
     node_id: int  # Its place in the allocation, which counts from 0, the head.
     name: str
     component: Optional[str] = None
-    machine: Dict[str, Any] = field(default_factory=dict)  # The resources that the node reports when it joins.
+    machine: Optional[NodeResources] = None  # The resources that the node reports when it joins.
     commands: Dict[str, Message] = field(default_factory=dict)  # Those to send again when it reconnects, by subject.
     gone: bool = False  # Whether the node has not reconnected in time after a loss.
     grace: Optional[Timer] = None  # Runs from a loss to that time.
@@ -61,7 +61,7 @@ class WorkerNode:
     @property
     def joined(self) -> bool:
         """Whether the node has ever connected to the head, even if the connection is lost by now."""
-        return bool(self.machine)
+        return self.machine is not None
 
     @property
     def title(self) -> str:
@@ -71,11 +71,11 @@ class WorkerNode:
     @property
     def identity(self) -> Identity:
         """The identity in Ray's node table: Slurm's name of a node may differ from the hostname, which Ray uses."""
-        return Identity(str(self.machine.get("hostname") or self.name), self.component)
+        return Identity(self.name if self.machine is None else self.machine.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:
         """The node's name, its resources as far as they are known, and whether it is connected, for JSON."""
-        cpus, gpus = self.machine.get("num_cpus"), self.machine.get("num_gpus")
+        cpus, gpus = (None, None) if self.machine is None else (self.machine.num_cpus, self.machine.num_gpus)
         return {"name": self.name, "cpus": cpus, "gpus": gpus, "here": self.here, "component": self.component}
 
 
@@ -194,17 +194,16 @@ class WorkerNodes(Listener):
 
     def _introduce(self, channel: Channel, message: Message) -> None:
         """Take a new connection as that of the node that its first message names, and send the node its commands."""
-        place, machine = message.get("node_id"), message.get("machine")
         try:
-            from_fields(NodeResources, machine, "what a node tells of itself")
-            node = self.members[place]  # type: ignore[index]
+            machine = from_fields(NodeResources, message.get("machine"), "what a node tells of itself")
+            node = self.members[message["node_id"]]
         except (SpecError, KeyError, TypeError) as error:
             print("rayslurm: %s" % error, file=sys.stderr)
             return channel.close()
         if node.channel is not None:  # The node reconnected before its loss was noticed here.
             del self._node_of_channel[node.channel]
             node.channel.close()
-        node.channel, node.machine, node.gone = channel, dict(machine or {}), False
+        node.channel, node.machine, node.gone = channel, machine, False
         if node.grace is not None:
             node.grace.cancel()
         self._node_of_channel[channel] = node

@@ -189,7 +189,7 @@ class SimulatedNode(WorkerNode):
 
     def __init__(self, nodes: WorkerNodes, spec: RuntimeSpec, node_id: int, share: Share, private: Scratch) -> None:
         machine = share.machine
-        super().__init__(node_id, machine.hostname, machine.component, machine.facts())
+        super().__init__(node_id, machine.hostname, machine.component, machine)
 
         def send(**event: object) -> None:
             # Not at once: the agent sends this from within a call of the head.

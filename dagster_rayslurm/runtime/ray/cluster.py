@@ -190,8 +190,8 @@ class RayCluster:
     def handle(self, member: WorkerNode, message: Event) -> None:
         """Called with each event of a worker node."""
         event, kind = {**message, "node": member.node_id}, message.get("event")
-        if kind == NodeEvent.JOINED:
-            event.update(identity=member.identity, here=member.here, problem=self._problem(NodeResources(**member.machine)))
+        if kind == NodeEvent.JOINED and member.machine is not None:
+            event.update(identity=member.identity, here=member.here, problem=self._problem(member.machine))
         elif kind == NodeEvent.RAY_FAILED and event["cluster"] == self.key:
             self._tails.update({"%s on %s" % (name, member.title): text for name, text in event["tails"].items()})
         if kind in tuple(NodeEvent) and event.get("cluster", self.key) == self.key:

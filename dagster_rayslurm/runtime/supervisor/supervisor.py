@@ -143,8 +143,8 @@ class Supervisor:
     @property
     def machines(self) -> List[NodeResources]:
         """The resources of each node that has connected so far, the head first."""
-        members = self.workers.members.values()
-        return [self.machine, *(NodeResources(**member.machine) for member in members if member.joined)]
+        machines = [member.machine for member in self.workers.members.values()]
+        return [self.machine, *(machine for machine in machines if machine is not None)]
 
     @property
     def _running(self) -> List[Payload]:
