@@ -40,7 +40,7 @@ class WorkerNode:
     machine: Optional[NodeResources] = None  # The resources that the node reports when it joins.
     commands: Dict[str, Message] = field(default_factory=dict)  # Those to send again when it reconnects, by subject.
     gone: bool = False  # Whether the node has not reconnected in time after a loss.
-    grace: Optional[Timer] = None  # Runs from a loss to that time.
+    grace: Timer = field(default_factory=Timer)  # Runs from a loss to that time.
     channel: Optional[Channel] = None  # The newest connection; None while the node is not connected.
 
     @property
@@ -204,8 +204,7 @@ class WorkerNodes(Listener):
             del self._node_of_channel[node.channel]
             node.channel.close()
         node.channel, node.machine, node.gone = channel, machine, False
-        if node.grace is not None:
-            node.grace.cancel()
+        node.grace.cancel()
         self._node_of_channel[channel] = node
         if self._stopped:
             channel.send(op=NodeCommand.STOP)

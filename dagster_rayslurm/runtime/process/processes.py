@@ -229,7 +229,7 @@ class StrayProcesses:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._running: Dict[str, float] = {}  # Start time of each running payload, by its nonce.
-        self._timer = Timer(lambda: None)
+        self._timer = Timer()
 
     def begin(self, nonce: str) -> None:
         """To be called before a payload starts processes on this node; `nonce` identifies the payload."""

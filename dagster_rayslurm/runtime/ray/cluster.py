@@ -85,7 +85,6 @@ class RayCluster:
     _bring_up: Optional[float] = None
     _dashboard_url: Optional[str] = None
     _gcs: str = ""
-    _deadline: Optional[Timer] = None
 
     def __post_init__(self) -> None:
         self.loop = self.head.loop
@@ -100,7 +99,7 @@ class RayCluster:
         self._tails: Dict[str, str] = {}  # The last lines of logs of worker nodes, by title.
         self._queries: Dict[int, Callable[[Optional[Tables]], None]] = {}
         self._query_ids = itertools.count(1)
-        self._idle_check = Timer(None)
+        self._idle_check = self._deadline = Timer()
 
     @property
     def ready(self) -> bool:
@@ -177,8 +176,7 @@ class RayCluster:
     def end(self) -> None:
         """End every process of the cluster on this node at once; afterwards `tell` is not called."""
         self.state = replace(self.state, failed=True)
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._deadline.cancel()
         self._ray.end()
 
     def log_tails(self) -> Dict[str, str]:
@@ -238,7 +236,6 @@ class RayCluster:
                 self.handle(worker, {"event": NodeEvent.GONE})
 
     def _be_ready(self, head: membership.Node) -> None:
-        assert self._ray.ports is not None
         self.address = join_host_port(head["address"], self._ray.ports.gcs)
         up = "Ray %s is up on %s" % (self.ray_version, membership.in_words(self.state.nodes, self.spec))
         if self.spec.dashboard:
@@ -246,7 +243,6 @@ class RayCluster:
             up += ", dashboard: %s on %s" % (self._dashboard_url, head["hostname"])
         self._ray.ready = True
         self._bring_up = self.loop.now() - self._started
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._deadline.cancel()
         self.tell(self, membership.Say("cluster-ready", up))
         self.prestart()

@@ -172,7 +172,7 @@ class RayNode:
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
     ready: bool = False  # Whether the cluster is complete; from then on an end of Ray here is its loss, not a failed start.
     pid: Optional[int] = None  # Process id of the common ancestor of all Ray processes on this node.
-    ports: Optional[Ports] = None
+    ports: Ports = field(default_factory=Ports)  # Of the latest attempt to start Ray.
 
     def __post_init__(self) -> None:
         self.spec = node_spec(self.cluster, self.machine.component)
@@ -218,8 +218,7 @@ class RayNode:
         """End every process of Ray on this node at once; there are no more events."""
         self._over = True
         self._kill()
-        if self.ports is not None:
-            self.ports.release()
+        self.ports.release()
 
     def log_tails(self) -> Dict[str, str]:
         """The last lines of the logs that may tell why Ray failed on this node, by name of log."""
@@ -246,8 +245,7 @@ class RayNode:
 
     def _run_ray(self) -> None:
         self._attempt += 1
-        if self.ports is not None:
-            self.ports.release()
+        self.ports.release()
         spec, head, temp_dir = self.spec, self._gcs is None, self.scratch.ray_temp_dir
         self.ports = choose_ports(spec.port_range, head=head)
         shutil.rmtree(temp_dir, ignore_errors=True)
