@@ -475,7 +475,7 @@ class PayloadProcess:
     pid: Optional[int] = None  # Id of the process and of its process group; None before the process has started.
     # Name and decoder of each output pipe that may have more to read, by file descriptor.
     streams: Dict[int, Tuple[str, codecs.IncrementalDecoder]] = field(default_factory=dict)
-    _cancel_fork: Optional[Cancel] = None
+    _cancel_fork: Cancel = lambda: None
     _ends: List[int] = field(default_factory=list)  # The ends of the pipes for the process, until it has started.
 
     def start(self, env: Environment, work_dir: str) -> None:
@@ -495,7 +495,7 @@ class PayloadProcess:
             payload.safely(lambda: payload.process_exited(code, rusage))
 
         def begin(result: Optional[ForkResult]) -> None:
-            self._cancel_fork, error = None, None
+            self._cancel_fork, error = (lambda: None), None
             if isinstance(result, int):
                 self.pid = result
             else:
@@ -519,9 +519,8 @@ class PayloadProcess:
 
     def cancel_start(self) -> None:
         """Cancel a start that is still under way, such as a requested fork; afterwards no process starts."""
-        if self._cancel_fork is not None:
-            self._cancel_fork()
-        self._cancel_fork = None
+        self._cancel_fork()
+        self._cancel_fork = lambda: None
         self._close_ends()
         self.close_streams()
 
