@@ -12,6 +12,7 @@ import posixpath
 import random
 import re
 import shlex
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -70,23 +71,6 @@ class Stat:
     modified: float
 
 
-@dataclass
-class Forward:
-    """A TCP port that leads to a port behind the connection. Several clients may use it at once."""
-
-    host: str
-    port: int
-
-    def close(self) -> None:
-        """Stop listening and disconnect all clients."""
-
-    def __enter__(self) -> Forward:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
 class Connection(ABC):
     """Access to the files and commands of one machine: this machine, or an edge node behind SSH.
 
@@ -111,8 +95,8 @@ class Connection(ABC):
         """
 
     @abstractmethod
-    def forward(self, host: str, port: int) -> Forward:
-        """Return a local port that is forwarded to `host:port`, an address that the machine behind the connection can reach."""
+    def connect(self, host: str, port: int, timeout: float) -> socket.socket:
+        """A stream to `host:port`, an address that the machine can reach. By SSH it just ends if nothing listens there."""
 
     @abstractmethod
     def close(self) -> None:

@@ -6,12 +6,13 @@ import contextlib
 import fcntl
 import os
 import random
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from .base import Connection, Forward, Submit
+from .base import Connection, Submit
 
 T = TypeVar("T")
 
@@ -29,8 +30,10 @@ class LocalConnection(Connection):
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:  # noqa: ARG002
         return operation(_submit)
 
-    def forward(self, host: str, port: int) -> Forward:
-        return Forward(host, port)  # This machine reaches the address without forwarding.
+    def connect(self, host: str, port: int, timeout: float) -> socket.socket:
+        stream = socket.create_connection((host, port), timeout)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return stream
 
     def close(self) -> None: ...
 

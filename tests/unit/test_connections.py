@@ -261,6 +261,6 @@ def test_messages_of_ssh_become_sentences(output: str, message: str) -> None:
     assert message in str(explain(resource(client="openssh", jump_host=resource(host="jump", client="openssh")), output))
 
 
-def test_a_local_connection_needs_no_forward() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, connection_to(None).forward(*server.getsockname()) as forward:
-        assert (forward.host, forward.port) == server.getsockname()
+def test_a_local_connection_connects_directly() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, connection_to(None).connect(*server.getsockname(), 5) as stream:
+        assert stream.getpeername() == server.getsockname()

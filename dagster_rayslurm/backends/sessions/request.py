@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,11 +85,7 @@ def _send_by_tcp(connection: Connection, announcement: Announcement, request: Ma
     problem = NotConnected("it announces no host")
     for host in announcement.hosts:
         try:
-            with (
-                connection.forward(host, announcement.port) as forward,
-                socket.create_connection((forward.host, forward.port), PROOF_TIMEOUT) as sock,
-            ):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with connection.connect(host, announcement.port, PROOF_TIMEOUT) as sock:
                 return call(sock, announcement.key, dict(request), PROOF_TIMEOUT)
         except AnswerLost:
             raise
