@@ -288,12 +288,12 @@ def sweep_remote(
     Returns the removed paths, relative to the base directory. Raises OSError if the cluster cannot be reached, the base
     directory cannot be written, or the timeout is over; the next sweep removes the rest.
     """
-    swept = connection.stat(os.path.join(base, SWEPT))
+    swept = connection.modified(os.path.join(base, SWEPT))
     # If the clocks differ, a sweep starts in vain, or later.
-    if every_minutes and swept is not None and abs(time.time() - swept.modified) < 60.0 * every_minutes:
+    if every_minutes and swept is not None and abs(time.time() - swept) < 60.0 * every_minutes:
         return []
     jobs = None
-    if connection.stat(os.path.join(base, "sessions")) is not None:
+    if connection.modified(os.path.join(base, "sessions")) is not None:
         with contextlib.suppress(OSError):
             jobs = [row.job_id for row in fetch_queue(connection).rows]
     age = max(60.0, retention_days * 86400.0)

@@ -63,14 +63,6 @@ class Completed:
     stderr: bytes
 
 
-@dataclass(frozen=True)
-class Stat:
-    """Owner (user id) of a file, and the time of its last change in whole seconds, by the clock of the machine that holds it."""
-
-    owner: int
-    modified: float
-
-
 class Connection(ABC):
     """Access to the files and commands of one machine: this machine, or an edge node behind SSH.
 
@@ -155,23 +147,17 @@ class Connection(ABC):
 
     def home(self) -> str:
         """The home directory of the user who is logged in."""
-        home = self._account[1]
-        if not home.startswith("/"):
+        if not self._home.startswith("/"):
             raise OSError(f"{self.place}: the login has no HOME; the account needs a home directory")
-        return home
-
-    def user_id(self) -> int:
-        """The numeric id of the user who is logged in."""
-        return self._account[0]
+        return self._home
 
     @property
-    def _account(self) -> tuple[int, str]:
-        return self.call(files.account, repeat=True)
+    def _home(self) -> str:
+        return self.call(files.home, repeat=True)
 
-    def stat(self, path: str) -> Stat | None:
-        """Owner and modification time of a file or directory, or None if the path does not exist. Links are followed."""
-        found = self._on_file(f"looking at {path}", files.stat, path)
-        return Stat(*found) if found else None
+    def modified(self, path: str) -> float | None:
+        """When a file or directory changed last, by the clock of its machine; None if the path does not exist."""
+        return self._on_file(f"looking at {path}", files.modified, path)
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         """At most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist."""

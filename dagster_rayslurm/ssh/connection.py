@@ -215,8 +215,8 @@ class SSHConnection(Connection):
         return errors.address(self.ssh)
 
     @functools.cached_property
-    def _account(self) -> tuple[int, str]:
-        return super()._account
+    def _home(self) -> str:
+        return super()._home
 
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:
         outage: Backoff | None = None

@@ -36,7 +36,7 @@ def connect_early(ssh: SSHConnectionResource | None) -> None:
 
     def log_in() -> None:
         with contextlib.suppress(OSError, ValueError):
-            connection_to(ssh).user_id()
+            connection_to(ssh).home()
 
     threading.Thread(target=log_in, name="rayslurm-connect", daemon=True).start()
 

@@ -359,7 +359,7 @@ class Sessions(SlurmMode):
 
     def send(self, connection: Any, to: Any, request: Mapping[str, Any], *_: Any) -> dict[str, Any]:
         """Carry a request to a session; stands for `send_request`."""
-        connection.call(files.account, repeat=True)
+        connection.call(files.home, repeat=True)
         said = to.announcement
         if said is None:
             raise Unreachable(f"the session in {to.directory} does not say where it is")
