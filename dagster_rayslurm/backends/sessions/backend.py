@@ -37,7 +37,7 @@ from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.base import Connection
-from ...ssh.pool import connection_to
+from ...ssh.local import connection_to
 from ..base import Layout, Register, RunningPayload, Step, deferred_interrupts, run_files
 from ..batch import (
     CLUSTER,
