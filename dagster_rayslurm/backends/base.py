@@ -283,10 +283,10 @@ def sweep_remote(
 
     A session's directory stays while its job may live. The newest directory of a session's name stays as long as anybody
     looks for that session, because its number determines the next number. A bundle or runtime stays while a run or session
-    names it. Only one process sweeps at a time, on any machine, and once in `every_minutes` (0: always).
+    names it. One process on any machine sweeps in `every_minutes` (0: all do).
 
     Returns the removed paths, relative to the base directory. Raises OSError if the cluster cannot be reached, the base
-    directory cannot be written, or the timeout is over; the next sweep removes the rest.
+    directory cannot be written, or the timeout is over; a later sweep removes the rest.
     """
     swept = connection.modified(os.path.join(base, SWEPT))
     # If the clocks differ, a sweep starts in vain, or later.

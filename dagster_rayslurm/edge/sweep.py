@@ -13,12 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SWEPT = ".swept"
-"""File in the base directory that each sweep touches, so that its age tells when the last sweep was."""
+"""File in the base directory that each sweep touches first, so that its age tells when the last sweep began."""
 BOOKMARK = ".followed"
 """Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster."""
-_LOCK = ".sweeping"
-_LOCK_EXPIRES = 15 * 60.0
-"""Seconds after which a lock directory was left by a killed process, so that another process may sweep."""
 _LEFTOVER = 86400.0
 """Seconds after which a file or directory with a temporary name was left by a killed process."""
 _RUN = "[A-Za-z0-9_.-]+-[0-9a-f]{12}"
@@ -27,27 +24,15 @@ _NAMED = (("bundles", "[0-9a-f]{32}"), ("runtime", r"runtime-[0-9a-f]{16}-[A-Za-
 
 
 def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> "list[str]":
-    """Sweep unless another process does, or did less than `every` seconds ago; returns the removed paths.
+    """Sweep unless a process on any machine began to less than `every` seconds ago; returns the removed paths.
 
     Files not used for `age` seconds are removed. `jobs` are the ids of jobs that Slurm knows; None if it does not answer.
     """
-    lock, swept = os.path.join(base, _LOCK), os.path.join(base, SWEPT)
+    swept = os.path.join(base, SWEPT)
     if not os.path.isdir(base) or (_is_recent(swept, every) and not _is_recent(swept, -every)):
         return []  # A time in the future is that of a clock which was wrong once.
-    if every and os.path.isdir(lock) and not _is_recent(lock, _LOCK_EXPIRES):
-        os.rmdir(lock)
-    try:
-        if every:
-            os.mkdir(lock, 0o700)
-    except FileExistsError:
-        return []
-    try:
-        removed = _Sweep(base, age, jobs).run()
-        os.close(os.open(swept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-        return removed
-    finally:
-        if every:
-            os.rmdir(lock)
+    os.close(os.open(swept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+    return _Sweep(base, age, jobs).run()
 
 
 def sweep_runs(base: str, age: float) -> "list[str]":
@@ -109,10 +94,9 @@ class _Sweep:
                 self._remove("environments", name)
         sessions = [os.path.join("sessions", name) for name in self._names("sessions", _RUN, directory=True)]
         for place in ["bundles", "runtime", "environments", "queue", "runs", "sessions", *sessions]:
-            for name in self._names(place, r"\.rs-[0-9a-f]{16}\.[a-z]+|claim-[0-9]+"):
+            for name in self._names(place, r"\.rs-[0-9a-f]{16}\.[a-z]+"):
                 with contextlib.suppress(OSError):
-                    age = time.time() - os.lstat(self._path(place, name)).st_ctime
-                    if age > _LEFTOVER and (place == "queue" or name.startswith(".rs-")):
+                    if time.time() - os.lstat(self._path(place, name)).st_ctime > _LEFTOVER:
                         self._remove(place, name)
         return self._removed
 

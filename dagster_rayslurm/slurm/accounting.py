@@ -296,16 +296,6 @@ def failed_tasks(log: str) -> list[tuple[str, int, str]]:
     return tasks
 
 
-def node_number(node: str, task: int, nodes: Sequence[str] | None) -> int | None:
-    """The number of the node on which a task failed, for the name of the node's log; None if it is not known.
-
-    `nodes` are all nodes of a heterogeneous job, where srun counts tasks from 0 in each component; None for any other job.
-    """
-    if nodes is None:
-        return task
-    return nodes.index(node) if node in nodes else None
-
-
 def memory_kill(output: str) -> str | None:
     """The line of a job's output in which slurmstepd reports a kill for memory; None if there is none."""
     lines = (line.strip() for line in output.splitlines())

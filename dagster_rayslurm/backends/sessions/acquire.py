@@ -6,11 +6,13 @@ A session has one allocation at a time. Its allocations are numbered; each is a 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from dagster_pipes import PipesContextData
 
@@ -19,10 +21,13 @@ from ...follow import Cadence, Evidence
 from ...outcome import judge, judge_job
 from ...outcome.metadata import failure_metadata
 from ...plan import Plan
+from ...runtime.protocol.record import RUNTIME_LOG, tail_file
 from ...slurm.accounting import relevant_lines
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.base import Connection
+from ...ssh.local import LocalConnection
 from ..base import Register, RunningPayload, Step, deferred_interrupts
+from ..slurm_job import SlurmJob
 from .matching import Target
 from .registry import TOUCH_INTERVAL, Generation, LiveSession, SessionRegistry
 
@@ -40,23 +45,53 @@ _FINAL_STATE_TIMEOUT = 5.0
 T = TypeVar("T")
 
 
-class Allocation(Protocol):
-    """The Slurm job of a session, or its process on this machine; see `SlurmJob`."""
+def is_alive(pid: int | None, directory: str) -> bool:
+    """Whether a process is the runtime of a session's directory; otherwise the runtime has ended, and the id may be reused."""
+    if pid is None:
+        return False
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return os.fsencode(directory) in file.read().split(b"\0")
+    except OSError:
+        if os.path.exists("/proc/self/cmdline"):
+            return False
+    return directory in LocalConnection().run(["ps", "-ww", "-o", "args=", "-p", str(pid)]).stdout.decode("utf-8", "replace")
+
+
+@dataclass(eq=False)
+class LocalProcess:
+    """The process of a session on this machine, with what a step asks of a `SlurmJob`."""
 
     job_id: str
     directory: str
-    cancelled: bool
+    cancelled = False
+    place = ""
+    status = JobStatus(JobPhase.RUNNING)
 
-    @property
-    def place(self) -> str: ...
-    @property
-    def status(self) -> JobStatus: ...
-    def observe(self, started_at: float | None = None, ask: bool = True) -> bool: ...
+    def observe(self, started_at: float | None = None, ask: bool = True) -> bool:  # noqa: ARG002
+        if not is_alive(int(self.job_id), self.directory):
+            self.status = JobStatus(JobPhase.ENDED)
+        return True
+
     def check_waiting(self) -> None: ...
-    def end_description(self, started: bool, recorded: bool = True) -> str | None: ...
-    def explain(self, evidence: Evidence, timeout: float = ...) -> None: ...
-    def metadata(self, evidence: Evidence) -> dict[str, Any]: ...
-    def cancel_until_gone(self) -> None: ...
+
+    def end_description(self, started: bool, recorded: bool = True) -> str | None:  # noqa: ARG002
+        return "its runtime ended" if self.status.over else None
+
+    def explain(self, evidence: Evidence, timeout: float = 0.0) -> None:  # noqa: ARG002
+        evidence.runtime_log = tail_file(os.path.join(self.directory, RUNTIME_LOG))
+
+    def metadata(self, evidence: Evidence) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+    def cancel_until_gone(self) -> None:
+        if is_alive(int(self.job_id), self.directory):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(self.job_id), signal.SIGTERM)
+
+
+Allocation = SlurmJob | LocalProcess
+"""What holds a session."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -11,7 +11,6 @@ import fcntl
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -29,14 +28,13 @@ from ...follow import Cadence, Evidence
 from ...plan import Plan
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.messages import Operation
-from ...runtime.protocol.record import LOCK, RUNTIME, RUNTIME_LOG, SESSION, tail_file
+from ...runtime.protocol.record import LOCK, RUNTIME, SESSION
 from ...runtime.protocol.rpc import AnswerLost
 from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
-from ...slurm.states import JobPhase, JobStatus
 from ...ssh.local import LocalConnection
 from ..base import Layout, Register, RunningPayload, Step, delayed_interrupts
 from ..local import LocalBackend, reap_later, runtime_command, start_process
-from .acquire import Allocation, Site
+from .acquire import Allocation, LocalProcess, Site, is_alive
 from .backend import start_in_session
 from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
 from .payload import SessionPayload
@@ -173,51 +171,6 @@ class LocalSite(Site):
 
     def running(self, session: LiveSession, reused: bool) -> LocalSessionPayload:  # noqa: ARG002
         return LocalSessionPayload(self, session, LocalProcess(session.announcement.job_id, session.directory))
-
-
-def is_alive(pid: int | None, directory: str) -> bool:
-    """Whether a process is the runtime of a session's directory; otherwise the runtime has ended, and the id may be reused."""
-    if pid is None:
-        return False
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return os.fsencode(directory) in file.read().split(b"\0")
-    except OSError:
-        if os.path.exists("/proc/self/cmdline"):
-            return False
-    return directory in LocalConnection().run(["ps", "-ww", "-o", "args=", "-p", str(pid)]).stdout.decode("utf-8", "replace")
-
-
-@dataclass(eq=False)
-class LocalProcess:
-    """The process of a session on this machine; an `Allocation`."""
-
-    job_id: str
-    directory: str
-    cancelled = False
-    place = ""
-    status = JobStatus(JobPhase.RUNNING)
-
-    def observe(self, started_at: float | None = None, ask: bool = True) -> bool:  # noqa: ARG002
-        if not is_alive(int(self.job_id), self.directory):
-            self.status = JobStatus(JobPhase.ENDED)
-        return True
-
-    def check_waiting(self) -> None: ...
-
-    def end_description(self, started: bool, recorded: bool = True) -> str | None:  # noqa: ARG002
-        return "its runtime ended" if self.status.over else None
-
-    def explain(self, evidence: Evidence, timeout: float = 0.0) -> None:  # noqa: ARG002
-        evidence.runtime_log = tail_file(os.path.join(self.directory, RUNTIME_LOG))
-
-    def metadata(self, evidence: Evidence) -> dict[str, Any]:  # noqa: ARG002
-        return {}
-
-    def cancel_until_gone(self) -> None:
-        if is_alive(int(self.job_id), self.directory):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(self.job_id), signal.SIGTERM)
 
 
 class LocalSessionPayload(SessionPayload):

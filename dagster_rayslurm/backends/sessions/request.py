@@ -188,9 +188,6 @@ class RunRequest:
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
             try:
-                if (acceptor := self._read_acceptor()[0]) is not None:
-                    self._settle(acceptor)
-                    return
                 if self._try(list(self._tried.values())[-1], self._message(Operation.WITHDRAW)) is not None:
                     return
             except OSError as error:
@@ -213,7 +210,7 @@ class RunRequest:
 
     def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Send the request once, and return the answer; None if there is no answer and the session may still live."""
-        before = self.unsettled
+        before, alive = self.unsettled, True
         # From here on an interrupt leaves it open whether the session accepts the payload.
         self.unsettled = True
         try:
@@ -221,28 +218,27 @@ class RunRequest:
         except (AnswerLost, Unreachable) as error:
             self._problem, unreachable = str(error), isinstance(error, Unreachable)
             self.unsettled = before or not unreachable
+            answer, alive = {}, self._lives(session, unreachable)
         except OSError:
             self.unsettled = before  # The session did not get this request, so only earlier tries count.
             raise
-        else:
-            if answer.get("ok"):
-                return self._settle(session)
-            if answer.get("error") == Refusal.DUPLICATE:
-                return self._settle(self._read_acceptor()[0] or session)
+        if answer.get("ok"):
+            return self._settle(session)
+        duplicate = answer.get("error") == Refusal.DUPLICATE
+        if answer and not duplicate:
             # Before any other answer, the session has checked that the payload was not accepted before.
             self.unsettled = False
             return answer
-        # The record names the session that accepted the payload, and costs nothing but a read.
-        if self.unsettled and (acceptor := self._read_acceptor()[0]) is not None:
-            return self._settle(acceptor)
-        if self._lives(session, unreachable) is not False:
+        try:  # A session may begin the record just before its end, so this comes after the look whether it lives.
+            acceptor = self._acceptor() if self.unsettled else None
+        except ConnectionFailed:
+            raise
+        except OSError as error:
+            self._problem = f"it may have been accepted, but that cannot be read: {error}"
             return None
-        # The session may have begun the record between the last look and its end.
-        acceptor, read_error = self._read_acceptor() if self.unsettled else (None, None)
-        if acceptor is not None:
-            return self._settle(acceptor)
-        if read_error is not None:
-            self._problem = f"it may have been accepted, but that cannot be read: {read_error}"
+        if acceptor is not None or duplicate:
+            return self._settle(acceptor or session)
+        if alive:
             return None
         self.unsettled = False
         return {"ok": False, "error": Refusal.GONE, "message": "it was gone before it could be asked"}
@@ -254,30 +250,25 @@ class RunRequest:
             self.unsettled = False
         return {"ok": True}
 
-    def _read_acceptor(self) -> tuple[LiveSession | None, OSError | None]:
-        """The session that began the payload's record, or None; and the error if the record cannot be read."""
-        try:
-            data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
-        except ConnectionFailed:
-            raise
-        except OSError as error:
-            return None, error
+    def _acceptor(self) -> LiveSession | None:
+        """The session that began the payload's record, or None; raises OSError if the record cannot be read."""
+        data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
         starts = [record for record in LineReader().feed(data) if record.get("type") == "start"]
-        return (self._tried.get(str(starts[0].get("cluster_id"))) if starts else None), None
+        return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None
 
-    def _lives(self, session: LiveSession, unreachable: bool) -> bool | None:
-        """Whether a session may still answer a request; None if that is not known."""
+    def _lives(self, session: LiveSession, unreachable: bool) -> bool:
+        """Whether a session may still answer a request, as far as is known."""
         try:
             if unreachable:  # A session in reach may still answer, even if it announces that it is closing.
                 data = self.site.connection.read(os.path.join(session.directory, SESSION), 0, MOST_BYTES)
                 now = parse_announcement(data)
                 if now is not None and now.closing is not None:
                     return False
-            return self.site.is_alive(session.announcement.job_id, session.directory)
+            return self.site.is_alive(session.announcement.job_id, session.directory) is not False
         except ConnectionFailed:
             raise
         except OSError:
-            return None
+            return True
 
     def _name(self, session: LiveSession) -> str:
         return f"the session in {self.site.noun} {session.announcement.job_id}"
