@@ -72,7 +72,7 @@ class Cluster:
 
     def acquisition(self, timeout: float | None = None, log: Any = None, commands: Any = None) -> SessionAcquisition:
         commands, log = commands or LocalConnection(), log or Log()
-        target = Target("default-0", Requirements(None, ()), Requirements(None, ()).capacity(reuse=False))
+        target = Target("default-0", Requirements(None, ()))
         return SessionAcquisition(Jobs(self, commands, timeout, log), target)
 
     @property

@@ -123,32 +123,20 @@ def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, st
 
 @dataclass(frozen=True)
 class SessionBackend:
-    """Runs payloads in the Slurm allocations of sessions.
-
-    Attributes:
-        own_queue: what this run changes in the queue configuration of sessions; None for nothing.
-        launcher: the launcher for which sessions are created.
-        reuse: whether the Ray cluster stays warm between payloads.
-        components: the components of a session's job, instead of the cluster's queue; empty where all nodes are alike.
-        own_components: the components of this run; None for those of sessions.
-        own_launcher: the launcher of this run; None for that of sessions.
-        queue_timeout: seconds after which a run no longer waits for a session that is still in the queue; None waits for ever.
-        start_timeout: seconds in which a session announces itself once its job runs.
-        patience: seconds for which the cluster may be out of reach once a session or a job may have been started.
-    """
+    """Runs payloads in the Slurm allocations of sessions."""
 
     slurm: SlurmResource
-    own_queue: SlurmQueueConfig | None
+    own_queue: SlurmQueueConfig | None  # What this run changes in the queue configuration of sessions.
     environment: Environment
     session: SessionConfig
-    launcher: Launcher
-    reuse: bool
-    components: tuple[HetComponent, ...] = ()
-    own_components: tuple[HetComponent, ...] | None = None
-    own_launcher: Launcher | None = None
-    queue_timeout: float | None = None
-    start_timeout: float = 60.0
-    patience: float = 60.0
+    launcher: Launcher  # For which sessions are created.
+    reuse: bool  # Whether the Ray cluster stays warm between payloads.
+    components: tuple[HetComponent, ...] = ()  # Of a session's job; empty where all nodes are alike.
+    own_components: tuple[HetComponent, ...] | None = None  # Of this run; None for those of sessions.
+    own_launcher: Launcher | None = None  # Of this run; None for that of sessions.
+    queue_timeout: float | None = None  # Seconds for which a run waits for a session in the queue; None waits for ever.
+    start_timeout: float = 60.0  # Seconds in which a session announces itself once its job runs.
+    patience: float = 60.0  # Seconds for which the cluster may be out of reach once a job may have been started.
     cadence: Cadence = _CADENCE
 
     @cached_property
@@ -172,11 +160,10 @@ class SessionBackend:
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         began = time.monotonic()
-        upload, choice = self._packed(plan, step)
-        base = str(self.layout.base)
+        upload, choice, request = self._packed(plan, step)
         site = SlurmSite(
             connection=self.connection,
-            base=base,
+            base=str(self.layout.base),
             plan=upload.plan,
             run_dir=run_dir,
             context=context,
@@ -184,21 +171,23 @@ class SessionBackend:
             register=register,
             start_timeout=self.start_timeout,
             patience=self.patience,
-            files={REQUEST_FILE: _request(upload, choice), **({} if step.reattached else {FIRST_OWNER: b""})},
-            needs=upload.places(base),
+            files={REQUEST_FILE: request, **({} if step.reattached else {FIRST_OWNER: b""})},
+            needs=upload.places(str(self.layout.base)),
             backend=self,
             upload=upload,
             began=began,
         )
         return start_in_session(site, choice)
 
-    def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice]:
+    def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes]:
+        """The files of a plan, the session for it, and the content of `REQUEST_FILE`."""
         base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
-        return upload, self.choice(upload.plan, step.run_id, base, data_dir)
+        choice = self.choice(upload.plan, step.run_id, base, data_dir)
+        return upload, choice, fingerprint(to_json(upload.plan.payload), choice.text())
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        upload, choice = self._packed(plan, step)
+        _, _, request = self._packed(plan, step)
 
         def job_of(start: Record | None) -> str | None:
             generations = list_generations(self.connection, str(self.layout.base)) if start is not None else []
@@ -209,9 +198,7 @@ class SessionBackend:
                     return said.job_id
             return None
 
-        return (
-            reattachable_job(self.connection, run_dir, plan.payload.nonce, _request(upload, choice), job_of, step.log) is not None
-        )
+        return reattachable_job(self.connection, run_dir, plan.payload.nonce, request, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         required = self.default if self.misfit(plan) is None else self.own(plan)
@@ -288,7 +275,7 @@ class SessionBackend:
         def target(created_with: Requirements, apart: bool) -> Target:
             more = {"site": self.slurm.site} if self.session.name is None or apart else {}
             key = session_key(self.session, run_id, {**what, **more}, created_with, apart)
-            return Target(key, created_with, created_with.capacity(self.reuse))
+            return Target(key, created_with)
 
         return Choice(
             self.required(plan),
@@ -312,10 +299,6 @@ class SessionBackend:
 
 def _component_of(launcher: Launcher) -> str | None:
     return launcher.component_id if isinstance(launcher, RayLauncher) else None
-
-
-def _request(upload: PayloadFiles, choice: Choice) -> bytes:
-    return fingerprint(to_json(upload.plan.payload), choice.fingerprint().decode())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -359,10 +342,13 @@ class SlurmSite(Site):
         request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
         directory = registry.generation_dir(number)
         script = job_script(request, interpreter, runtime, directory, backend.slurm, "session")
+        manifest = SessionManifest(number, created_with.capacity(backend.reuse), tuple(interpreter.start("-I", runtime, "ask")))
         files = {
             RUNTIME: to_json(backend.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
             JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
-            MANIFEST: SessionManifest(number, target.capacity, tuple(interpreter.start("-I", runtime, "ask"))).to_json(),
+            MANIFEST: SessionManifest(
+                number, created_with.capacity(backend.reuse), tuple(interpreter.start("-I", runtime, "ask"))
+            ).to_json(),
             SESSION: b"",
             EXIT: b"",
         }

@@ -8,12 +8,11 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from ...edge.sessions import ABANDONED
 from ...errors import FailureKind, StartError
-from ...runtime.protocol.messages import Operation, Refusal
+from ...runtime.protocol.messages import Operation, Refusal, TextEnum
 from ...runtime.protocol.record import SESSION
 from ...runtime.protocol.rpc import AnswerLost
 from ...slurm.shared_queue import QueueRow, QueueSnapshot, fetch_queue
@@ -39,24 +38,17 @@ _STOP = {"op": Operation.STOP}
 _log = logging.getLogger("rayslurm")
 
 
-class SessionState(str, Enum):
+class SessionState(TextEnum):
     """The state of a session, derived from its files, Slurm's queue, and the session's own description."""
 
     PENDING = "pending"
     STARTING = "starting"
-    UP = "up"
-    """The session announces itself; only its own description says whether it is ready."""
+    UP = "up"  # The session announces itself; only its own description says whether it is ready.
     READY = "ready"
-    DRAINING = "draining"
-    """The session runs its payloads to their end, and accepts no more."""
-    SILENT = "silent"
-    """The session announces itself but does not answer."""
+    DRAINING = "draining"  # The session runs its payloads to their end, and accepts no more.
+    SILENT = "silent"  # The session announces itself but does not answer.
     ENDED = "ended"
-    DEAD = "dead"
-    """The session's job ended without withdrawing the announcement."""
-
-    def __str__(self) -> str:
-        return self.value
+    DEAD = "dead"  # The session's job ended without withdrawing the announcement.
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:

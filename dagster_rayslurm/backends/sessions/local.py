@@ -49,18 +49,12 @@ _END_TIMEOUT = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSessionBackend(LocalBackend):
-    """Runs payloads with Ray in warm sessions on this machine.
-
-    Args:
-        offered: the warm Ray cluster as configured; None makes a cluster as each payload requires.
-        components: the requirements of the warm cluster's components; empty if all its nodes are alike.
-        head: the component in which the payload must run; None for the component with the head of the Ray cluster.
-    """
+    """Runs payloads with Ray in warm sessions on this machine."""
 
     session: SessionConfig
-    offered: RaySpec | None = None
-    components: Sequence[ComponentSpec] = ()
-    head: str | None = None
+    offered: RaySpec | None = None  # The warm Ray cluster as configured; None makes a cluster as each payload requires.
+    components: Sequence[ComponentSpec] = ()  # Of the warm cluster; empty if all its nodes are alike.
+    head: str | None = None  # The component in which the payload must run; None for the one with the head of the Ray cluster.
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         if plan.ray is None:
@@ -96,8 +90,7 @@ class LocalSessionBackend(LocalBackend):
 
         def target(cluster: RaySpec, apart: bool) -> Target:
             created_with = Requirements(cluster, ())
-            key = session_key(self.session, run_id, what, created_with, apart)
-            return Target(key, created_with, Capacity(cluster, True))
+            return Target(session_key(self.session, run_id, what, created_with, apart), created_with)
 
         required, strict = Requirements(ray, plan.footprint, head=self.head), self.session.on_misfit == "error"
         return Choice(required, problem, lambda: target(shared, False), lambda: target(ray, True), strict)
@@ -139,7 +132,7 @@ class LocalSite(Site):
             preload=self.plan.payload.preload,
             components=[ComponentSpec(node.component_id) for node in ray.components],
         )
-        manifest = SessionManifest(number, target.capacity, ())
+        manifest = SessionManifest(number, Capacity(ray, True), ())
         files = {RUNTIME: to_json(spec).encode(), MANIFEST: manifest.to_json(), SESSION: b"", CREATOR: b"process\n"}
         command = runtime_command(backend.layout, backend.interpreter, "serve", directory)
         self.connection.make_dir(registry.directory)

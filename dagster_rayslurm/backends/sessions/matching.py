@@ -46,22 +46,14 @@ _RAY_FITS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a payload requires of a session, and what a session is created with.
-
-    Attributes:
-        footprint: what the launcher requires of each node.
-        queue: the allocation, or its first component.
-        components: the components of the allocation, in the job's order; empty where all nodes are alike.
-        time_limited: whether the time limit in `queue` is the payload's own, and not the session's.
-        head: the component in which the payload must run; None for the component that has the session's Ray head.
-    """
+    """What a payload requires of a session, and what a session is created with."""
 
     ray: RaySpec | None
-    footprint: Footprint
-    queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)
-    components: tuple[Component, ...] = ()
-    time_limited: bool = False
-    head: str | None = None
+    footprint: Footprint  # What the launcher requires of each node.
+    queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)  # The allocation, or its first component.
+    components: tuple[Component, ...] = ()  # Of the allocation, in the job's order; empty where all nodes are alike.
+    time_limited: bool = False  # Whether the time limit in `queue` is the payload's own, and not the session's.
+    head: str | None = None  # The component in which the payload must run; None for the one that has the session's Ray head.
 
     @property
     def parts(self) -> list[tuple[str | None, SlurmQueueConfig, Footprint]]:
@@ -92,17 +84,12 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a session offers to each payload.
+    """What a session offers to each payload."""
 
-    Attributes:
-        ray: the warm Ray cluster; None if the session has none.
-        reuse: whether all payloads share the warm Ray cluster; otherwise each payload gets its own on the session's nodes.
-        queues: what was granted to each component, the head's first; under None where all nodes are alike; empty without Slurm.
-    """
-
-    ray: RaySpec | None
-    reuse: bool
+    ray: RaySpec | None  # The warm Ray cluster; None if the session has none.
+    reuse: bool  # Whether all payloads share the warm Ray cluster; otherwise each gets its own on the session's nodes.
     queues: Mapping[str | None, QueueFields] = field(default_factory=dict)
+    """What was granted to each component, the head's first; under None where all nodes are alike; empty without Slurm."""
 
     @property
     def components(self) -> list[str]:
@@ -129,7 +116,6 @@ class Target:
 
     key: str
     created_with: Requirements
-    capacity: Capacity
 
 
 @dataclass(frozen=True)
@@ -142,10 +128,10 @@ class Choice:
     own: Callable[[], Target]  # A separate session that is created for such payloads.
     strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
-    def fingerprint(self) -> bytes:
-        """Text of all that the payload asks for. A retry of the step continues the payload only if its own text is the same."""
+    def text(self) -> str:
+        """All that the payload asks for. A retry of the step continues the payload only if its own text is the same."""
         target = self.own() if self.problem else self.shared()
-        return _as_text([target.key, self.required]).encode()
+        return _as_text([target.key, self.required])
 
 
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:

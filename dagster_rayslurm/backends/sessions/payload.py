@@ -84,10 +84,8 @@ class SessionPayload(RunningPayload):
             self._describe_at = silence + min(silence, _DESCRIBE_INTERVAL)
             with contextlib.suppress(OSError):
                 payloads = self.site.send(self.session, {"op": Operation.DESCRIBE}).get("payloads")
-                before, self._missed = (
-                    self._missed,
-                    payloads is not None and self._run_dir not in [p["run_dir"] for p in payloads],
-                )
+                before = self._missed
+                self._missed = payloads is not None and self._run_dir not in [each["run_dir"] for each in payloads]
                 return before and self._missed
         return False
 

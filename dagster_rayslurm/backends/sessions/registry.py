@@ -33,16 +33,11 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class SessionManifest:
-    """What the creator of a generation writes down for the processes that find the generation.
-
-    Attributes:
-        capacity: what the generation offers to each payload.
-        ask_command: the command that hands a request to the session from within its allocation; the directory is appended.
-    """
+    """What the creator of a generation writes down for the processes that find the generation."""
 
     generation: int
     capacity: Capacity
-    ask_command: tuple[str, ...]
+    ask_command: tuple[str, ...]  # Hands a request to the session from within its allocation; the directory is appended.
 
     def to_json(self) -> bytes:
         capacity, command = self.capacity.to_json(), list(self.ask_command)
@@ -83,26 +78,18 @@ class LiveSession:
 
 @dataclass(frozen=True)
 class Generation:
-    """One allocation of a session, as one look at its directory shows it; what is not written yet is None or empty.
+    """One allocation of a session, as one look at its directory shows it; what is not written yet is None or empty."""
 
-    Attributes:
-        key: the name of the session's directory.
-        job_name: name of the job that the creator submits.
-        ended: whether the batch script of the job has ended.
-        abandoned: whether the generation was given up; if its creator submits the job after all, the creator cancels it.
-        age: seconds since the generation was claimed; 0 if the session has announced itself.
-    """
-
-    key: str
+    key: str  # Name of the session's directory.
     number: int
     directory: str
     job_id: int | None = None
-    job_name: str = ""
-    ended: bool = False
+    job_name: str = ""  # Of the job that the creator submits.
+    ended: bool = False  # Whether the batch script of the job has ended.
     announcement: Announcement | None = None
     manifest: SessionManifest | None = None
-    abandoned: bool = False
-    age: float = 0.0
+    abandoned: bool = False  # If the creator submits the job after all, the creator cancels it.
+    age: float = 0.0  # Seconds since the generation was claimed; 0 if the session has announced itself.
 
     @property
     def components(self) -> tuple[str, ...]:
