@@ -47,18 +47,10 @@ CLUSTER = "slurm-"
 
 
 @dataclass(frozen=True)
-class JobBackend:
-    """What backends have in common that submit Slurm jobs."""
+class ClusterBackend:
+    """What backends have in common that run payloads on a Slurm cluster."""
 
     slurm: SlurmResource
-    queue: SlurmQueueConfig
-    environment: Environment
-    queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
-    patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
-    components: tuple[Component, ...] = ()  # Of a heterogeneous job, in order, each with its own queue.
-    # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
-    make_way: Callable[[Connection, str, Any], MakeWay] | None = None
-    cadence: Cadence = _CADENCE
 
     @cached_property
     def connection(self) -> Connection:
@@ -69,7 +61,26 @@ class JobBackend:
         return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
     def sweep(self, retention_days: float) -> None:
-        sweep_in_background(self.connection, str(self.layout.base), retention_days)
+        def work() -> None:
+            with contextlib.suppress(OSError):  # A later sweep tries again.
+                sweep_remote(self.connection, str(self.layout.base), retention_days)
+
+        # The file system may be slow.
+        threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class JobBackend(ClusterBackend):
+    """What backends have in common that submit a Slurm job for each step."""
+
+    queue: SlurmQueueConfig
+    environment: Environment
+    queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
+    patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
+    components: tuple[Component, ...] = ()  # Of a heterogeneous job, in order, each with its own queue.
+    # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
+    make_way: Callable[[Connection, str, Any], MakeWay] | None = None
+    cadence: Cadence = _CADENCE
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
         """Deliver a plan's files to the cluster; returns them, the Python that runs the plan, and the path of the runtime."""
@@ -218,16 +229,6 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
         check_no_variable(path, name)
         if not is_rooted(path):
             raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
-
-
-def sweep_in_background(connection: Connection, base: str, retention_days: float) -> None:
-    """Start a thread that removes files not used for `retention_days` from the cluster, whose file system may be slow."""
-
-    def work() -> None:
-        with contextlib.suppress(OSError):  # A later sweep tries again.
-            sweep_remote(connection, base, retention_days)
-
-    threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
 
 def cluster_nonce(cluster_id: str) -> str | None:

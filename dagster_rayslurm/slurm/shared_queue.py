@@ -73,12 +73,15 @@ def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
 def ask_patiently(
     ask: Callable[[], T], patience: float, unanswered_too: bool = False, warn: Callable[[str], None] = lambda _: None
 ) -> T:
-    """What `ask` returns, which is called again for `patience` seconds while the edge node, or Slurm too, is out of reach."""
+    """What `ask` returns, which is called again for `patience` seconds while the edge node is out of reach.
+
+    With `unanswered_too` so it is while Slurm, or a file there, does not answer.
+    """
     outage, warned = Backoff(), False
     while True:
         try:
             return ask()
-        except (ConnectionFailed, SlurmUnanswered) as error:
+        except OSError as error:
             pause, again = outage.pause(), error.temporary if isinstance(error, ConnectionFailed) else unanswered_too
             if not again or outage.seconds + pause > patience:
                 raise

@@ -387,10 +387,7 @@ GONE = ConnectionFailed("dev@edge:22 does not answer", temporary=True)
 
 
 @pytest.mark.parametrize("error", [GONE, OSError("Stale file handle")], ids=["connection", "file system"])
-def test_waiting_goes_on_while_the_cluster_is_out_of_reach(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: OSError
-) -> None:
-    monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
+def test_waiting_goes_on_while_the_cluster_is_out_of_reach(cluster: Cluster, error: OSError) -> None:
     cluster.slurm.set(starts=False)
     connection, log = Flaky(), Log()
     with ThreadPoolExecutor(1) as pool:
@@ -406,8 +403,7 @@ def test_waiting_goes_on_while_the_cluster_is_out_of_reach(
         assert acquiring.result(20).session.announcement.job_id == "1"
 
 
-def test_waiting_ends_when_patience_does(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
+def test_waiting_ends_when_patience_does(cluster: Cluster) -> None:
     cluster.slurm.set(starts=False)
     cluster.patience = 1.5
     connection, log = Flaky(), Log()

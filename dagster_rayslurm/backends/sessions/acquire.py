@@ -23,6 +23,7 @@ from ...outcome.metadata import failure_metadata
 from ...plan import Plan
 from ...runtime.protocol.record import RUNTIME_LOG, tail_file
 from ...slurm.accounting import relevant_lines
+from ...slurm.shared_queue import ask_patiently
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.base import Connection
 from ...ssh.local import LocalConnection
@@ -35,8 +36,6 @@ CLAIM_TIMEOUT = 60.0
 """Seconds in which the process that claimed a generation submits its job and writes the job's id down."""
 _CLAIM_INTERVAL = 0.5
 """Seconds between two looks at a generation whose job another process is submitting."""
-_RETRY_INTERVAL = 3.0
-"""Seconds between two tries while the cluster, or Slurm, does not answer."""
 _MOST_ALLOCATIONS = 3
 """Most allocations of a session for which one step waits; if none of them serves the step, the cause may be permanent."""
 _FINAL_STATE_TIMEOUT = 5.0
@@ -304,19 +303,8 @@ class SessionAcquisition:
             time.sleep(self.site.cadence.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T]) -> T:
-        """Return the result of an action, which is repeated for `patience` seconds while the cluster does not answer."""
-        deadline = time.monotonic() + self.site.patience
-        logged = ""
-        while True:
-            try:
-                return action()
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise
-                if str(error) != logged:
-                    logged = str(error)
-                    self._log.warning(f"[rayslurm] the session cannot be looked for, trying again: {error}")
-            time.sleep(_RETRY_INTERVAL)
+        """The result of an action, which is repeated for `patience` seconds while the cluster or its files do not answer."""
+        return ask_patiently(action, self.site.patience, True, self._log.warning)
 
     def _stop_waiting(self, number: int, job: Allocation) -> None:
         """Record that this step no longer waits, and cancel the job if no other process waits for the session."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from dagster_pipes import PipesContextData
@@ -36,11 +35,11 @@ from ...slurm.script import parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
-from ...ssh.base import Connection
 from ...ssh.local import connection_to
-from ..base import Layout, Register, RunningPayload, Step, deferred_interrupts, run_files
+from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files
 from ..batch import (
     CLUSTER,
+    ClusterBackend,
     absolute,
     check_paths,
     cluster_nonce,
@@ -48,7 +47,6 @@ from ..batch import (
     example_script,
     job_script,
     runtime_spec,
-    sweep_in_background,
 )
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors
@@ -122,10 +120,9 @@ def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, st
 
 
 @dataclass(frozen=True)
-class SessionBackend:
+class SessionBackend(ClusterBackend):
     """Runs payloads in the Slurm allocations of sessions."""
 
-    slurm: SlurmResource
     own_queue: SlurmQueueConfig | None  # What this run changes in the queue configuration of sessions.
     environment: Environment
     session: SessionConfig
@@ -139,14 +136,6 @@ class SessionBackend:
     patience: float = 60.0  # Seconds for which the cluster may be out of reach once a job may have been started.
     cadence: Cadence = _CADENCE
 
-    @cached_property
-    def connection(self) -> Connection:
-        return connection_to(self.slurm.ssh)
-
-    @cached_property
-    def layout(self) -> Layout:
-        return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
-
     def check(self, plan: Plan) -> None:
         check_paths(self.slurm, self.environment, plan)
         if problem := self.misfit(plan):
@@ -154,9 +143,6 @@ class SessionBackend:
                 raise ValueError(misfit_error(problem))
             if problem := misfit(self.required(plan), self.own(plan).capacity(self.reuse)):
                 raise ValueError(problem)
-
-    def sweep(self, retention_days: float) -> None:
-        sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         began = time.monotonic()
@@ -346,9 +332,7 @@ class SlurmSite(Site):
         files = {
             RUNTIME: to_json(backend.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
             JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
-            MANIFEST: SessionManifest(
-                number, created_with.capacity(backend.reuse), tuple(interpreter.start("-I", runtime, "ask"))
-            ).to_json(),
+            MANIFEST: manifest.to_json(),
             SESSION: b"",
             EXIT: b"",
         }
