@@ -52,20 +52,25 @@ def without_options(environ: "Mapping[str, str]", keep: "Sequence[str]" = ()) ->
     return {name: environ[name] for name in environ if name in kept or not _OPTIONS.fullmatch(name)}
 
 
+def login_environment() -> "Mapping[str, str]":
+    """The variables of a login: those of the agent, or in Dagster's own process those that a job may see."""
+    return os.environ if __name__.startswith("rayslurm_edge.") else job_environment(os.environ)
+
+
 def now() -> float:
     """The time on the edge node, in seconds of the epoch."""
     return time.time()
 
 
 def run(
-    command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", of_dagster: bool, directory: str = ""
+    command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", directory: str = ""
 ) -> "tuple[int | None, bytes, bytes]":
     """As `processes.run`, for a command that is or runs a program of Slurm; `keep` names `SBATCH_*` variables for it.
 
     The PATH of a non-interactive login is often shorter than that of an interactive one. So if it has no sbatch, a login shell is
-    asked once for its PATH. `of_dagster` says that the environment of this process is Dagster's.
+    asked once for its PATH.
     """
-    environ = without_options(job_environment(os.environ) if of_dagster else os.environ, keep)
+    environ = without_options(login_environment(), keep)
     path = environ.get("PATH", os.defpath)
     if not shutil.which("sbatch", path=path):
         if not _login_path:
@@ -89,7 +94,6 @@ def submit(
     stdin: bytes,
     timeout: "float | None",
     keep: "Sequence[str]",
-    of_dagster: bool,
     base: str,
     run_dir: str,
     claim: str,
@@ -106,7 +110,7 @@ def submit(
     """
 
     def slurm(*words: str) -> "tuple[int | None, bytes, bytes]":
-        return run(words, stdin, timeout, keep, of_dagster, run_dir)
+        return run(words, stdin, timeout, keep, run_dir)
 
     try:
         if base and not os.path.isdir(base):
@@ -157,7 +161,6 @@ def queue(
     stdin: bytes,
     timeout: "float | None",
     keep: "Sequence[str]",
-    of_dagster: bool,
     path: str = "",
     interval: float = 0.0,
     known: float = 0.0,
@@ -182,7 +185,7 @@ def queue(
         interval = max(interval, BACK_OFF * (ended - began))
         if abs(at - began) < interval or not _claim(os.path.dirname(path), at, interval):
             return 0, stamp + (shared if began > known or known > at else b""), b""
-    code, out, error = run(command, stdin, timeout, keep, of_dagster)
+    code, out, error = run(command, stdin, timeout, keep)
     if code != 0:
         return code, out, error
     answer = b"%.3f %.3f\n" % (at, now()) + out

@@ -53,8 +53,7 @@ def run_slurm(
     options: Sequence[Any] = (),
 ) -> Completed:
     """As `Connection.run`, for a command that is or runs a program of Slurm; `keep` names `SBATCH_*` variables for it."""
-    of_dagster = isinstance(connection, LocalConnection)
-    return connection.run(command, stdin, timeout, function, (list(keep), of_dagster, *options))
+    return connection.run(command, stdin, timeout, function, (list(keep), *options))
 
 
 def stderr_of(done: Completed) -> str:

@@ -178,7 +178,7 @@ def options(ssh: SSHConnectionResource, scratch: str = "") -> list[str]:
     if certificate := certificate_path(ssh):
         values["CertificateFile"] = _file(certificate)
     if ssh.host_key and scratch:
-        pinned = _file(_pinned(scratch, len(ssh.hops())))
+        pinned = _file(f"{scratch}/pinned-{len(ssh.hops())}")
         values |= {"UserKnownHostsFile": pinned, "GlobalKnownHostsFile": "/dev/null", "StrictHostKeyChecking": "yes"}
         values |= {"IgnoreUnknown": "KnownHostsCommand", "KnownHostsCommand": "none"}  # OpenSSH 8.5.
     elif ssh.host_key_checking == "off":
@@ -190,17 +190,8 @@ def options(ssh: SSHConnectionResource, scratch: str = "") -> list[str]:
     if jump := ssh.jump_host:
         words = ["ssh", *options(jump, scratch), *(("-o", "ControlMaster=no", "-o", "ControlPath=none") if scratch else ())]
         command = f"{_plain(shlex.join(words))} -W '[%h]:%p' -- {_plain(shlex.quote(jump.host))}"
-        values["ProxyCommand"] = command + (f" 2>> {_plain(shlex.quote(_log(scratch)))}" if scratch else "")
+        values["ProxyCommand"] = command + (f" 2>> {_plain(shlex.quote(f'{scratch}/log'))}" if scratch else "")
     return [word for name, value in values.items() if scratch or name in _TYPED for word in ("-o", f"{name}={value}")]
-
-
-def _pinned(scratch: str, number: int) -> str:
-    """The known hosts file with the configured `host_key` of a server, by its position among the hops, from 1 on."""
-    return os.path.join(scratch, f"pinned-{number}")
-
-
-def _log(scratch: str) -> str:
-    return os.path.join(scratch, "log")
 
 
 def _plain(text: str) -> str:
@@ -273,7 +264,7 @@ def _open_master(ssh: SSHConnectionResource, path: str, scratch: str) -> None:
     hops, askpass = ssh.hops(), os.path.join(scratch, "askpass")
     for number, hop in enumerate(hops, 1):
         if hop.host_key:
-            _write(_pinned(scratch, number), f"* {hop.host_key}\n")
+            _write(f"{scratch}/pinned-{number}", f"* {hop.host_key}\n")
     _write(askpass, _ASKPASS.format(shlex.quote(scratch)), 0o700)
     command = ["ssh", "-M", "-S", path, "-o", f"ControlPersist={_PERSIST}", "-fN", *options(ssh, scratch), "--", ssh.host]
     environ = {
@@ -285,7 +276,7 @@ def _open_master(ssh: SSHConnectionResource, path: str, scratch: str) -> None:
         "DISPLAY": os.environ.get("DISPLAY", ":0"),
     }
     prompts, deadline = Prompts(hops), time.monotonic() + ssh.connect_timeout * len(hops)
-    with open(_log(scratch), "a+b") as log, _pipe(scratch, "prompt") as asked, _pipe(scratch, "answer") as answers:
+    with open(f"{scratch}/log", "a+b") as log, _pipe(scratch, "prompt") as asked, _pipe(scratch, "answer") as answers:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True)
         while process.poll() is None:
             if select.select([asked], [], [], 0.02)[0]:

@@ -6,7 +6,6 @@ Each process has one login for each configured connection.
 from __future__ import annotations
 
 import contextlib
-import functools
 import getpass
 import os
 import socket
@@ -150,54 +149,51 @@ def _prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
 def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None:
     """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them."""
     tried: list[str] = []
-    offered: list[str] = []
+    offered: list[str] = []  # The methods that the server takes next; empty after an accepted one if the login is complete.
+    prompts = Prompts([ssh])
+
+    def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
+        """Whether the server accepts a method, perhaps as one of several factors; None if it does not take this method."""
+        nonlocal offered
+        try:
+            offered = method(user, *arguments)
+        except paramiko.BadAuthenticationType as error:
+            offered = error.allowed_types
+            return None
+        except paramiko.AuthenticationException:
+            return False
+        return True
+
+    def answers(title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG001
+        return [prompts.answer(f"({login_name(ssh)}) {prompt}") or "" for prompt, _ in fields]
+
     for name, key in _keys(ssh):
         tried.append(name)
-        try:
-            offered = transport.auth_publickey(user, key)
-        except paramiko.BadAuthenticationType as error:
-            offered = error.allowed_types
-            break
-        except paramiko.AuthenticationException:
-            if transport.is_active():
-                continue
-            break  # The server allows no more tries.
-        if not offered:
+        accepted = accepts(transport.auth_publickey, key)
+        if accepted and not offered:
             return
-        break  # The key was the first factor; `offered` names the next ones.
-    prompts = Prompts([ssh])
-    methods: list[Callable[[], list[str]]] = []
+        if accepted is not False or not transport.is_active():  # An inactive transport: the server allows no more tries.
+            break
+    methods: list[tuple[Any, ...]] = []
     if ssh.password is not None or "keyboard-interactive" in offered:
-        methods.append(lambda: transport.auth_interactive(user, functools.partial(_answers, prompts)))
+        methods.append((transport.auth_interactive, answers))
     if ssh.password is not None:
         tried.append("the password")
-        methods.append(lambda: transport.auth_password(user, ssh.password, fallback=False))
+        methods.append((transport.auth_password, ssh.password, None, False))
     for method in methods if transport.is_active() else ():
-        try:
-            offered = method()
-        except paramiko.BadAuthenticationType as error:
-            offered = error.allowed_types
-        except paramiko.AuthenticationException:
+        accepted = accepts(*method)
+        if accepted and not offered:
+            return
+        if accepted is False:
             break
-        else:
-            if not offered:
-                return
     if prompts.unanswered and not asks_password(prompts.unanswered):
         raise errors.prompt_unanswered(ssh, prompts.unanswered, command=master_command(ssh))
     if not offered:
-        try:
-            transport.auth_none(user)
-        except paramiko.BadAuthenticationType as error:
-            offered = error.allowed_types
-        except (paramiko.SSHException, EOFError, OSError):
-            pass
+        with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
+            accepts(transport.auth_none)
     takes = offered and f"; it takes {', '.join(offered)}"
     nothing = "nothing, for no key, agent or password is there"
     raise errors.login_refused(ssh, " and ".join(tried) or nothing, offered=takes or "")
-
-
-def _answers(prompts: Prompts, title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG001
-    return [prompts.answer(f"({login_name(prompts.servers[0])}) {prompt}") or "" for prompt, _ in fields]
 
 
 def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
