@@ -11,8 +11,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# Paths of Python below the prefix of an environment; the first that exists is used.
 _PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
-"""Paths of Python below the prefix of an environment; the first that exists is used."""
 ACTIVATE = '. "$1" && shift && exec "$@"'
 """Shell script that sources its first argument and then runs the command in the other arguments."""
 PROBE = """\

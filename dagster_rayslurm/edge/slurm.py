@@ -33,8 +33,8 @@ BACK_OFF = 5.0
 """Least pause between two queries of the queue, as a multiple of the time that slurmctld took to answer the last one."""
 _MAX_BYTES = 64 * 1024 * 1024  # Of the shared answer of squeue.
 
+# The directory of sbatch on the PATH of a login shell, or "", once a login shell was asked.
 _login_path = []  # type: list[str]
-"""The directory of sbatch on the PATH of a login shell, or "", once a login shell was asked."""
 
 
 def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":

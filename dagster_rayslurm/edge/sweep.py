@@ -12,12 +12,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SWEPT = ".swept"
-"""File in the base directory that each sweep touches first, so that its age tells when the last sweep began."""
-BOOKMARK = ".followed"
-"""Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster."""
-_LEFTOVER = 86400.0
-"""Seconds after which a file or directory with a temporary name was left by a killed process."""
+SWEPT = ".swept"  # File in the base directory that each sweep touches first, so that its age tells when the last sweep began.
+BOOKMARK = ".followed"  # Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster.
+_LEFTOVER = 86400.0  # Seconds after which a file or directory with a temporary name was left by a killed process.
 _RUN = "[A-Za-z0-9_.-]+-[0-9a-f]{12}"
 _USED = re.compile(rb"(?:bundles|runtime)/[A-Za-z0-9_.-]+")
 _NAMED = (("bundles", "[0-9a-f]{32}"), ("runtime", r"runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\.pyz"))

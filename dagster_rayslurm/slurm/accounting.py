@@ -26,12 +26,13 @@ _ACCOUNTING_DISABLED = b"accounting storage is disabled"
 _SACCT_FORMAT = "JobID,State,ExitCode,Reason,ElapsedRaw,TimelimitRaw,NNodes,NodeList,ReqMem,MaxRSS"
 SACCT_FIELDS = tuple(_SACCT_FORMAT.split(","))
 """The columns of `sacct --format`. No column has a text that a user chooses, so "|" separates them safely."""
+# The column JobID of sacct, such as "12", "12+1" or "12.batch".
 _JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
-"""The column JobID of sacct, such as "12", "12+1" or "12.batch"."""
+# The parts of scontrol's output whose text users choose: job name, command, comment.
 _TEXTS_OF_USERS = re.compile(r"(?s) JobName=.*?\n(?=   (?:UserId|HetJobIdSet)=)|\n   Command=.*")
-"""The parts of scontrol's output whose text users choose: job name, command, comment."""
 
 _OUT_OF_MEMORY_SIGNAL = 125  # The signal of a job in the state OUT_OF_MEMORY (SIG_OOM in slurm.h).
+# The final state that each reason of slurmctld stands for (job_reason_string in slurm_protocol_defs.c).
 _STATE_OF_REASON = {
     "DeadLine": "DEADLINE",
     "NodeDown": "NODE_FAIL",
@@ -40,37 +41,36 @@ _STATE_OF_REASON = {
     "RaisedSignal": "FAILED",
     "TimeLimit": "TIMEOUT",
 }
-"""The final state that each reason of slurmctld stands for (job_reason_string in slurm_protocol_defs.c)."""
+# Final states of components, the state that explains least of a heterogeneous job's end first; UNKNOWN is not final.
 _BY_SEVERITY = (
     *("COMPLETED", "FAILED", "UNKNOWN", "CANCELLED", "DEADLINE", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
     "NODE_FAIL",
 )
-"""Final states of components, the state that explains least of a heterogeneous job's end first; UNKNOWN is not final."""
+# Pending reasons that Slurm still shows for a cancelled job; they do not explain the cancellation.
 _REASONS_FOR_WAITING = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
-"""Pending reasons that Slurm still shows for a cancelled job; they do not explain the cancellation."""
+# How a job lost its nodes, by its state.
 _LOST_NODES = {
     "BOOT_FAIL": "its nodes did not boot",
     "NODE_FAIL": "one of its nodes failed",
     "PREEMPTED": "another job took its place",
     "REVOKED": "another cluster took it over",
 }
-"""How a job lost its nodes, by its state."""
 
 _MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
+# Messages of slurmstepd, bash and dash if the environment's Python cannot be started.
 _NOT_STARTED = re.compile(
     r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+(?:: exec)?|rayslurm: \d+: exec): (/.*?)(?:: cannot execute)?"
     r": (No such file .*|not found|Permission denied|Exec format error)$",
     re.MULTILINE,
 )
-"""Messages of slurmstepd, bash and dash if the environment's Python cannot be started."""
 _STEP = re.compile(r"StepId=([0-9]+)")
+# Lines of a log in which Slurm comments on its own actions.
 _NOISE = re.compile(
     r"srun: (cluster configuration lacks support for cpu binding|launch/slurm: |Job step aborted|forcing job termination"
     r"|got SIGCONT|Terminating |Force Terminated |error: Timed out waiting for job step to complete)"
     # If Slurm itself cancelled the job, the line goes on with the cause, such as "DUE TO TIME LIMIT".
     r"|slurmstepd[^:]*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ \*\*\*"
 )
-"""Lines of a log in which Slurm comments on its own actions."""
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.*\S)")
 
 

@@ -13,20 +13,17 @@ from ..config import check_environment, check_line, check_text
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT
 from .request import SBATCH_FIELDS, Inheritance, JobRequest
 
-LOG = "slurm.log"
-"""File in the run directory with the output of the batch script and of Slurm."""
+LOG = "slurm.log"  # File in the run directory with the output of the batch script and of Slurm.
 
-_EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")
-"""A line of the file `exit`: job id, restart count and exit code of srun."""
+_EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")  # A line of the file `exit`: job id, restart count and exit code of srun.
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
-_TASK = 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1'
-"""Shell command of each task of a heterogeneous job, see `_srun`."""
+_TASK = 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1'  # Shell command of each task of a heterogeneous job, see `_srun`.
+# Variables of the batch script that are true of the first component only, see `_srun`.
 _FIRST_COMPONENT_VARIABLES = """\
 CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \\
     SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE"""
-"""Variables of the batch script that are true of the first component only, see `_srun`."""
 
 _END = """\
 # scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.

@@ -23,11 +23,9 @@ from ..ssh.local import LocalConnection
 
 T = TypeVar("T")
 
-SNAPSHOT = "squeue"
-"""Name of the file with the shared answer."""
+SNAPSHOT = "squeue"  # Name of the file with the shared answer.
 
-_TIMEOUT = 120.0
-"""Seconds for one squeue; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
+_TIMEOUT = 120.0  # Seconds for one squeue; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times).
 _PAUSE = 2.0  # Least seconds between two looks at an answer that another process is renewing.
 
 _ROW, _UNIT = "\x1e", "\x1f"

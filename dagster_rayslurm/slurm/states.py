@@ -40,8 +40,7 @@ class JobPhase(TextEnum):
 
 ABSENCE, REQUEUE_ABSENCE = 60.0, 300.0
 """Seconds for which a job must be missing from the queue until it counts as lost, and if Slurm may requeue it."""
-SNAPSHOTS = 2
-"""Number of snapshots in a row without the job, at least, until it counts as lost."""
+SNAPSHOTS = 2  # Number of snapshots in a row without the job, at least, until it counts as lost.
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ Progress = Callable[[int, int], None]
 Submit = Callable[..., Callable[[], Any]]
 """Starts a function of `edge` with some arguments, and returns a function that waits for its result."""
 
-_WINDOW = 12
-"""Number of parts in flight during a transfer: 3 MiB, somewhat more than the window of an OpenSSH channel."""
+_WINDOW = 12  # Number of parts in flight during a transfer: 3 MiB, somewhat more than the window of an OpenSSH channel.
 _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
 

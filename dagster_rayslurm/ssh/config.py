@@ -14,8 +14,7 @@ from pydantic import Field
 
 from ..config import StrictResource, at_least, check_text, checked, choice, plain_text
 
-_INTEGERS = ("port", "connect_timeout", "keepalive")
-"""Fields whose variables hold an integer."""
+_INTEGERS = ("port", "connect_timeout", "keepalive")  # Fields whose variables hold an integer.
 _WITH_USER_OR_PORT = re.compile(r"(?:ssh://)?(?:(?P<user>[^@/]+)@)?(?P<host>[^@:/]+|\[[^]]+\])(?::(?P<port>\d+))?/?")
 
 

@@ -27,15 +27,12 @@ from .config import SSHConnectionResource
 
 T = TypeVar("T")
 
+# Seconds for which a failed first login is tried again; if it still fails, the configuration is probably wrong.
 _FIRST_LOGIN_PATIENCE = 3.0
-"""Seconds for which a failed first login is tried again; if it still fails, the configuration is probably wrong."""
-_PROGRESS = 5.0
-"""Seconds that an attempt must last before it breaks, so that its end counts as the start of a new outage."""
-_MAX_NOISE = 1024 * 1024
-"""Most bytes of output of the shell's start-up files before the agent's hello."""
+_PROGRESS = 5.0  # Seconds that an attempt must last before it breaks, so that its end counts as the start of a new outage.
+_MAX_NOISE = 1024 * 1024  # Most bytes of output of the shell's start-up files before the agent's hello.
 _MIN_PYTHON = (3, 6)
-_GRACE = 5.0
-"""Seconds after the deadline of a request in which the agent should have said so itself."""
+_GRACE = 5.0  # Seconds after the deadline of a request in which the agent should have said so itself.
 _BUFFER = 256 * 1024
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Characters of XDG_RUNTIME_DIR up to which `private_dir` lies in it; the path of a control socket must stay short.
 _LONGEST_DIR = 40
-"""Characters of XDG_RUNTIME_DIR up to which `private_dir` lies in it; the path of a control socket must stay short."""
 
 
 class LocalConnection(Connection):

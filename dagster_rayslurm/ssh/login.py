@@ -34,12 +34,10 @@ SLOTS = 4
 sshd drops connections beyond `MaxStartups` unauthenticated ones (10:30:100 by default, sshd_config(5) of OpenSSH 9.2):
 of 60 simultaneous logins it refused 20.
 """
-WAIT_FACTOR = 10
-"""How long a login waits for a slot, as a multiple of its `connect_timeout`."""
-_AGENT_TIMEOUT = 5.0
-"""Seconds to wait for the agent to list its keys."""
+WAIT_FACTOR = 10  # How long a login waits for a slot, as a multiple of its `connect_timeout`.
+_AGENT_TIMEOUT = 5.0  # Seconds to wait for the agent to list its keys.
+# Matches prompts for a second factor, which may contain the word "password" too.
 _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b", re.IGNORECASE)
-"""Matches prompts for a second factor, which may contain the word "password" too."""
 
 
 @contextlib.contextmanager

@@ -29,27 +29,25 @@ from .connection import Refused
 from .local import locked, private_dir
 from .login import Prompts, asks_password, check_files, check_keys, login_slot
 
+# Largest number of master connections to one server. A further one is opened when the others allow no more sessions.
 _MAX_MASTERS = 8
-"""Largest number of master connections to one server. A further one is opened when the others allow no more sessions."""
 # Messages of ssh(1) as a multiplexing client, OpenSSH 8.4 to 10.0. Each is on a line of its own.
 _REFUSED = re.compile(r"^mux_client_request_session: session request failed|^Session open refused by peer", re.MULTILINE)
 _NO_MASTER = re.compile(
     r"^Control socket connect\(|^ControlSocket .* already exists|^Connection closed by UNKNOWN|^mux_client_\w+: ", re.MULTILINE
 )
-_PERSIST = 60
-"""Seconds that a master keeps running after its last session, so that the next process finds it."""
-_ATTEMPT = 10
-"""Seconds for one TCP connection attempt, and for the server's first answer on it."""
+_PERSIST = 60  # Seconds that a master keeps running after its last session, so that the next process finds it.
+_ATTEMPT = 10  # Seconds for one TCP connection attempt, and for the server's first answer on it.
+# Seconds for `ssh` to answer a question that needs no network; a `Match exec` in its configuration runs commands of the user.
 _QUESTION_TIMEOUT = 30.0
-"""Seconds for `ssh` to answer a question that needs no network; a `Match exec` in its configuration runs commands of the user."""
+# Options in the command for a person, who answers what others are about.
 _TYPED = ("Port", "User", "IdentityFile", "CertificateFile", "UserKnownHostsFile", "ProxyCommand")
-"""Options in the command for a person, who answers what others are about."""
+# Script that passes a prompt of `ssh` to this process and prints its answer (SSH_ASKPASS, ssh(1)); 0 is the directory.
 _ASKPASS = """#!/bin/sh
 printf %s "$1" > {0}/prompt
 {{ read -r answered; IFS= read -r answer; }} < {0}/answer
 [ "$answered" = yes ] && printf '%s\\n' "$answer"
 """
-"""Script that passes a prompt of `ssh` to this process and prints its answer (SSH_ASKPASS, ssh(1)); 0 is the directory."""
 
 
 def log_in(ssh: SSHConnectionResource) -> OpenSSHTransport:
@@ -330,6 +328,7 @@ def _login_refused(ssh: SSHConnectionResource, methods: str) -> Exception:
     return errors.login_refused(ssh, tried, offered=f"; it takes {methods.replace(',', ', ')}")
 
 
+# What ssh(1) prints, and the exception for it: of the server that failed, and of the group of the pattern or its match.
 _FAILURES: dict[str, Callable[[SSHConnectionResource, str], Exception]] = {
     "(?i)REVOKED HOST KEY|is marked as revoked": errors.host_key_revoked,
     "HOST IDENTIFICATION HAS CHANGED|No matching host key": _host_key,
@@ -344,4 +343,3 @@ _FAILURES: dict[str, Callable[[SSHConnectionResource, str], Exception]] = {
     "(?i)kex_exchange_identification: (?:read: )?Connection (?:closed|reset)|banner exchange.*(?:closed|reset)": errors.busy,
     "(?i)kex_exchange_identification: (?:banner line|client sent)|Bad remote protocol|invalid format": errors.not_ssh,
 }
-"""What ssh(1) prints, and the exception for it: of the server that failed, and of the group of the pattern or its match."""

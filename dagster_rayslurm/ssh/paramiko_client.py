@@ -33,26 +33,21 @@ from .login import (
 )
 from .openssh import master_command
 
-_LOG = "dagster_rayslurm.paramiko"
-"""Name of paramiko's logger, which is silenced."""
+_LOG = "dagster_rayslurm.paramiko"  # Name of paramiko's logger, which is silenced.
+# Seconds for one TCP connection attempt. TCP repeats a lost packet later and later, so a new attempt succeeds earlier.
 _ATTEMPT = 4.0
-"""Seconds for one TCP connection attempt. TCP repeats a lost packet later and later, so a new attempt succeeds earlier."""
-_OPEN_TIMEOUT = 60.0
-"""Seconds for the server to open a channel."""
-_SETTLE = 0.3
-"""Seconds that paramiko may take from the end of the channels to the end of the transport."""
-_WINDOW, _PACKET = 8 * 1024 * 1024, 64 * 1024
-"""Bytes that the server may send ahead on a channel, and in one message."""
-_BUFFER = 65536
-"""Bytes to receive at once."""
+_OPEN_TIMEOUT = 60.0  # Seconds for the server to open a channel.
+_SETTLE = 0.3  # Seconds that paramiko may take from the end of the channels to the end of the transport.
+_WINDOW, _PACKET = 8 * 1024 * 1024, 64 * 1024  # Bytes that the server may send ahead on a channel, and in one message.
+_BUFFER = 65536  # Bytes to receive at once.
 _ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED = 1, 2  # RFC 4254, section 5.1
 
+# Private keys to try if no key is configured, after those of the agent.
 _DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
-"""Private keys to try if no key is configured, after those of the agent."""
+# Number of keys of the agent to try: sshd disconnects after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2).
 _MAX_AGENT_KEYS = 4
-"""Number of keys of the agent to try: sshd disconnects after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2)."""
+# Names by which a server offers a host key, where they differ from the key's type in known_hosts.
 _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
-"""Names by which a server offers a host key, where they differ from the key's type in known_hosts."""
 
 
 def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:

@@ -14,16 +14,15 @@ from typing import IO
 
 from .tree import Entry, EntryKind, Manifest, scan, scan_files
 
+# First bytes of what is hashed for the name of a bundle; a change gives all bundles new names.
 _FORMAT = b"rayslurm bundle 1\n"
-"""First bytes of what is hashed for the name of a bundle; a change gives all bundles new names."""
-_BLOCK = 1024 * 1024
-"""Bytes that are read from a file at once."""
+_BLOCK = 1024 * 1024  # Bytes that are read from a file at once.
 _TAR_TYPES = {EntryKind.FILE: tarfile.REGTYPE, EntryKind.DIR: tarfile.DIRTYPE, EntryKind.LINK: tarfile.SYMTYPE}
+# Nanoseconds after which a further change of a file certainly gets another mtime, even on a file system with a coarse clock.
 _SETTLED = 2_000_000_000
-"""Nanoseconds after which a further change of a file certainly gets another mtime, even on a file system with a coarse clock."""
 
+# By path of a file that this process has read: its stamp (see `Entry`) at that time, and its SHA-256.
 _digests: dict[str, tuple[tuple[int, ...], str]] = {}
-"""By path of a file that this process has read: its stamp (see `Entry`) at that time, and its SHA-256."""
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,17 @@ from ..ssh.base import Connection, ConnectionFailed, Progress
 from ..ssh.local import locked
 from .bundle import Bundle
 
+# Maximum bytes of an archive that goes to the function that unpacks it; others are uploaded as a file first.
 _SMALL = 1024 * 1024
-"""Maximum bytes of an archive that goes to the function that unpacks it; others are uploaded as a file first."""
-_ENTRY = 1024
-"""Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding."""
-_KNOWN_FOR = 300.0
-"""Seconds for which this process trusts that an installed item is still there."""
+_ENTRY = 1024  # Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding.
+_KNOWN_FOR = 300.0  # Seconds for which this process trusts that an installed item is still there.
 _LOOK_TIMEOUT = 300.0
 _UNPACK_TIMEOUT = 600.0
+# An archive must be unpacked within `_UNPACK_TIMEOUT` seconds, plus a second for each of these bytes.
 _UNPACKED_PER_SECOND = 1024 * 1024
-"""An archive must be unpacked within `_UNPACK_TIMEOUT` seconds, plus a second for each of these bytes."""
 
+# By connection: the `time.monotonic()` at which this process last saw each path on the cluster.
 _known: weakref.WeakKeyDictionary[Connection, dict[str, float]] = weakref.WeakKeyDictionary()
-"""By connection: the `time.monotonic()` at which this process last saw each path on the cluster."""
 
 
 def place_of(base: str, bundle: Bundle) -> str:

@@ -20,6 +20,7 @@ from ..runtime.protocol.messages import TextEnum
 
 IGNORE_FILES = (".gitignore", ".rayignore")
 """Files with patterns in the syntax of gitignore(5). Ray 2.60 reads both, in every directory of the tree."""
+# Names of files and directories that no cluster needs.
 _LEFT_OUT = frozenset(
     {
         *(".git", ".venv", "venv", "__pycache__"),  # By Ray 2.60 too (RAY_RUNTIME_ENV_DEFAULT_EXCLUDES).
@@ -27,17 +28,16 @@ _LEFT_OUT = frozenset(
         *(".pytest_cache", ".ruff_cache", ".svn", ".tox", "node_modules"),
     }
 )
-"""Names of files and directories that no cluster needs."""
+# Entries of virtual and conda environments, which are left out, as they would not work on another machine.
 _ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
-"""Entries of virtual and conda environments, which are left out, as they would not work on another machine."""
+# Errors of stat(2) for a link whose target does not exist.
 _DANGLING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors of stat(2) for a link whose target does not exist."""
 _UNSUPPORTED = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 MAX_BYTES, MAX_ENTRIES = 500 * 2**20, 100_000
 """The largest bundle that is accepted; Ray 2.60 has the same limit of bytes. Too many entries suggest a wrong directory."""
 
+# The ignore files that count for a directory, the deepest first: name, the directory that has it in the bundle, patterns.
 _Rules = tuple[tuple[str, str, GitIgnoreSpec], ...]
-"""The ignore files that count for a directory, the deepest first: name, the directory that has it in the bundle, patterns."""
 
 
 class EntryKind(TextEnum):

@@ -32,14 +32,11 @@ from ..slurm_job import SlurmJob
 from .matching import Target
 from .registry import TOUCH_INTERVAL, Generation, LiveSession, SessionRegistry
 
-CLAIM_TIMEOUT = 60.0
-"""Seconds in which the process that claimed a generation submits its job and writes the job's id down."""
-_CLAIM_INTERVAL = 0.5
-"""Seconds between two looks at a generation whose job another process is submitting."""
+CLAIM_TIMEOUT = 60.0  # Seconds in which the process that claimed a generation submits its job and writes the job's id down.
+_CLAIM_INTERVAL = 0.5  # Seconds between two looks at a generation whose job another process is submitting.
+# Most allocations of a session for which one step waits; if none of them serves the step, the cause may be permanent.
 _MOST_ALLOCATIONS = 3
-"""Most allocations of a session for which one step waits; if none of them serves the step, the cause may be permanent."""
-_FINAL_STATE_TIMEOUT = 5.0
-"""Seconds in which the job of a session that has ended reaches its final state."""
+_FINAL_STATE_TIMEOUT = 5.0  # Seconds in which the job of a session that has ended reaches its final state.
 
 T = TypeVar("T")
 
@@ -89,8 +86,7 @@ class LocalProcess:
                 os.kill(int(self.job_id), signal.SIGTERM)
 
 
-Allocation = SlurmJob | LocalProcess
-"""What holds a session."""
+Allocation = SlurmJob | LocalProcess  # What holds a session.
 
 
 @dataclass(kw_only=True, eq=False)

@@ -58,8 +58,8 @@ from .payload import SessionPayload
 from .registry import MOST_BYTES, Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import RunRequest, send_request
 
+# Pauses between two looks at a payload's record; the first are short, as a warm step may be over in no time.
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
-"""Pauses between two looks at a payload's record; the first are short, as a warm step may be over in no time."""
 
 
 def start_in_session(site: Site, choice: Choice) -> RunningPayload:

@@ -23,17 +23,14 @@ from .matching import run_suffix
 from .registry import MOST_BYTES, Generation, list_generations, parse_announcement
 from .request import Unreachable, send_request
 
+# Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled.
 _END_TIMEOUT = 45.0
-"""Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled."""
 
-_WAITS_FOR_NODES = ("Resources", "Priority")
-"""Slurm's pending reasons for a job that starts as soon as other jobs end."""
-_SESSION_JOBS = "rayslurm-session-"
-"""Prefix of the job names of sessions, see `job_name`."""
-_INTERVAL = 3.0
-"""Seconds between two checks for an idle session; each check is one small read per session."""
+_WAITS_FOR_NODES = ("Resources", "Priority")  # Slurm's pending reasons for a job that starts as soon as other jobs end.
+_SESSION_JOBS = "rayslurm-session-"  # Prefix of the job names of sessions, see `job_name`.
+_INTERVAL = 3.0  # Seconds between two checks for an idle session; each check is one small read per session.
+# Seconds in which the waiting job may start after one session has yielded, before the next session is asked.
 _START_TIMEOUT = 20.0
-"""Seconds in which the waiting job may start after one session has yielded, before the next session is asked."""
 _STOP = {"op": Operation.STOP}
 _log = logging.getLogger("rayslurm")
 

@@ -41,10 +41,9 @@ from .payload import SessionPayload
 from .registry import Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import Unreachable, send_request
 
-_START_TIMEOUT = 60.0
-"""Seconds in which a session that was started announces itself."""
+_START_TIMEOUT = 60.0  # Seconds in which a session that was started announces itself.
+# Seconds in which a session ends after a stop request, with its payloads' grace periods and the end of its Ray cluster.
 _END_TIMEOUT = 120.0
-"""Seconds in which a session ends after a stop request, with its payloads' grace periods and the end of its Ray cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)

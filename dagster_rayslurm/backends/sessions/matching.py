@@ -26,13 +26,14 @@ from ...slurm.request import SBATCH_FIELDS, JobRequest, gibibytes_for_ray, grant
 QueueFields = Mapping[str, Any]
 """The fields of a `SlurmQueueConfig` as JSON, with the CPUs and GPUs that were requested of Slurm."""
 
+# The field of `RayLauncher` for each field of `RaySpec` or `NodeSpec` that has another name.
 _LAUNCHER_FIELDS = {
     "num_cpus": "num_cpus_per_node",
     "num_gpus": "num_gpus_per_node",
     "object_store_memory": "object_store_memory_gb",
     "node_ip_address": "head_node_address",
 }
-"""The field of `RayLauncher` for each field of `RaySpec` or `NodeSpec` that has another name."""
+# Says of fields of `RaySpec` or `NodeSpec` whether what a session has is enough; a session has the same in all other fields.
 _RAY_FITS: Mapping[str, Callable[[Any, Any], bool]] = {
     "num_cpus": lambda wanted, has: has is None or wanted <= has,  # None is all that Slurm granted, which the session knows.
     "num_gpus": lambda wanted, has: has is None or wanted <= has,
@@ -41,7 +42,6 @@ _RAY_FITS: Mapping[str, Callable[[Any, Any], bool]] = {
     "labels": lambda wanted, has: wanted.items() <= has.items(),
     "min_nodes": lambda wanted, has: wanted <= has,
 }
-"""Says of fields of `RaySpec` or `NodeSpec` whether what a session has is enough; a session has the same in all other fields."""
 
 
 @dataclass(frozen=True)

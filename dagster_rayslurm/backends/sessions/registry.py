@@ -25,10 +25,8 @@ from .matching import Capacity, capacity_from_json
 
 TOUCH_INTERVAL = 60.0
 """Seconds between two confirmations that a process waits; one that is silent three times as long counts as gone."""
-MOST_BYTES = 1024 * 1024
-"""Most bytes of a file that are read."""
-_TIMEOUT = 120.0
-"""Seconds for an operation on the directories of sessions."""
+MOST_BYTES = 1024 * 1024  # Most bytes of a file that are read.
+_TIMEOUT = 120.0  # Seconds for an operation on the directories of sessions.
 
 
 @dataclass(frozen=True)

@@ -24,26 +24,21 @@ from ..base import delayed_interrupts
 from .acquire import Site
 from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement
 
+# Seconds after a failure of TCP where srun got through, until this process tries TCP to that session again.
 _TCP_RETRY_AFTER = 300.0
-"""Seconds after a failure of TCP where srun got through, until this process tries TCP to that session again."""
 PROOF_TIMEOUT = 3.0
 """Seconds in which a TCP connection is made, and in which the session then proves its identity. A firewall that drops packets
 costs as much."""
-_SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT
-"""Seconds for an srun that carries a request: its start, and the session's answer."""
-_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds between two tries of a request; the last number repeats."""
-_ANSWER_DEADLINE = 600.0
-"""Seconds in which a session must answer while the edge node is in reach."""
+_SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT  # Seconds for an srun that carries a request: its start, and the session's answer.
+_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # Seconds between two tries of a request; the last number repeats.
+_ANSWER_DEADLINE = 600.0  # Seconds in which a session must answer while the edge node is in reach.
+# Seconds in which a node sees uploaded files: on NFS a name that was looked up in vain stays missing for up to a minute.
 _VISIBILITY_TIMEOUT = 90.0
-"""Seconds in which a node sees uploaded files: on NFS a name that was looked up in vain stays missing for up to a minute."""
-_DELIVERIES = 3
-"""Most uploads for one session of bundles that disappear again."""
+_DELIVERIES = 3  # Most uploads for one session of bundles that disappear again.
+# Most tries to withdraw a request, and seconds after which none begins; a person has pressed Ctrl-C and waits.
 _WITHDRAWALS, _WITHDRAW_TIMEOUT = 3, 20.0
-"""Most tries to withdraw a request, and seconds after which none begins; a person has pressed Ctrl-C and waits."""
 
-_tcp_failed_at: dict[str, float] = {}
-"""When TCP failed while srun succeeded (monotonic clock), by session directory."""
+_tcp_failed_at: dict[str, float] = {}  # When TCP failed while srun succeeded (monotonic clock), by session directory.
 
 
 class Unreachable(OSError):
