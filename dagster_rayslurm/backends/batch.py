@@ -7,9 +7,9 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,6 @@ class JobBackend(ClusterBackend):
             interpreter = self.interpreter_for(plan)
             return packed, interpreter, deliver(self.connection, base, packed, step.log)
 
-    def deliver_again(self, packed: Iterable[PayloadFiles], step: Step) -> None:
-        """Deliver files that this process has delivered before, and that somebody has removed since."""
-        base = str(self.layout.base)
-        with remote_base_errors(base):
-            for each in packed:
-                deliver(self.connection, base, each, step.log, recheck=True)
-
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
         """Cancel the job by its name on an error or interrupt inside: Slurm may have accepted it though no answer arrived."""
@@ -109,15 +102,11 @@ class JobBackend(ClusterBackend):
                 cancel_named(self.connection, request.job_name, step.log)
             raise
 
-    def submit_job(
-        self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step, packed: Iterable[PayloadFiles]
-    ) -> SlurmJob:
+    def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
         """Submit a job, unless the run directory names one already; call it within `cancel_on_error`."""
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
-        again = partial(self.deliver_again, packed, step)
-        arguments = commands, run_dir, files, request, queue.clock, step.log.warning
-        submitted = submit(*arguments, patience=self.patience, restore=again)
+        submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
         which = f"Slurm job {submitted.job_id} ({request.job_name})"
         done = f"going on with {which}" if step.reattached else f"submitted {which} to {request.partitions_text}"
         step.log.info(f"[rayslurm] {done} on {place}")
@@ -152,7 +141,7 @@ class BatchBackend(JobBackend):
         plan = packed.plan
         files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
         with self.cancel_on_error(request, step):
-            job = self.submit_job(run_dir, files, request, step, [packed])
+            job = self.submit_job(run_dir, files, request, step)
             running = BatchJob(job, self.connection, f"{CLUSTER}{plan.payload.nonce}", step=step)
             register(running)
         return running

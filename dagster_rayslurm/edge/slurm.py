@@ -19,9 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-CANNOT_WRITE, TAKEN, GONE, NO_PROGRAM = 70, 78, 79, 127
-"""Exit codes of `submit`: the run directory cannot be written, another process has made it, the base directory is gone, and
-sbatch is not found."""
+CANNOT_WRITE, TAKEN, NO_PROGRAM = 70, 78, 127
+"""Exit codes of `submit`: the run directory cannot be written, another process has made it, and sbatch is not found."""
 
 _OPTIONS = re.compile("(SLURM|SRUN|SBATCH|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO)_[A-Za-z0-9_]*")
 _HOW_TO_REACH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
@@ -94,7 +93,6 @@ def submit(
     stdin: bytes,
     timeout: "float | None",
     keep: "Sequence[str]",
-    base: str,
     run_dir: str,
     claim: str,
     texts: "Mapping[str, str]",
@@ -113,8 +111,6 @@ def submit(
         return run(words, stdin, timeout, keep, run_dir)
 
     try:
-        if base and not os.path.isdir(base):
-            return GONE, b"", b""
         if claim and not _claimed(run_dir, claim):
             return TAKEN, b"", b""
         files.make_dir(run_dir)

@@ -11,8 +11,6 @@ import io
 import posixpath
 import secrets
 import tempfile
-import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from ..archive import build_runtime, runtime_name
@@ -24,14 +22,10 @@ from .bundle import Bundle
 # Maximum bytes of an archive that goes to the function that unpacks it; others are uploaded as a file first.
 _SMALL = 1024 * 1024
 _ENTRY = 1024  # Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding.
-_KNOWN_FOR = 300.0  # Seconds for which this process trusts that an installed item is still there.
 _LOOK_TIMEOUT = 300.0
 _UNPACK_TIMEOUT = 600.0
 # An archive must be unpacked within `_UNPACK_TIMEOUT` seconds, plus a second for each of these bytes.
 _UNPACKED_PER_SECOND = 1024 * 1024
-
-# By connection: the `time.monotonic()` at which this process last saw each path on the cluster.
-_known: weakref.WeakKeyDictionary[Connection, dict[str, float]] = weakref.WeakKeyDictionary()
 
 
 def place_of(base: str, bundle: Bundle) -> str:
@@ -49,26 +43,18 @@ def install(
     base: str,
     bundles: Sequence[Bundle],
     progress: Progress | None = None,
-    afresh: bool = False,
     warn: Callable[[str], object] = lambda _: None,
 ) -> None:
     """Install bundles and the runtime on the cluster if they are missing there; only their owner can read them.
 
-    If nothing is missing, this takes one small call, or none within five minutes of the last one. Several processes may
-    install at the same time: those of one machine send a large item once, those of several machines at worst once each.
-
-    Args:
-        base: the absolute base directory on the cluster.
-        progress: called with the bytes sent, for each large item.
-        afresh: check all items on the cluster, even those that this process saw a short time ago.
-        warn: called with a warning about a base directory that others may write to.
+    If nothing is missing, this takes one small call. Several processes may install at the same time: those of one machine send a
+    large item once, those of several machines at worst once each. `base` is absolute. `progress` is called with the bytes sent,
+    for each large item, and `warn` with a warning about a base directory that others may write to.
 
     Raises:
         ValueError: a file changed since its bundle was named.
         OSError: a file cannot be written on this machine or the cluster, or another user owns or can change the base directory.
     """
-    if afresh:
-        _known.pop(connection, None)
     items: dict[str, Bundle | None] = {runtime_place(base): None}
     items |= {place_of(base, bundle): bundle for bundle in bundles}
     for path in _missing(connection, base, list(items), warn):
@@ -86,20 +72,12 @@ def install(
                     name = _upload(connection, posixpath.dirname(path), bundle, progress)
                     timeout = _UNPACK_TIMEOUT + bundle.size / _UNPACKED_PER_SECOND
                     _make(connection, base, path, delivery.install, name, b"", timeout=timeout)
-        _known.setdefault(connection, {})[path] = time.monotonic()
 
 
 def _missing(
     connection: Connection, base: str, paths: Sequence[str], warn: Callable[[str], object] = lambda _: None
 ) -> list[str]:
-    """The paths that are not installed; asks the cluster unless this process saw all of them a short time ago.
-
-    Raises:
-        PermissionError: another user owns or can change the base directory.
-    """
-    known, now = _known.setdefault(connection, {}), time.monotonic()
-    if all(path in known and now - known[path] < _KNOWN_FOR for path in paths):
-        return []
+    """The paths that are not installed; raises PermissionError if another user owns or can change the base directory."""
     where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
     with _in_time(connection, base, f"looking at {base}", _LOOK_TIMEOUT):
         owner, open_place, group, found = connection.call(delivery.look, base, places, repeat=True, timeout=_LOOK_TIMEOUT)
@@ -113,7 +91,6 @@ def _missing(
             f"{where}: group {group} may write to {base}, and so change what runs there; run: "
             f"chmod g-w {base} (or chmod +t {base}, if the group needs it)"
         )
-    known.update({posixpath.join(base, place): now for place in found})
     return [path for path, place in zip(paths, places, strict=True) if place not in found]
 
 

@@ -110,8 +110,8 @@ class Site:
     members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the run request.
     needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 
-    def deliver(self, recheck: bool) -> None:
-        """Upload the bundles, again if they vanished."""
+    def deliver(self) -> None:
+        """Upload the bundles that are missing on the cluster."""
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
         """Claim a generation, by making its directory, and start its allocation. Returns False if another process was faster.

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from dagster_pipes import PipesContextData
@@ -303,9 +303,9 @@ class SlurmSite(Site):
         self._poll_interval = self.backend.slurm.poll_interval
         self._queue: SharedQueue = shared_queue(self.connection, str(self.backend.layout.queue), self._poll_interval)
 
-    def deliver(self, recheck: bool) -> None:
+    def deliver(self) -> None:
         with remote_base_errors(self.base):
-            deliver(self.connection, self.base, self.upload, self.step.log, recheck=recheck)
+            deliver(self.connection, self.base, self.upload, self.step.log)
 
     def running(self, session: LiveSession, reused: bool) -> SessionPayload:
         announcement, capacity = session.announcement, session.manifest.capacity
@@ -336,10 +336,9 @@ class SlurmSite(Site):
             SESSION: b"",
             EXIT: b"",
         }
-        again = partial(self.deliver, recheck=True)
         arguments = self.connection, directory, files, request, self._queue.clock, step.log.warning
         try:
-            submitted = submit(*arguments, claim=True, patience=self.patience, restore=again)
+            submitted = submit(*arguments, claim=True, patience=self.patience)
             hold(self._slurm_job(request, submitted, directory))
         except ClaimTaken:
             return False

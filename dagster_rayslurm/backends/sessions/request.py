@@ -162,7 +162,7 @@ class RunRequest:
                     unseen = ", ".join(map(str, answer.get("missing") or ()))
                     raise StartError(FailureKind.RUNTIME, f"{self._name(session)} does not see {unseen}")
                 if deliveries < _DELIVERIES:
-                    site.deliver(deliveries > 0)
+                    site.deliver()
                     self._write_secrets()
                 deliveries += 1
                 since = now
