@@ -34,8 +34,6 @@ from .registry import TOUCH_INTERVAL, Generation, LiveSession, SessionRegistry
 
 CLAIM_TIMEOUT = 60.0  # Seconds in which the process that claimed a generation submits its job and writes the job's id down.
 _CLAIM_INTERVAL = 0.5  # Seconds between two looks at a generation whose job another process is submitting.
-# Most allocations of a session for which one step waits; if none of them serves the step, the cause may be permanent.
-_MOST_ALLOCATIONS = 3
 _FINAL_STATE_TIMEOUT = 5.0  # Seconds in which the job of a session that has ended reaches its final state.
 
 T = TypeVar("T")
@@ -181,7 +179,6 @@ class SessionAcquisition:
     site: Site
     target: Target
     _jobs: dict[int, Allocation] = field(default_factory=dict, init=False)  # Those that this step waited for, by generation.
-    _unserved: int = field(default=0, init=False)  # Number of those that served others and then ended.
 
     def __post_init__(self) -> None:
         self.registry = SessionRegistry(self.site.connection, self.site.base, self.target.key)
@@ -236,19 +233,16 @@ class SessionAcquisition:
         """Called when a session that announced itself does not accept the payload and never will.
 
         Raises RunFailure if this step waited for that session, and the session never accepted any payload: the next one would do
-        no better. So it is after several sessions that served others.
+        no better.
         """
         job = self._jobs.get(number)
         if job is None:
             return  # The session served other steps before, so its end is nothing unusual.
         announcement = self._retry(lambda: self.registry.announcement(number))
         problem = (announcement and announcement.closing) or reason
-        sentence = f"the session did not come up, it ended before it took anything: {problem}"
         if announcement is None or announcement.served > 0:
-            self._unserved += 1
-            if self._unserved < _MOST_ALLOCATIONS:
-                return
-            sentence = f"{self._unserved} sessions that were waited for took nothing; the last one: {problem}"
+            return
+        sentence = f"the session did not come up, it ended before it took anything: {problem}"
         evidence = Evidence(runtime_exit=problem, started_at=0.0)  # The job wrote an announcement, so its files are there.
         job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
         verdict = judge_job(evidence)
