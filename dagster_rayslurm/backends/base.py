@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from dagster_pipes import PipesContextData
 
-from ..edge.sweep import SWEPT, sweep
+from ..edge.base_directory import SWEPT, sweep
 from ..follow import Cadence, Evidence
 from ..plan import Plan
 from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, SECRETS, STDIO

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 from ..archive import build_runtime, runtime_name
-from ..edge import delivery
+from ..edge import base_directory
 from ..ssh.base import Connection, ConnectionFailed, Progress
 from ..ssh.local import locked
 from .bundle import Bundle
@@ -60,18 +60,18 @@ def install(
     for path in _missing(connection, base, list(items), warn):
         bundle = items[path]
         if bundle is None:
-            _make(connection, base, path, delivery.install_file, build_runtime())
+            _make(connection, base, path, base_directory.install_file, build_runtime())
         elif bundle.size + _ENTRY * len(bundle.manifest.entries) <= _SMALL:
             archive = io.BytesIO()
             bundle.write_archive(archive)
-            _make(connection, base, path, delivery.install, "", archive.getvalue())
+            _make(connection, base, path, base_directory.install, "", archive.getvalue())
         else:
             # Only one hex digit of the hash, so that there are at most 16 lock files.
             with locked(f"install-{hashlib.sha256(f'{connection.place} {path}'.encode(errors='replace')).hexdigest()[0]}"):
                 if _missing(connection, base, [path]):
                     name = _upload(connection, posixpath.dirname(path), bundle, progress)
                     timeout = _UNPACK_TIMEOUT + bundle.size / _UNPACKED_PER_SECOND
-                    _make(connection, base, path, delivery.install, name, b"", timeout=timeout)
+                    _make(connection, base, path, base_directory.install, name, b"", timeout=timeout)
 
 
 def _missing(
@@ -80,7 +80,7 @@ def _missing(
     """The paths that are not installed; raises PermissionError if another user owns or can change the base directory."""
     where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
     with _in_time(connection, base, f"looking at {base}", _LOOK_TIMEOUT):
-        owner, open_place, group, found = connection.call(delivery.look, base, places, repeat=True, timeout=_LOOK_TIMEOUT)
+        owner, open_place, group, found = connection.call(base_directory.look, base, places, repeat=True, timeout=_LOOK_TIMEOUT)
     if owner:
         raise PermissionError(f"{where}: {base} belongs to {owner}, who could change what runs there")
     if open_place:
@@ -116,7 +116,7 @@ def _make(
     *content: object,
     timeout: float = _UNPACK_TIMEOUT,
 ) -> None:
-    """Make the runtime or a bundle on the cluster by a function of `delivery`."""
+    """Make the runtime or a bundle on the cluster by a function of `base_directory`."""
     try:
         with _in_time(connection, base, f"making {path}", timeout):
             connection.call(function, *posixpath.split(path), *content, repeat=True, timeout=timeout)

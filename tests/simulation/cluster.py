@@ -22,7 +22,7 @@ from .world import EPOCH, Host, Process, World
 
 NOTICED = 15.0
 """Seconds after which a client notices that its connection is dead, and after which the edge node does, at most."""
-QUICK = ("files", "sessions", "sweep", "delivery")
+QUICK = ("files", "sessions", "base_directory")
 """Modules of `edge` whose functions take no time on the edge node."""
 PROGRAMS = {"sbatch", *model.PROGRAMS}
 

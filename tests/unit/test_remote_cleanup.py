@@ -239,7 +239,7 @@ def test_leftovers_of_killed_processes_are_removed(
     ]
     made[0].chmod(0o500)
     assert sweep(base) == [] and all(path.exists() for path in made)  # They came to be just now.
-    monkeypatch.setattr("dagster_rayslurm.edge.sweep._LEFTOVER", -1.0)
+    monkeypatch.setattr("dagster_rayslurm.edge.base_directory._LEFTOVER", -1.0)
     assert sweep_remote(LocalConnection(), str(base), -14 * 1e4, every_minutes=0)
     assert not any(path.exists() for path in made) and os.listdir(base / "queue") == []
 
