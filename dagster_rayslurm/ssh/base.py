@@ -136,8 +136,6 @@ class Connection(ABC):
 
         try:
             code, out, err = self.attempt("", operation, False, deadline)
-        except ConnectionFailed:
-            raise
         except TimeoutError:
             code = None
         if code is None:

@@ -78,7 +78,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
 
     plan, apart, number = site.plan, choice.problem is not None, 0
     request = RunRequest(site, on_accepted, run_files(plan, site.context)[SECRETS] if plan.secret_env else b"")
-    acquisition = SessionAcquisition(site, choice.own() if apart else choice.shared())
+    acquisition = SessionAcquisition(site, choice.target)
     try:
         while True:
             acquired = acquisition.acquire(after=number)
@@ -95,7 +95,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
                 if apart or choice.strict:
                     raise StartError(FailureKind.CONFIGURATION, problem if apart else misfit_error(problem))
                 site.step.log.info(f"[rayslurm] another session is needed: {problem}")
-                acquisition, apart, number = SessionAcquisition(site, choice.own()), True, 0
+                acquisition, apart, number = SessionAcquisition(site, choice.own), True, 0
                 continue
             name = f"{site.noun} {session.announcement.job_id}"
             if answer["error"] not in (Refusal.CLOSING, Refusal.GONE):
@@ -263,13 +263,9 @@ class SessionBackend(ClusterBackend):
             key = session_key(self.session, run_id, {**what, **more}, created_with, apart)
             return Target(key, created_with)
 
-        return Choice(
-            self.required(plan),
-            self.misfit(plan),
-            lambda: target(self.default, False),
-            lambda: target(self.own(plan), True),
-            self.session.on_misfit == "error",
-        )
+        problem, own = self.misfit(plan), target(self.own(plan), True)
+        first = own if problem else target(self.default, False)
+        return Choice(self.required(plan), problem, first, own, self.session.on_misfit == "error")
 
     def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
         """What the runtime of a session reads when it starts."""

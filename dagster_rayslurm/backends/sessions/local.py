@@ -91,8 +91,8 @@ class LocalSessionBackend(LocalBackend):
             created_with = Requirements(cluster, ())
             return Target(session_key(self.session, run_id, what, created_with, apart), created_with)
 
-        required, strict = Requirements(ray, plan.footprint, head=self.head), self.session.on_misfit == "error"
-        return Choice(required, problem, lambda: target(shared, False), lambda: target(ray, True), strict)
+        required, own = Requirements(ray, plan.footprint, head=self.head), target(ray, True)
+        return Choice(required, problem, own if problem else target(shared, False), own, self.session.on_misfit == "error")
 
     def sweep(self, retention_days: float) -> None:
         oldest = time.time() - retention_days * 86400

@@ -124,14 +124,13 @@ class Choice:
 
     required: Requirements
     problem: str | None  # Why the payload does not fit the shared session, as a sentence; None if it fits.
-    shared: Callable[[], Target]  # The session for all payloads; used only without a `problem`.
-    own: Callable[[], Target]  # A separate session that is created for such payloads.
+    target: Target  # The session to look for first: that for all payloads, or with a `problem` the separate one.
+    own: Target  # The separate session, created for payloads that do not fit.
     strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
     def text(self) -> str:
         """All that the payload asks for. A retry of the step continues the payload only if its own text is the same."""
-        target = self.own() if self.problem else self.shared()
-        return _as_text([target.key, self.required])
+        return _as_text([self.target.key, self.required])
 
 
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:

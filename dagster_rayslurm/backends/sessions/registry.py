@@ -90,11 +90,6 @@ class Generation:
     age: float = 0.0  # Seconds since the generation was claimed; 0 if the session has announced itself.
 
     @property
-    def components(self) -> tuple[str, ...]:
-        """Names of the allocation's components, the head's first; empty where all nodes are alike."""
-        return tuple(self.manifest.capacity.components) if self.manifest is not None else ()
-
-    @property
     def live(self) -> LiveSession | None:
         """The session, if it accepts requests that this process can make."""
         said, manifest = self.announcement, self.manifest
