@@ -163,14 +163,9 @@ def queue(
 ) -> "tuple[int | None, bytes, bytes]":
     """The jobs of this user as `command`, squeue, prints them; from a file that all processes share, if the answer there is good.
 
-    Args:
-        path: the file; "" for a query of one's own.
-        interval: seconds for which an answer is good; longer if slurmctld takes long to answer.
-        known: when the newest answer began that the caller knows.
-
-    Returns:
-        As `run`. The output is the time of the call. If there is a newer answer than the known one, the times before and after
-        squeue ran follow in the next line, and then what squeue printed.
+    It is good for `interval` seconds, or longer if slurmctld takes long to answer. Without a `path` of the file squeue is run.
+    The output is the time of the call. If there is a newer answer than that which began at `known`, the times before and after
+    squeue ran follow in the next line, and then what squeue printed.
     """
     at = now()
     stamp = b"%.3f\n" % at

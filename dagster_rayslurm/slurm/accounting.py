@@ -138,11 +138,7 @@ def severity(component: JobFacts) -> int:
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     """Ask slurmctld, and accounting if there is any, what they know of a job; None if Slurm does not know the job.
 
-    Without accounting Slurm forgets a job MinJobAge after its end.
-
-    Raises:
-        SlurmUnanswered: neither knows the job, and one of them did not answer.
-        OSError: the commands cannot be run.
+    Raises SlurmUnanswered if neither knows the job and one of them did not answer, and OSError.
     """
     # A job in a hidden partition shows with --all only.
     show = ["scontrol", "--all", "show", "job", str(job_id)]

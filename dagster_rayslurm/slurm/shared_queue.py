@@ -269,12 +269,7 @@ class SharedQueue:
 
 
 def fetch_queue(connection: Connection) -> QueueSnapshot:
-    """The queue right now, from a `squeue` of its own; for the few decisions that must not rest on the shared snapshot.
-
-    Raises:
-        SlurmUnanswered: Slurm did not answer.
-        OSError: Slurm cannot be asked.
-    """
+    """The queue right now, from a `squeue` of its own, for the few decisions that must not rest on the shared snapshot."""
     _, snapshot = _ask(connection)
     assert snapshot
     return snapshot

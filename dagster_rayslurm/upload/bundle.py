@@ -82,17 +82,14 @@ class Manifest:
         return sum(entry.size for entry in self.entries)
 
 
-def scan(directory: str, *, argument: str = "working_dir") -> Manifest:
+def scan(directory: str) -> Manifest:
     """The manifest of a directory, without the files that its ignore files name or that no cluster needs.
 
-    A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces it, as in Ray.
-    `argument` is what the user named the directory with.
-
-    Raises:
-        ValueError: the files exceed the limits, or a file cannot be read or copied; the sentence says what to do.
+    A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces it, as in Ray. Raises
+    ValueError if the files exceed the limits, or a file cannot be read or copied; the sentence says what to do.
     """
     root = os.path.abspath(directory)
-    found = _Scan(argument, f"list what payloads do not need in {root}/.rayignore", root)
+    found = _Scan("working_dir", f"list what payloads do not need in {root}/.rayignore", root)
     found.walk(os.path.realpath(directory), "", ())
     return found.manifest(os.path.realpath(directory))
 
@@ -100,10 +97,8 @@ def scan(directory: str, *, argument: str = "working_dir") -> Manifest:
 def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Manifest:
     """The manifest of single files and directories, which are paths on this machine by path in the bundle.
 
-    Ignore files do not count; `__pycache__`, `.git` and the like are left out.
-
-    Raises:
-        ValueError: as for `scan`; or a path in the bundle is absolute, not normalized, or below another one.
+    Ignore files do not count; `__pycache__`, `.git` and the like are left out. Raises ValueError as `scan`, or if a path in the
+    bundle is absolute, not normalized, or below another one.
     """
     found = _Scan(argument)
     for name, path in sorted(files.items()):

@@ -48,9 +48,7 @@ class Unreachable(OSError):
 def send_request(
     connection: Connection, session: LiveSession | Generation, request: Mapping[str, Any], carrier: str = "auto"
 ) -> dict[str, Any]:
-    """Send a request to a session and return its answer.
-
-    The `carrier` is "direct" for TCP, "srun" for a step in the allocation, "auto" for TCP and, if that fails, srun.
+    """Send a request to a session and return its answer; for `carrier` see `SessionConfig`.
 
     Raises:
         Unreachable: the session did not receive the request.

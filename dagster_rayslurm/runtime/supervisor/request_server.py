@@ -97,11 +97,7 @@ class RequestServer(Listener):
     """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
 
     It writes hosts, port and key to `session.json` in the session's directory (the announcement), where clients find them.
-
-    Args:
-        key: the secret that clients must know, hexadecimal.
-        ports: candidates for the port, in order; if none of them is free, the kernel chooses one.
-        allocation: the Slurm allocation in which the session runs; None for a session that only this machine may reach.
+    Clients must know the `key`, hexadecimal. Without an `allocation` only this machine may reach the session.
     """
 
     def __init__(
