@@ -5,19 +5,21 @@ Each is sent once, found again by its name, and invisible under that name until 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import posixpath
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ..archive import build_runtime, runtime_name
 from ..edge import base_directory
 from ..ssh.base import Connection, ConnectionFailed, Progress
 from ..ssh.local import locked
 from .bundle import Bundle
+
+T = TypeVar("T")
 
 # Maximum bytes of an archive that goes to the function that unpacks it; others are uploaded as a file first.
 _SMALL = 1024 * 1024
@@ -70,8 +72,7 @@ def install(
             with locked(f"install-{hashlib.sha256(f'{connection.place} {path}'.encode(errors='replace')).hexdigest()[0]}"):
                 if _missing(connection, base, [path]):
                     name = _upload(connection, posixpath.dirname(path), bundle, progress)
-                    timeout = _UNPACK_TIMEOUT + bundle.size / _UNPACKED_PER_SECOND
-                    _make(connection, base, path, base_directory.install, name, b"", timeout=timeout)
+                    _make(connection, base, path, base_directory.install, name, b"", more=bundle.size / _UNPACKED_PER_SECOND)
 
 
 def _missing(
@@ -79,8 +80,8 @@ def _missing(
 ) -> list[str]:
     """The paths that are not installed; raises PermissionError if another user owns or can change the base directory."""
     where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
-    with _in_time(connection, base, f"looking at {base}", _LOOK_TIMEOUT):
-        owner, open_place, group, found = connection.call(base_directory.look, base, places, repeat=True, timeout=_LOOK_TIMEOUT)
+    look = base_directory.look
+    owner, open_place, group, found = _call(connection, base, f"looking at {base}", _LOOK_TIMEOUT, look, base, places)
     if owner:
         raise PermissionError(f"{where}: {base} belongs to {owner}, who could change what runs there")
     if open_place:
@@ -109,17 +110,11 @@ def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Pr
 
 
 def _make(
-    connection: Connection,
-    base: str,
-    path: str,
-    function: Callable[..., None],
-    *content: object,
-    timeout: float = _UNPACK_TIMEOUT,
+    connection: Connection, base: str, path: str, function: Callable[..., None], *content: object, more: float = 0.0
 ) -> None:
-    """Make the runtime or a bundle on the cluster by a function of `base_directory`."""
+    """Make the runtime or a bundle on the cluster by a function of `base_directory`, and give it `more` seconds than usual."""
     try:
-        with _in_time(connection, base, f"making {path}", timeout):
-            connection.call(function, *posixpath.split(path), *content, repeat=True, timeout=timeout)
+        _call(connection, base, f"making {path}", _UNPACK_TIMEOUT + more, function, *posixpath.split(path), *content)
     except (ConnectionFailed, TimeoutError):
         raise
     except OSError as error:
@@ -127,10 +122,9 @@ def _make(
         raise OSError(f"{connection.place}: {path} cannot be made: {said}") from None
 
 
-@contextlib.contextmanager
-def _in_time(connection: Connection, base: str, doing: str, timeout: float) -> Iterator[None]:
+def _call(connection: Connection, base: str, doing: str, timeout: float, function: Callable[..., T], *arguments: object) -> T:
     try:
-        yield
+        return connection.call(function, *arguments, repeat=True, timeout=timeout)
     except TimeoutError:
         raise TimeoutError(
             f"{connection.place}: {doing} took over {timeout:.0f} s and was ended; the file system of {base} "
