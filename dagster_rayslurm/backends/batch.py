@@ -28,8 +28,7 @@ from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.membership import nodes_expected
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
-from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
-from ..slurm.script import render_script
+from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request, render_script
 from ..slurm.shared_queue import ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone

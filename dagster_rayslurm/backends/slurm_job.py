@@ -16,8 +16,7 @@ from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, relevant_lines
 from ..slurm.refusals import most_informative_row, never_starts, partition_too_small, pending_reason, waiting_text
-from ..slurm.request import JobRequest
-from ..slurm.script import LOG, parse_exit
+from ..slurm.request import LOG, JobRequest, parse_exit
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, SharedQueue, fetch_queue, parse_count, run_slurm
 from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone

@@ -30,8 +30,7 @@ from ...runtime.protocol.messages import Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec, to_json
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
-from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
-from ...slurm.script import parse_exit
+from ...slurm.request import JobRequest, is_job_of, job_comment, job_name, parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit

@@ -18,7 +18,7 @@ from ...edge import sessions
 from ...edge.sessions import ABANDONED, CREATOR, JOB_ID, MANIFEST
 from ...runtime.protocol.record import EXIT, SESSION
 from ...runtime.protocol.spec import PROTOCOL_VERSION, Announcement, from_fields
-from ...slurm.script import parse_exit
+from ...slurm.request import parse_exit
 from ...ssh.base import Connection
 from ..payload_files import remote_base_errors
 from .matching import Capacity, capacity_from_json
