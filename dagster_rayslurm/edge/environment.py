@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 # Paths of Python below the prefix of an environment; the first that exists is used.
 _PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
+# Shell script that sources its first argument and then runs the command in the other arguments.
 ACTIVATE = '. "$1" && shift && exec "$@"'
-"""Shell script that sources its first argument and then runs the command in the other arguments."""
+# The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
+# packages, and runs in every Python, even one that is too old.
 PROBE = """\
 import json, os, sys
 
@@ -36,8 +38,6 @@ if sys.version_info >= (3, 8):
     paths = [sys.executable, os.path.realpath(sys.executable), os.path.join(sys.prefix, "pyvenv.cfg")] + sys.path
 sys.stdout.write(word + json.dumps([facts, paths]))
 """
-"""The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
-packages, and runs in every Python, even one that is too old."""
 
 
 def find(prefix: str) -> "tuple[str, str]":

@@ -19,8 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+# Exit codes of `submit`: the run directory cannot be written, another process has made it, and sbatch is not found.
 CANNOT_WRITE, TAKEN, NO_PROGRAM = 70, 78, 127
-"""Exit codes of `submit`: the run directory cannot be written, another process has made it, and sbatch is not found."""
 
 _OPTIONS = re.compile("(SLURM|SRUN|SBATCH|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO)_[A-Za-z0-9_]*")
 _HOW_TO_REACH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
@@ -28,8 +28,8 @@ _JOB_MAY_SEE = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "SLURM
 _JOB_MAY_SEE_PREFIXES = ("LC_", "MODULES", "LMOD_")
 _LOGIN_TIMEOUT = 60.0  # Seconds for the start-up files of a login shell.
 
+# Least pause between two queries of the queue, as a multiple of the time that slurmctld took to answer the last one.
 BACK_OFF = 5.0
-"""Least pause between two queries of the queue, as a multiple of the time that slurmctld took to answer the last one."""
 _MAX_BYTES = 64 * 1024 * 1024  # Of the shared answer of squeue.
 
 # The directory of sbatch on the PATH of a login shell, or "", once a login shell was asked.

@@ -24,8 +24,8 @@ _UNKNOWN_JOB = b"Invalid job id specified"
 _ACCOUNTING_DISABLED = b"accounting storage is disabled"
 
 _SACCT_FORMAT = "JobID,State,ExitCode,Reason,ElapsedRaw,TimelimitRaw,NNodes,NodeList,ReqMem,MaxRSS"
+# The columns of `sacct --format`. No column has a text that a user chooses, so "|" separates them safely.
 SACCT_FIELDS = tuple(_SACCT_FORMAT.split(","))
-"""The columns of `sacct --format`. No column has a text that a user chooses, so "|" separates them safely."""
 # The column JobID of sacct, such as "12", "12+1" or "12.batch".
 _JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
 # The parts of scontrol's output whose text users choose: job name, command, comment.
@@ -80,8 +80,8 @@ class JobFacts:
 
     job_id: int  # The number of a heterogeneous job is that of its first component.
     state: str  # Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
+    # Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself.
     cancelled_by: int | None = None
-    """Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself."""
     reason: str = ""
     exit_code: int | None = None  # The batch script's. sacct alone shows an exit code above 128 less 128.
     signal: int | None = None
@@ -93,8 +93,8 @@ class JobFacts:
     restarts: int = 0
     max_rss: int | None = None  # Largest memory of one task.
     step_out_of_memory: bool = False  # Whether a step was ended for its memory.
+    # Of a heterogeneous job, in order; all facts of the job but id and nodes are those of the one that explains its end.
     components: tuple[JobFacts, ...] = ()
-    """Of a heterogeneous job, in order; all facts of the job but id and nodes are those of the one that explains its end."""
     component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
 
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:

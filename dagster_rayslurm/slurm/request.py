@@ -80,6 +80,7 @@ def _contained(wanted: list[str], granted: list[str]) -> bool:
     return set(wanted) <= set(granted)
 
 
+# Every field of `SlurmQueueConfig`, in the order in which the job script lists their options.
 SBATCH_FIELDS = (
     SbatchField("partition", eq, "partition", login_variable=True),
     SbatchField("account", eq, "account", inheritance=Inheritance.INHERITED, login_variable=True),
@@ -103,20 +104,19 @@ SBATCH_FIELDS = (
     SbatchField("signal_before_timeout", eq, aliases=("signal",), inheritance=Inheritance.WHOLE_JOB, meaning=split_signal),
     SbatchField("extra_sbatch", _contained),
 )
-"""Every field of `SlurmQueueConfig`, in the order in which the job script lists their options."""
 
+# The field of `SlurmQueueConfig` for each option of sbatch that has one.
 FIELD_OF_OPTION = {
     option: field.name for field in SBATCH_FIELDS for option in (field.option, field.negation, *field.aliases) if option
 }
-"""The field of `SlurmQueueConfig` for each option of sbatch that has one."""
 
 _INHERITED = """
 acctg-freq begin cluster-constraint deadline delay-boot dependency distribution export export-file get-user-env hint hold
 ignore-pbs immediate kill-on-invalid-dep mcs-label nice no-kill oom-kill-step priority profile propagate time-min wckey
 """
+# Options without a field that sbatch hands on to later components: those listed by "Heterogeneous Job Support" in Slurm's
+# documentation, and `hint`, `kill-on-invalid-dep` and `oom-kill-step`, which were seen in later components.
 INHERITED_OPTIONS = tuple(_INHERITED.split())
-"""Options without a field that sbatch hands on to later components: those listed by "Heterogeneous Job Support" in Slurm's
-documentation, and `hint`, `kill-on-invalid-dep` and `oom-kill-step`, which were seen in later components."""
 
 _RESERVED = {
     "the runtime is the one task of each node; use cpus_per_node for its CPUs": (
@@ -134,8 +134,8 @@ _RESERVED = {
     "results are followed without it": "wait",
     "the job starts the runtime": "wrap",
 }
+# Options of sbatch that `SlurmQueueConfig.extra_sbatch` may not contain, each with the reason.
 RESERVED_OPTIONS = {option: reason for reason, options in _RESERVED.items() for option in options.split()}
-"""Options of sbatch that `SlurmQueueConfig.extra_sbatch` may not contain, each with the reason."""
 
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -153,8 +153,8 @@ class JobRequest:
 
     job_name: str
     comment: str
+    # Where the user's queue leaves CPUs or GPUs open, what the launcher wants.
     queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)
-    """Where the user's queue leaves CPUs or GPUs open, what the launcher wants."""
     component_id: str | None = None
     further_components: tuple[JobRequest, ...] = ()
 

@@ -24,10 +24,10 @@ from ..edge import files, processes
 from ..edge.agent import PART
 
 T = TypeVar("T")
+# Called during a file transfer with the number of bytes that have arrived and the total number of bytes.
 Progress = Callable[[int, int], None]
-"""Called during a file transfer with the number of bytes that have arrived and the total number of bytes."""
+# Starts a function of `edge` with some arguments, and returns a function that waits for its result.
 Submit = Callable[..., Callable[[], Any]]
-"""Starts a function of `edge` with some arguments, and returns a function that waits for its result."""
 
 _WINDOW = 12  # Number of parts in flight during a transfer: 3 MiB, somewhat more than the window of an OpenSSH channel.
 _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")

@@ -28,12 +28,10 @@ from . import errors
 from .config import SSHConnectionResource, certificate_path, key_path, known_hosts_path
 from .local import locked
 
+# Number of logins to one SSH server that this user's processes on this machine may have in progress at once.
+# sshd drops connections beyond `MaxStartups` unauthenticated ones (10:30:100 by default, sshd_config(5) of OpenSSH 9.2):
+# of 60 simultaneous logins it refused 20.
 SLOTS = 4
-"""Number of logins to one SSH server that this user's processes on this machine may have in progress at once.
-
-sshd drops connections beyond `MaxStartups` unauthenticated ones (10:30:100 by default, sshd_config(5) of OpenSSH 9.2):
-of 60 simultaneous logins it refused 20.
-"""
 WAIT_FACTOR = 10  # How long a login waits for a slot, as a multiple of its `connect_timeout`.
 _AGENT_TIMEOUT = 5.0  # Seconds to wait for the agent to list its keys.
 # Matches prompts for a second factor, which may contain the word "password" too.

@@ -25,8 +25,8 @@ from pathspec import GitIgnoreSpec
 
 from ..runtime.protocol.messages import TextEnum
 
+# Files with patterns in the syntax of gitignore(5). Ray 2.60 reads both, in every directory of the tree.
 IGNORE_FILES = (".gitignore", ".rayignore")
-"""Files with patterns in the syntax of gitignore(5). Ray 2.60 reads both, in every directory of the tree."""
 # Names of files and directories that no cluster needs.
 _LEFT_OUT = frozenset(
     {
@@ -40,8 +40,8 @@ _ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
 # Errors of stat(2) for a link whose target does not exist.
 _DANGLING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _UNSUPPORTED = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+# The largest bundle that is accepted; Ray 2.60 has the same limit of bytes. Too many entries suggest a wrong directory.
 MAX_BYTES, MAX_ENTRIES = 500 * 2**20, 100_000
-"""The largest bundle that is accepted; Ray 2.60 has the same limit of bytes. Too many entries suggest a wrong directory."""
 
 # The ignore files that count for a directory, the deepest first: name, the directory that has it in the bundle, patterns.
 _Rules = tuple[tuple[str, str, GitIgnoreSpec], ...]

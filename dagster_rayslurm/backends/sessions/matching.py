@@ -23,8 +23,8 @@ from ...runtime.ray.membership import nodes_expected
 from ...slurm.config import HetComponent, SlurmQueueConfig
 from ...slurm.request import SBATCH_FIELDS, JobRequest, gibibytes_for_ray, granted_gpus, make_request
 
+# The fields of a `SlurmQueueConfig` as JSON, with the CPUs and GPUs that were requested of Slurm.
 QueueFields = Mapping[str, Any]
-"""The fields of a `SlurmQueueConfig` as JSON, with the CPUs and GPUs that were requested of Slurm."""
 
 # The field of `RayLauncher` for each field of `RaySpec` or `NodeSpec` that has another name.
 _LAUNCHER_FIELDS = {
@@ -88,8 +88,8 @@ class Capacity:
 
     ray: RaySpec | None  # The warm Ray cluster; None if the session has none.
     reuse: bool  # Whether all payloads share the warm Ray cluster; otherwise each gets its own on the session's nodes.
+    # What was granted to each component, the head's first; under None where all nodes are alike; empty without Slurm.
     queues: Mapping[str | None, QueueFields] = field(default_factory=dict)
-    """What was granted to each component, the head's first; under None where all nodes are alike; empty without Slurm."""
 
     @property
     def components(self) -> list[str]:

@@ -23,8 +23,8 @@ from ...ssh.base import Connection
 from ..payload_files import remote_base_errors
 from .matching import Capacity, capacity_from_json
 
+# Seconds between two confirmations that a process waits; one that is silent three times as long counts as gone.
 TOUCH_INTERVAL = 60.0
-"""Seconds between two confirmations that a process waits; one that is silent three times as long counts as gone."""
 MOST_BYTES = 1024 * 1024  # Most bytes of a file that are read.
 _TIMEOUT = 120.0  # Seconds for an operation on the directories of sessions.
 

@@ -26,9 +26,9 @@ from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement
 
 # Seconds after a failure of TCP where srun got through, until this process tries TCP to that session again.
 _TCP_RETRY_AFTER = 300.0
+# Seconds in which a TCP connection is made, and in which the session then proves its identity. A firewall that drops packets
+# costs as much.
 PROOF_TIMEOUT = 3.0
-"""Seconds in which a TCP connection is made, and in which the session then proves its identity. A firewall that drops packets
-costs as much."""
 _SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT  # Seconds for an srun that carries a request: its start, and the session's answer.
 _PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # Seconds between two tries of a request; the last number repeats.
 _ANSWER_DEADLINE = 600.0  # Seconds in which a session must answer while the edge node is in reach.

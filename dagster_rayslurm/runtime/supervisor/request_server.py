@@ -27,8 +27,8 @@ from .supervisor import Supervisor
 _CANCEL_POLL = 0.5  # Seconds between two reads of the file in a run directory that may cancel its payload.
 _ANNOUNCEMENT_POLL = 1.0  # Seconds between two checks that the session's announcement file is there and up to date.
 
+# How a payload ends whose requester has closed its end of the pipe, or holds its lock no longer.
 ORPHANED = End(EndReason.CANCEL, "the Dagster process that asked for the run is gone")
-"""How a payload ends whose requester has closed its end of the pipe, or holds its lock no longer."""
 CANCELLED = End(EndReason.CANCEL, "cancelled from Dagster")
 _STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
