@@ -96,12 +96,8 @@ class Connection(ABC):
     def call(self, function: Callable[..., T], *args: Any, repeat: bool = False, timeout: float | None = None) -> T:
         """The result of a function of a module of `edge`, called on the machine; with `repeat` again after a lost connection.
 
-        Arguments and results are bytes or JSON, or a tuple of them as the result.
-
-        Raises:
-            TimeoutError: the call took over `timeout` seconds; commands that it runs are killed.
-            ConnectionLost: the connection broke, and the function may have been called.
-            OSError: as the function raised it.
+        Arguments and results are bytes or JSON, or a tuple of them as the result. Raises TimeoutError if the call took over
+        `timeout` seconds, and its commands were killed; ConnectionLost if the function may have been called; and its own OSError.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]
@@ -120,11 +116,8 @@ class Connection(ABC):
         the command leaves behind, and drops their output. `function` is the function of `edge` that runs the command, as
         `processes.run` does, with `options` as further arguments.
 
-        Raises:
-            ValueError: a word contains a NUL character.
-            TimeoutError: the command took longer than `timeout` seconds; it was killed, with all processes that it started.
-            ConnectionLost: the connection broke, and the command may have run.
-            ConnectionFailed: there is no connection, and the command did not run.
+        Raises TimeoutError if the command took longer than `timeout` seconds, and was killed with all processes that it started;
+        ConnectionLost if the connection broke, and the command may have run; ConnectionFailed if it did not run for lack of one.
         """
         if not command or any("\0" in word for word in command):
             raise ValueError("a command needs a word at least, and no NUL character")

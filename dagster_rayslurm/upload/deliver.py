@@ -53,9 +53,8 @@ def install(
     large item once, those of several machines at worst once each. `base` is absolute. `progress` is called with the bytes sent,
     for each large item, and `warn` with a warning about a base directory that others may write to.
 
-    Raises:
-        ValueError: a file changed since its bundle was named.
-        OSError: a file cannot be written on this machine or the cluster, or another user owns or can change the base directory.
+    Raises ValueError if a file changed since its bundle was named, and OSError if a file cannot be written on this machine or the
+    cluster, or another user owns or can change the base directory.
     """
     items: dict[str, Bundle | None] = {runtime_place(base): None}
     items |= {place_of(base, bundle): bundle for bundle in bundles}

@@ -167,10 +167,7 @@ def _as_text(value: Any) -> str:
 
 
 def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | None) -> str | None:
-    """The component in which a payload must run; None if it runs wherever the session has its head.
-
-    `own_components` are the components of this run; None if it takes those of the session.
-    """
+    """The component in which a payload must run, by its launcher or this run's components; None if that is the session's head."""
     if isinstance(launcher, RayLauncher) and launcher.component_id is not None:
         return launcher.component_id
     return next((each.component_id for each in own_components or () if each.head), None)
