@@ -16,21 +16,10 @@ from typing import Any
 
 import paramiko
 
-from . import errors
+from . import errors, login
 from .base import ConnectionFailed
 from .config import SSHConnectionResource, key_path
 from .connection import Refused
-from .login import (
-    Prompts,
-    agent_keys,
-    asks_password,
-    check_files,
-    check_host_key,
-    expected_keys,
-    load_key,
-    login_name,
-    login_slot,
-)
 from .openssh import master_command
 
 _LOG = "dagster_rayslurm.paramiko"  # Name of paramiko's logger, which is silenced.
@@ -52,11 +41,11 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
     """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`."""
-    check_files(ssh)
+    login.check_files(ssh)
     transport: ParamikoTransport | None = None
     for hop in ssh.hops():
         try:
-            with login_slot(hop):
+            with login.login_slot(hop):
                 transport = _log_in_to(hop, transport)
         finally:
             if transport is not None and transport.ssh is not hop:
@@ -81,7 +70,7 @@ def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> Pa
         if not transport.initial_kex_done:
             raise errors.no_answer(ssh)
         shown = transport.get_remote_server_key()
-        check_host_key(ssh, shown.get_name(), shown.get_base64())
+        login.check_host_key(ssh, shown.get_name(), shown.get_base64())
         transport.auth_timeout = _left(deadline)
         _authenticate(transport, ssh, ssh.user or getpass.getuser())
     except BaseException as error:
@@ -132,7 +121,7 @@ def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> C
 
 def _prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
     """Make the transport ask for a known host key first, because a host with several keys may seem to have changed its key."""
-    types = [key.key_type for key in expected_keys(ssh) if not key.revoked]
+    types = [key.key_type for key in login.expected_keys(ssh) if not key.revoked]
     known = [name for each in types for name in _SIGNATURES.get(each, (each,))]
     options = transport.get_security_options()
     options.key_types = tuple(sorted(options.key_types, key=lambda name: name not in known))
@@ -145,7 +134,7 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
     """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them."""
     tried: list[str] = []
     offered: list[str] = []  # The methods that the server takes next; empty after an accepted one if the login is complete.
-    prompts = Prompts([ssh])
+    prompts = login.Prompts([ssh])
 
     def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
         """Whether the server accepts a method, perhaps as one of several factors; None if it does not take this method."""
@@ -160,7 +149,7 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
         return True
 
     def answers(title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG001
-        return [prompts.answer(f"({login_name(ssh)}) {prompt}") or "" for prompt, _ in fields]
+        return [prompts.answer(f"({login.login_name(ssh)}) {prompt}") or "" for prompt, _ in fields]
 
     for name, key in _keys(ssh):
         tried.append(name)
@@ -181,7 +170,7 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
             return
         if accepted is False:
             break
-    if prompts.unanswered and not asks_password(prompts.unanswered):
+    if prompts.unanswered and not login.asks_password(prompts.unanswered):
         raise errors.prompt_unanswered(ssh, prompts.unanswered, command=master_command(ssh))
     if not offered:
         with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
@@ -195,17 +184,17 @@ def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
     """The keys to try in a login, in order, each after its name for messages."""
     path = key_path(ssh)
     if path:
-        key = load_key(ssh, path)
+        key = login.load_key(ssh, path)
         if key is None:
             raise errors.failed(ssh, f'the key {path} is of a kind that paramiko does not know; use client="openssh"')
         yield f"the key {path}", key
         return
-    for key in agent_keys()[:_MAX_AGENT_KEYS]:
+    for key in login.agent_keys()[:_MAX_AGENT_KEYS]:
         yield f"the agent's key {key.comment or key.fingerprint}", key
     for default in map(os.path.expanduser, _DEFAULT_KEYS):
         if os.path.exists(default):
             with contextlib.suppress(ConnectionFailed):  # The user did not configure this key.
-                if (key := load_key(ssh, default)) is not None:
+                if (key := login.load_key(ssh, default)) is not None:
                     yield f"the key {default}", key
 
 

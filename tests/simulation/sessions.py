@@ -282,7 +282,7 @@ class Sessions(SlurmMode):
             mock.patch.object(execution, "_has_terminal", lambda: False),
             mock.patch("dagster_rayslurm.upload.deliver.build_runtime", _build_runtime),
             mock.patch(f"{backend}.pack", lambda plan, *_: PayloadFiles(plan, {})),
-            mock.patch(f"{backend}.data_dir_of", lambda *_: "/data"),
+            mock.patch("dagster_rayslurm.backends.batch.data_dir_of", lambda *_: "/data"),
             mock.patch(f"{backend}.check_environment_on", lambda *_: Interpreter("/env/bin/python")),
             mock.patch(f"{backend}.send_request", self.send),
             mock.patch("dagster_rayslurm.backends.sessions.listing.send_request", self.send),

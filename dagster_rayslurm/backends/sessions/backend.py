@@ -35,18 +35,8 @@ from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.local import connection_to
+from .. import batch
 from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files
-from ..batch import (
-    CLUSTER,
-    ClusterBackend,
-    absolute,
-    check_paths,
-    cluster_nonce,
-    data_dir_of,
-    example_script,
-    job_script,
-    runtime_spec,
-)
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from ..slurm_job import SlurmJob
@@ -119,7 +109,7 @@ def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, st
 
 
 @dataclass(frozen=True)
-class SessionBackend(ClusterBackend):
+class SessionBackend(batch.ClusterBackend):
     """Runs payloads in the Slurm allocations of sessions."""
 
     own_queue: SlurmQueueConfig | None  # What this run changes in the queue configuration of sessions.
@@ -136,7 +126,7 @@ class SessionBackend(ClusterBackend):
     cadence: Cadence = _CADENCE
 
     def check(self, plan: Plan) -> None:
-        check_paths(self.slurm, self.environment, plan)
+        batch.check_paths(self.slurm, self.environment, plan)
         if problem := self.misfit(plan):
             if self.session.on_misfit == "error":
                 raise ValueError(misfit_error(problem))
@@ -166,7 +156,7 @@ class SessionBackend(ClusterBackend):
 
     def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes]:
         """The files of a plan, the session for it, and the content of `REQUEST_FILE`."""
-        base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
+        base, data_dir = str(self.layout.base), batch.data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
         choice = self.choice(upload.plan, step.run_id, base, data_dir)
         return upload, choice, fingerprint(to_json(upload.plan.payload), choice.text())
@@ -188,7 +178,7 @@ class SessionBackend(ClusterBackend):
     def example(self, plan: Plan) -> str:
         required = self.default if self.misfit(plan) is None else self.own(plan)
         request = required.job_request(job_name(f"session-{self.name}", "NONCE"), job_comment("RUN", "STEP", None))
-        return example_script(request, self.slurm, "session", f"sessions/{self.name}-FINGERPRINT/GENERATION")
+        return batch.example_script(request, self.slurm, "session", f"sessions/{self.name}-FINGERPRINT/GENERATION")
 
     # ---- Which session a payload gets. Pure
 
@@ -269,7 +259,7 @@ class SessionBackend(ClusterBackend):
     def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
         """What the runtime of a session reads when it starts."""
         return replace(
-            runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
+            batch.runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
             ray=required.ray if self.reuse else None,
             idle_timeout=self.session.idle_timeout,
             yield_when_idle=self.session.yield_when_idle,
@@ -304,7 +294,7 @@ class SlurmSite(Site):
 
     def running(self, session: LiveSession, reused: bool) -> SessionPayload:
         announcement, capacity = session.announcement, session.manifest.capacity
-        name = job_name(f"session-{self.backend.name}", announcement.cluster_id.removeprefix(CLUSTER))
+        name = job_name(f"session-{self.backend.name}", announcement.cluster_id.removeprefix(batch.CLUSTER))
         parts = [JobRequest(name, "", SlurmQueueConfig(**queue), part) for part, queue in capacity.queues.items()]
         request = replace(parts[0], further_components=tuple(parts[1:]))
         job = self._slurm_job(request, SubmittedJob(announcement.job_id, 0.0), session.directory)
@@ -322,10 +312,10 @@ class SlurmSite(Site):
         name = job_name(f"session-{backend.name}", nonce)
         request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
         directory = registry.generation_dir(number)
-        script = job_script(request, interpreter, runtime, directory, backend.slurm, "session")
+        script = batch.job_script(request, interpreter, runtime, directory, backend.slurm, "session")
         manifest = SessionManifest(number, created_with.capacity(backend.reuse), tuple(interpreter.start("-I", runtime, "ask")))
         files = {
-            RUNTIME: to_json(backend.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
+            RUNTIME: to_json(backend.runtime_spec(f"{batch.CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
             JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
             MANIFEST: manifest.to_json(),
             SESSION: b"",
@@ -391,10 +381,10 @@ def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
 
     Raises StartError if Slurm does not confirm the end, and OSError.
     """
-    nonce = cluster_nonce(cluster_id)
+    nonce = batch.cluster_nonce(cluster_id)
     if nonce is None:
         return False
     connection = connection_to(slurm.ssh)
-    generations = list_generations(connection, absolute(connection, slurm.remote_base))
+    generations = list_generations(connection, batch.absolute(connection, slurm.remote_base))
     own = [each for each in generations if is_job_of(each.job_name, nonce)]
     return bool(own) and end_generations(connection, own)
