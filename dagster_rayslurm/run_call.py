@@ -36,8 +36,7 @@ from .runtime.protocol.spec import ComponentSpec, RaySpec
 from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
-from .ssh.local import LocalConnection
-from .ssh.pool import connection_to
+from .ssh.local import LocalConnection, connection_to
 
 _log = logging.getLogger("rayslurm")
 _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}'"

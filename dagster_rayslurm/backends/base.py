@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from dagster_pipes import PipesContextData
 
-from ..edge.sweep import SWEPT, sweep
+from ..edge.base_directory import SWEPT, sweep
 from ..follow import Cadence, Evidence
 from ..plan import Plan
 from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, SECRETS, STDIO
@@ -283,17 +283,17 @@ def sweep_remote(
 
     A session's directory stays while its job may live. The newest directory of a session's name stays as long as anybody
     looks for that session, because its number determines the next number. A bundle or runtime stays while a run or session
-    names it. Only one process sweeps at a time, on any machine, and once in `every_minutes` (0: always).
+    names it. One process on any machine sweeps in `every_minutes` (0: all do).
 
     Returns the removed paths, relative to the base directory. Raises OSError if the cluster cannot be reached, the base
-    directory cannot be written, or the timeout is over; the next sweep removes the rest.
+    directory cannot be written, or the timeout is over; a later sweep removes the rest.
     """
-    swept = connection.stat(os.path.join(base, SWEPT))
+    swept = connection.modified(os.path.join(base, SWEPT))
     # If the clocks differ, a sweep starts in vain, or later.
-    if every_minutes and swept is not None and abs(time.time() - swept.modified) < 60.0 * every_minutes:
+    if every_minutes and swept is not None and abs(time.time() - swept) < 60.0 * every_minutes:
         return []
     jobs = None
-    if connection.stat(os.path.join(base, "sessions")) is not None:
+    if connection.modified(os.path.join(base, "sessions")) is not None:
         with contextlib.suppress(OSError):
             jobs = [row.job_id for row in fetch_queue(connection).rows]
     age = max(60.0, retention_days * 86400.0)

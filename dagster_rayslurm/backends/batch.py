@@ -7,9 +7,9 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,12 @@ from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.membership import nodes_expected
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
-from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
-from ..slurm.script import render_script
+from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request, render_script
 from ..slurm.shared_queue import ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
-from ..ssh.pool import connection_to
+from ..ssh.local import connection_to
 from .base import Layout, Register, Step, deferred_interrupts, run_files, sweep_remote
 from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from .payload_files import PayloadFiles, deliver, pack, remote_base_errors
@@ -47,18 +46,10 @@ CLUSTER = "slurm-"
 
 
 @dataclass(frozen=True)
-class JobBackend:
-    """What backends have in common that submit Slurm jobs."""
+class ClusterBackend:
+    """What backends have in common that run payloads on a Slurm cluster."""
 
     slurm: SlurmResource
-    queue: SlurmQueueConfig
-    environment: Environment
-    queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
-    patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
-    components: tuple[Component, ...] = ()  # Of a heterogeneous job, in order, each with its own queue.
-    # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
-    make_way: Callable[[Connection, str, Any], MakeWay] | None = None
-    cadence: Cadence = _CADENCE
 
     @cached_property
     def connection(self) -> Connection:
@@ -69,7 +60,26 @@ class JobBackend:
         return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
     def sweep(self, retention_days: float) -> None:
-        sweep_in_background(self.connection, str(self.layout.base), retention_days)
+        def work() -> None:
+            with contextlib.suppress(OSError):  # A later sweep tries again.
+                sweep_remote(self.connection, str(self.layout.base), retention_days)
+
+        # The file system may be slow.
+        threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class JobBackend(ClusterBackend):
+    """What backends have in common that submit a Slurm job for each step."""
+
+    queue: SlurmQueueConfig
+    environment: Environment
+    queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
+    patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
+    components: tuple[Component, ...] = ()  # Of a heterogeneous job, in order, each with its own queue.
+    # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
+    make_way: Callable[[Connection, str, Any], MakeWay] | None = None
+    cadence: Cadence = _CADENCE
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
         """Deliver a plan's files to the cluster; returns them, the Python that runs the plan, and the path of the runtime."""
@@ -78,13 +88,6 @@ class JobBackend:
         with remote_base_errors(base):
             interpreter = self.interpreter_for(plan)
             return packed, interpreter, deliver(self.connection, base, packed, step.log)
-
-    def deliver_again(self, packed: Iterable[PayloadFiles], step: Step) -> None:
-        """Deliver files that this process has delivered before, and that somebody has removed since."""
-        base = str(self.layout.base)
-        with remote_base_errors(base):
-            for each in packed:
-                deliver(self.connection, base, each, step.log, recheck=True)
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
@@ -98,15 +101,11 @@ class JobBackend:
                 cancel_named(self.connection, request.job_name, step.log)
             raise
 
-    def submit_job(
-        self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step, packed: Iterable[PayloadFiles]
-    ) -> SlurmJob:
+    def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
         """Submit a job, unless the run directory names one already; call it within `cancel_on_error`."""
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
-        again = partial(self.deliver_again, packed, step)
-        arguments = commands, run_dir, files, request, queue.clock, step.log.warning
-        submitted = submit(*arguments, patience=self.patience, restore=again)
+        submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
         which = f"Slurm job {submitted.job_id} ({request.job_name})"
         done = f"going on with {which}" if step.reattached else f"submitted {which} to {request.partitions_text}"
         step.log.info(f"[rayslurm] {done} on {place}")
@@ -141,7 +140,7 @@ class BatchBackend(JobBackend):
         plan = packed.plan
         files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
         with self.cancel_on_error(request, step):
-            job = self.submit_job(run_dir, files, request, step, [packed])
+            job = self.submit_job(run_dir, files, request, step)
             running = BatchJob(job, self.connection, f"{CLUSTER}{plan.payload.nonce}", step=step)
             register(running)
         return running
@@ -218,16 +217,6 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
         check_no_variable(path, name)
         if not is_rooted(path):
             raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
-
-
-def sweep_in_background(connection: Connection, base: str, retention_days: float) -> None:
-    """Start a thread that removes files not used for `retention_days` from the cluster, whose file system may be slow."""
-
-    def work() -> None:
-        with contextlib.suppress(OSError):  # A later sweep tries again.
-            sweep_remote(connection, base, retention_days)
-
-    threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
 
 def cluster_nonce(cluster_id: str) -> str | None:

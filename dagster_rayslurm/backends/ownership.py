@@ -151,7 +151,7 @@ def reattachable_job(
     `start`, or from None; it returns None if the job is gone. With `requeue` Slurm may run the job again, so that an `end` after
     a signal from outside is not final.
     """
-    if connection.stat(os.path.join(run_dir, JOURNAL)) is None:
+    if connection.modified(os.path.join(run_dir, JOURNAL)) is None:
         return None
     same = connection.read(os.path.join(run_dir, REQUEST_FILE), 0, _MOST_BYTES) == request
     start, end = _start_and_end(connection, run_dir, nonce)

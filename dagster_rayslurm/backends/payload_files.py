@@ -60,10 +60,8 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
     return PayloadFiles(replace(plan, payload=moved), bundles)
 
 
-def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, recheck: bool = False) -> str:
+def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any) -> str:
     """Send the files of a plan and the runtime to the cluster if they are missing; returns the runtime's path on the cluster.
-
-    With `recheck` it looks again even for files that this process has already seen on the cluster.
 
     Raises:
         StartError: a file changed after it was bundled.
@@ -74,7 +72,7 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, re
         log.warning(f"[rayslurm] remote_base: {sentence}")
 
     try:
-        install(connection, base, list(files.bundles.values()), _progress(log), recheck, warn)
+        install(connection, base, list(files.bundles.values()), _progress(log), warn)
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     log.debug(f"[rayslurm] delivered {', '.join(files.bundles) or 'nothing'} to {connection.place}")

@@ -14,10 +14,9 @@ from ..follow import Evidence
 from ..follow.follower import VISIBILITY_TIMEOUT
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
-from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, node_number, relevant_lines
+from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, relevant_lines
 from ..slurm.refusals import most_informative_row, never_starts, partition_too_small, pending_reason, waiting_text
-from ..slurm.request import JobRequest
-from ..slurm.script import LOG, parse_exit
+from ..slurm.request import LOG, JobRequest, parse_exit
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, SharedQueue, fetch_queue, parse_count, run_slurm
 from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone
@@ -256,7 +255,9 @@ class SlurmJob:
         failed = [each for each in failed_tasks(script_log) if not each[2].startswith(_SIGNALLED)]
         nodes = facts.nodes if facts is not None and facts.components else ()
         for node, task, how in failed[:_MOST_LOGS]:
-            number = node_number(node, task, nodes if self.request.further_components else None)
+            # With components srun counts the tasks from 0 in each.
+            counted = not self.request.further_components
+            number = task if counted else nodes.index(node) if node in nodes else None
             tail = "" if number is None else self._log_tail(node_log(number))
             if number and tail.strip():
                 evidence.tails[f"runtime on {node}"] = tail

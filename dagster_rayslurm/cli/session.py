@@ -27,8 +27,7 @@ from ..slurm.refusals import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection, expand_home, is_rooted
 from ..ssh.config import SSHConnectionResource
-from ..ssh.local import LocalConnection
-from ..ssh.pool import connection_to
+from ..ssh.local import LocalConnection, connection_to
 
 _THREADS = 8
 """Maximum number of sessions that are asked for their description at the same time."""
@@ -187,7 +186,7 @@ def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
         components = snapshot.components(job.job_id) if snapshot and job else ()
         row = _row(connection, each, state_of(each, job), job)
         row["partition"] = ", ".join(dict.fromkeys(part.partition for part in components)) or None
-        row["components"] = list(each.components)
+        row["components"] = each.manifest.capacity.components if each.manifest is not None else []
         if row["state"] == SessionState.PENDING and job is not None:
             told = most_informative_row(components) or job
             row["reason"] = told.reason + (

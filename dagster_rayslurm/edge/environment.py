@@ -11,10 +11,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# Paths of Python below the prefix of an environment; the first that exists is used.
 _PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
-"""Paths of Python below the prefix of an environment; the first that exists is used."""
+# Shell script that sources its first argument and then runs the command in the other arguments.
 ACTIVATE = '. "$1" && shift && exec "$@"'
-"""Shell script that sources its first argument and then runs the command in the other arguments."""
+# The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
+# packages, and runs in every Python, even one that is too old.
 PROBE = """\
 import json, os, sys
 
@@ -36,8 +38,6 @@ if sys.version_info >= (3, 8):
     paths = [sys.executable, os.path.realpath(sys.executable), os.path.join(sys.prefix, "pyvenv.cfg")] + sys.path
 sys.stdout.write(word + json.dumps([facts, paths]))
 """
-"""The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
-packages, and runs in every Python, even one that is too old."""
 
 
 def find(prefix: str) -> "tuple[str, str]":
@@ -48,17 +48,14 @@ def find(prefix: str) -> "tuple[str, str]":
     return python, script if os.path.isfile(script) else ""
 
 
-def look(prefix: str, python: str, cache: str, age: float, timeout: float, of_dagster: bool) -> "dict[str, Any]":
+def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "dict[str, Any]":
     """Look at the environment in the directory `prefix`, or if that is "" at the one of `python`.
 
-    Args:
-        cache: the file of cached facts; they count for `age` seconds, as long as the environment's paths do not change.
-        timeout: seconds for the start of `activate.sh` and Python.
-        of_dagster: whether this process has Dagster's environment variables, which no job gets.
+    Facts in the file `cache` count for `age` seconds, as long as the environment's paths do not change. `activate.sh` and Python
+    may take `timeout` seconds to start.
 
-    Returns:
-        `python`, `activate`, `facts`, and whether these were `cached`. For an environment that cannot be used `problem`; if it
-        does not start, also `code` and `error`, what it said.
+    Returns `python`, `activate`, `facts`, and whether these were `cached`. For an environment that cannot be used `problem`; if
+    it does not start, also `code` and `error`, what it said.
     """
     activate = ""
     if prefix:
@@ -80,7 +77,7 @@ def look(prefix: str, python: str, cache: str, age: float, timeout: float, of_da
     command = [found["python"], "-c", "word = %r\n%s" % (word, PROBE)]
     if activate:
         command = ["bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word, *command]
-    environ = slurm.without_options(slurm.job_environment(os.environ) if of_dagster else os.environ)
+    environ = slurm.without_options(slurm.login_environment())
     code, out, error = processes.run(command, b"", timeout, environ, "/")
     said = out.decode("utf-8", "replace").split(word)
     if code is None:

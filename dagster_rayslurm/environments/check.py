@@ -74,9 +74,9 @@ def check_environment_on(
         return known.interpreter
     key = hashlib.sha256(f"{path}\0{PROBE}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
     where = ("", path) if environment.kind == "inherited" else (path, "")
-    problem, here = None, isinstance(connection, LocalConnection)
+    problem = None
     for age in (_CACHE_AGE, 0.0):
-        arguments = *where, os.path.join(cache_dir, key), age, _TIMEOUT, here
+        arguments = *where, os.path.join(cache_dir, key), age, _TIMEOUT
         try:
             found = connection.call(look, *arguments, repeat=True, timeout=_TIMEOUT + _MARGIN)
         except TimeoutError:

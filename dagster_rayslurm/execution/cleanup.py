@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..backends.base import Backend, Layout
-from ..edge.sweep import sweep_runs
+from ..edge.base_directory import sweep_runs
 from ..runtime.protocol.record import Record
 from ..runtime.protocol.spec import is_passable
 from ..ssh.base import Connection, ConnectionFailed

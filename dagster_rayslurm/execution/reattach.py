@@ -25,7 +25,7 @@ import dagster as dg
 
 from ..backends.base import Backend, CanReattach, Layout, Step
 from ..backends.ownership import FIRST_OWNER, Ownership, owner_file
-from ..edge.sweep import BOOKMARK
+from ..edge.base_directory import BOOKMARK
 from ..follow import ReattachState
 from ..plan import Plan, nonce_of, run_dir_name
 from ..ssh.local import LocalConnection

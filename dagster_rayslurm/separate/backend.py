@@ -154,7 +154,7 @@ class SeparateBatchBackend(JobBackend):
 
         shared = Evidence()
         with self.cancel_on_error(request, step):
-            job = self.submit_job(run_dir, files, request, step, packed)
+            job = self.submit_job(run_dir, files, request, step)
             for component in plans:
                 register(ComponentJob(job, self.connection, cluster_id, component_dir(run_dir, component), shared=shared))
 

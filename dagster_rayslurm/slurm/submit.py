@@ -22,20 +22,18 @@ from .states import TERMINAL
 
 JOB_SCRIPT = "job.sh"
 _FOUND = re.compile(r"(?P<job>[0-9]+)(?:\+[0-9]+)?\|(?P<state>.*)")
+# State and reason of a job that Slurm refused, and of components before the refused one (tried on 22.05 and 24.11).
 _REFUSED, _GIVEN_UP = "FAILED|BadConstraints", "CANCELLED|None"
-"""State and reason of a job that Slurm refused, and of components before the refused one (tried on 22.05 and 24.11)."""
 _SBATCH_ERROR = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
 # `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1), Slurm 22.05); a site's own sbatch may print more before it.
 _ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
 _TIMEOUT = 600.0  # Seconds for making the directory and for sbatch, which retries for minutes if slurmctld is slow.
 _ATTEMPTS = 5  # Most submissions of one job.
-_PAUSE = 3.0
-"""Seconds between two searches for a job whose submission was cut off, as slurmctld may still be at work on it."""
+_PAUSE = 3.0  # Seconds between two searches for a job whose submission was cut off, as slurmctld may still be at work on it.
 
-ASK_INTERVAL = 1.0
-"""Seconds between two direct queries of the queue for a job that is being cancelled."""
+ASK_INTERVAL = 1.0  # Seconds between two direct queries of the queue for a job that is being cancelled.
+# Seconds in which Slurm must confirm that a cancelled job is over; KillWait, after which it sends SIGKILL, is 30.
 _GONE_DEADLINE = 60.0
-"""Seconds in which Slurm must confirm that a cancelled job is over; KillWait, after which it sends SIGKILL, is 30."""
 _LATE_SUBMISSION = 2.0  # Seconds for which a job may still appear in the queue after its submission was cut off.
 
 
@@ -64,7 +62,6 @@ class NextStep(Enum):
     DONE = "the job is submitted"
     STOP = "another process submits the session's job"
     REFUSE = "there is certainly no job"
-    RESTORE = "send the files again, then submit again"
     FIND = "look for the job, and give up without one"
     FIND_OR_REPEAT = "look for the job, and submit again without one"
 
@@ -78,8 +75,6 @@ def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
         return NextStep.DONE
     if code == slurm.TAKEN and claim:
         return NextStep.STOP
-    if code == slurm.GONE:
-        return NextStep.RESTORE if left else NextStep.REFUSE
     refused = 0 < code < 128 and _SBATCH_ERROR.search(said) and not is_temporary(said)
     if refused or code in (slurm.CANNOT_WRITE, slurm.NO_PROGRAM):
         return NextStep.REFUSE
@@ -95,16 +90,12 @@ def submit(
     warn: Callable[[str], None],
     claim: bool = False,
     patience: float = 0.0,
-    restore: Callable[[], object] | None = None,
 ) -> SubmittedJob:
     """Make a run directory, an absolute path, with its `files`, and submit its `job.sh` exactly once.
 
-    Args:
-        request: the options in `job.sh`; the job name is unique.
-        warn: receives a warning if the answer of a submission was lost, or the base directory is gone.
-        claim: whether other processes may make the same directory; only one of them submits.
-        patience: seconds for which the edge node may be out of reach once the job may exist.
-        restore: sends the files that the job needs once more, if somebody has removed the base directory.
+    `job.sh` has the options of `request`, whose job name is unique. With `claim` other processes may make the same directory, and
+    only one of them submits. Once the job may exist, the edge node may be out of reach for `patience` seconds. `warn` receives a
+    warning if the answer of a submission was lost.
 
     Raises:
         ClaimTaken: another process has made the directory and submits the job.
@@ -113,8 +104,7 @@ def submit(
     """
     name = request.job_name
     texts = {each: content.decode("latin-1") for each, content in files.items()}
-    base = _base_of(run_dir)
-    options = base if restore else "", run_dir, name if claim else "", texts
+    options = run_dir, name if claim else "", texts
     command = ["sbatch", "--parsable", JOB_SCRIPT]
     for left in reversed(range(_ATTEMPTS)):
         sent = clock.local()
@@ -131,10 +121,6 @@ def submit(
             return submitted
         if step is NextStep.STOP:
             raise ClaimTaken
-        if step is NextStep.RESTORE and restore:
-            warn(f"[rayslurm] {base} on {connection.place} is gone; its files are sent again")
-            restore()
-            continue
         failure = answer if isinstance(answer, ConnectionLost) else _refusal(connection, answer, run_dir, request)
         if step is NextStep.REFUSE:
             raise failure
@@ -152,14 +138,10 @@ def submit(
     raise failure
 
 
-def _base_of(run_dir: str) -> str:
-    return re.split("/(?:runs|sessions)/", run_dir)[0]
-
-
 def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, request: JobRequest) -> SubmissionRefused:
     """The error to raise for a failed submission, from its exit code and output."""
     place, temporary = connection.place, False
-    base = _base_of(run_dir)
+    base = re.split("/(?:runs|sessions)/", run_dir)[0]
     if not isinstance(answer, Completed):
         sentence = f"submitting from {run_dir} on {place} took over {_TIMEOUT:g} s and was ended: sbatch, or the file system "
         return SubmissionRefused(FailureKind.SUBMISSION, sentence + "there, does not answer", retry=True)
@@ -168,9 +150,6 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
         why = said.splitlines()[-1] if said else "no reason given"
         sentence = f"remote_base: {base} cannot be written on {place}: {why}; choose a directory of your own that the edge and "
         return SubmissionRefused(FailureKind.CONFIGURATION, sentence + "the compute nodes share", retry=False)
-    if code == slurm.GONE:
-        sentence = f"remote_base: {base} on {place} disappears again; end what removes it"
-        return SubmissionRefused(FailureKind.CONFIGURATION, sentence, retry=False)
     if code == slurm.NO_PROGRAM:
         sentence = f"sbatch is not found on {place}, by a login shell neither; add its directory to PATH there"
     elif code == 0:

@@ -14,9 +14,7 @@ from pydantic import Field
 
 from ..config import StrictResource, at_least, check_text, checked, choice, plain_text
 
-_INTEGERS = ("port", "connect_timeout", "keepalive")
-"""Fields whose variables hold an integer."""
-_WITH_USER_OR_PORT = re.compile(r"(?:ssh://)?(?:(?P<user>[^@/]+)@)?(?P<host>[^@:/]+|\[[^]]+\])(?::(?P<port>\d+))?/?")
+_INTEGERS = ("port", "connect_timeout", "keepalive")  # Fields whose variables hold an integer.
 
 
 def check_port(value: object) -> int:
@@ -37,13 +35,9 @@ def check_name(value: object) -> str:
 def check_host(value: object) -> str:
     """Validate a host name or address, which may not contain a user or port. Returns the host."""
     text = check_name(value)
-    parts = _WITH_USER_OR_PORT.fullmatch(text)
-    if parts is None or parts["host"] == text:
-        return text
-    fields = [f"host={parts['host'].strip('[]')!r}"]
-    fields += [f"user={parts['user']!r}"] if parts["user"] else []
-    fields += [f"port={parts['port']}"] if parts["port"] else []
-    raise ValueError(f"{text!r} is more than a host; write {', '.join(fields)}")
+    if re.search(r"[@/[]|^[^:]*:\d+$", text):
+        raise ValueError(f"{text!r} is more than a host; write the host alone, and `user` and `port` in fields of their own")
+    return text
 
 
 def check_host_key(value: object) -> str:

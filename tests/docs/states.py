@@ -247,7 +247,6 @@ def decisions() -> Iterator[str]:
         "slurmctld is busy or away": Completed(1, b"", b"sbatch: error: Socket timed out on send/recv operation"),
         "the connection is lost": ConnectionLost("x"),
         "no answer in time": TimeoutError("x"),
-        "the base directory is gone": Completed(79, b"", b""),
         "another process has claimed the session": Completed(78, b"", b""),
         "no sbatch": Completed(127, b"", b""),
     }

@@ -1,6 +1,5 @@
 """The fake Slurm answers as real clusters did, as far as this project reads the answers."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 from dagster_rayslurm.slurm.accounting import SACCT_FIELDS, JobFacts, fetch_job_facts, merge_facts, parse_sacct, parse_scontrol
 from dagster_rayslurm.slurm.refusals import explain
-from dagster_rayslurm.slurm.script import parse_exit, render_script
+from dagster_rayslurm.slurm.request import parse_exit, render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue, run_slurm
 from dagster_rayslurm.slurm.submit import SubmissionRefused, submit, wait_until_gone
 
@@ -26,22 +25,11 @@ def send(slurm: FakeSlurm, run_dir: Path, command: list[str], **fields: Any) -> 
     return int(sent.job_id)
 
 
-def test_files_are_sent_again_if_the_base_directory_is_gone(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    run_dir, request, warnings, sent_again = base / "runs" / "one", job_request("rayslurm-test", "a comment"), [], []
-    script = render_script(request, ["true"], str(run_dir), {}).encode()
-    files = {"job.sh": script, "components/a/payload.json": b"{}"}
-
-    def restore() -> None:
-        sent_again.append(base.mkdir())
-
-    clock = ClusterClock(fake_slurm.connection)
-    assert submit(fake_slurm.connection, str(run_dir), files, request, clock, warnings.append, restore=restore).job_id
+def test_directories_of_components_are_made(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    run_dir, request = tmp_path / "base" / "runs" / "one", job_request("rayslurm-test", "a comment")
+    files = {"job.sh": render_script(request, ["true"], str(run_dir), {}).encode(), "components/a/payload.json": b"{}"}
+    assert submit(fake_slurm.connection, str(run_dir), files, request, ClusterClock(fake_slurm.connection), print).job_id
     assert (run_dir / "components/a/payload.json").read_bytes() == b"{}"
-    assert sent_again == [None] and warnings == [f"[rayslurm] {base} on this machine is gone; its files are sent again"]
-    shutil.rmtree(base)
-    with pytest.raises(SubmissionRefused, match="disappears again; end what removes it"):
-        submit(fake_slurm.connection, str(run_dir), files, request, clock, warnings.append, restore=lambda: None)
 
 
 def facts_once(slurm: FakeSlurm, job_id: int) -> JobFacts:

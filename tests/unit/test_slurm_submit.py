@@ -21,7 +21,6 @@ BUSY = b"sbatch: error: Batch job submission failed: Socket timed out on send/re
         (Completed(1, b"", b"the site's own words"), NextStep.FIND, NextStep.FIND),
         (Completed(137, b"", b""), NextStep.FIND, NextStep.FIND),
         (Completed(70, b"", b"Read-only file system"), NextStep.REFUSE, NextStep.REFUSE),
-        (Completed(79, b"", b""), NextStep.RESTORE, NextStep.REFUSE),
         (Completed(127, b"", b"sh: sbatch: not found"), NextStep.REFUSE, NextStep.REFUSE),
         (ConnectionLost("it broke"), NextStep.FIND_OR_REPEAT, NextStep.FIND),
         (TimeoutError("too long"), NextStep.FIND, NextStep.FIND),

@@ -20,21 +20,17 @@ from ..slurm_job import STATE_TIMEOUT
 from .acquire import Allocation, Site
 from .registry import LiveSession
 
+# Seconds without a new line in the record after which the exit code of the session's batch script is polled; one small read a
+# second.
 _EXIT_POLL_AFTER = 2.0
-"""Seconds without a new line in the record after which the exit code of the session's batch script is polled; one small read a
-second."""
-_KILL_TIMEOUT = 10.0
-"""Seconds in which a payload ends without a grace period, once the cancel request was delivered."""
-_DELIVERY_TIMEOUT = 60.0
-"""Seconds in which the cancel request is delivered; as many as Slurm has to confirm the end of a job."""
+_KILL_TIMEOUT = 10.0  # Seconds in which a payload ends without a grace period, once the cancel request was delivered.
+_DELIVERY_TIMEOUT = 60.0  # Seconds in which the cancel request is delivered; as many as Slurm has to confirm the end of a job.
+# Seconds without a new line in the record after which the session is asked whether it still has the payload: the end of a
+# payload may be missing from the record. The pauses between these questions grow, up to `_DESCRIBE_INTERVAL` seconds.
 _DESCRIBE_AFTER = 60.0
-"""Seconds without a new line in the record after which the session is asked whether it still has the payload: the end of a
-payload may be missing from the record. The pauses between these questions grow, up to `_DESCRIBE_INTERVAL` seconds."""
 _DESCRIBE_INTERVAL = 900.0
-_POLL_INTERVAL = 0.5
-"""Seconds between two looks at a payload that is being killed."""
-_CHUNK = 1024 * 1024
-"""Bytes of the record that are read at a time."""
+_POLL_INTERVAL = 0.5  # Seconds between two looks at a payload that is being killed.
+_CHUNK = 1024 * 1024  # Bytes of the record that are read at a time.
 
 
 @dataclass(eq=False)
@@ -84,10 +80,8 @@ class SessionPayload(RunningPayload):
             self._describe_at = silence + min(silence, _DESCRIBE_INTERVAL)
             with contextlib.suppress(OSError):
                 payloads = self.site.send(self.session, {"op": Operation.DESCRIBE}).get("payloads")
-                before, self._missed = (
-                    self._missed,
-                    payloads is not None and self._run_dir not in [p["run_dir"] for p in payloads],
-                )
+                before = self._missed
+                self._missed = payloads is not None and self._run_dir not in [each["run_dir"] for each in payloads]
                 return before and self._missed
         return False
 

@@ -25,8 +25,7 @@ from .queue import Closing, Misfit
 from .supervisor import Supervisor
 
 _CANCEL_POLL = 0.5  # Seconds between two reads of the file in a run directory that may cancel its payload.
-# Seconds between two checks that the session's announcement file is there and up to date.
-_ANNOUNCEMENT_POLL = 1.0
+_ANNOUNCEMENT_POLL = 1.0  # Seconds between two checks that the session's announcement file is there and up to date.
 
 # How a payload ends whose requester has closed its end of the pipe, or holds its lock no longer.
 ORPHANED = End(EndReason.CANCEL, "the Dagster process that asked for the run is gone")
@@ -85,8 +84,8 @@ def _cancel(payload: Payload, text: bytes) -> None:
 class RequestServer(Listener):
     """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
 
-    Clients find hosts, port and key in `session.json` in the session's directory (the announcement). The port is the first free
-    one of `ports`. Without an `allocation` of Slurm only this machine can reach it.
+    It writes hosts, port and key to `session.json` in the session's directory (the announcement), where clients find them.
+    Clients must know the `key`, hexadecimal. Without an `allocation` only this machine may reach the session.
     """
 
     def __init__(
