@@ -231,7 +231,7 @@ class PayloadRun:
         """Returns how the runtime ended, in words; raises `RunFailure` if it does not start in time, or can never start."""
         limit = self.resource.runtime_start_timeout
         # The timeout does not run while the job waits in the queue, or while the record cannot be read.
-        if payload.running.waiting or not payload.follower.reachable:
+        if payload.running.waiting or payload.follower.state.unreachable_since is not None:
             payload.start_by = time.monotonic() + limit
         if not evidence.started and time.monotonic() > payload.start_by:
             payload.running.explain(evidence)

@@ -34,11 +34,10 @@ class Cadence:
     busy: float
     idle: float
     waiting: float
-    share: float = 0.1
 
     def pause(self, silence: float, started: bool) -> float:
         """Returns the seconds until the next read, after `silence` seconds without new data."""
-        return min(max(self.busy, self.share * silence), self.idle if started else self.waiting)
+        return min(max(self.busy, 0.1 * silence), self.idle if started else self.waiting)
 
 
 @dataclass(frozen=True)
@@ -135,11 +134,6 @@ class Follower:
     def evidence(self) -> Evidence:
         """What is known of the payload so far."""
         return self.state.evidence
-
-    @property
-    def reachable(self) -> bool:
-        """Whether the last read of the record worked."""
-        return self.state.unreachable_since is None
 
     def poll(self, runtime_exit: RuntimeExit, deadline: float = float("inf")) -> float | None:
         """Read new parts of the record once; returns the seconds until the next read, or None after the end or deadline."""

@@ -237,10 +237,10 @@ def temporary_name(path: str) -> str:
     return os.path.join(os.path.dirname(path), ".rs-%s.tmp" % os.urandom(8).hex())
 
 
-def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
+def write_atomically(path: str, data: bytes) -> None:
     """Write a file so that readers see either its old or its new content (temporary file, fsync, rename)."""
     temporary = temporary_name(path)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
@@ -253,17 +253,17 @@ def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
         raise
 
 
-def tail_lines(text: str, lines: int = 40, chars: int = 8000) -> str:
-    """The last lines of a text: at most `lines` of them, with at most `chars` characters."""
-    return "\n".join(text[-chars:].splitlines()[-lines:])
+def tail_lines(text: str, lines: int = 40) -> str:
+    """The last lines of a text: at most `lines` of them, with at most 8,000 characters."""
+    return "\n".join(text[-8000:].splitlines()[-lines:])
 
 
-def tail_file(path: str, lines: int = 40, limit: int = 16384) -> str:
-    """The last lines of a log file, from its last `limit` bytes; "" if it cannot be read."""
+def tail_file(path: str, lines: int = 40) -> str:
+    """The last lines of a log file, from its last 16 KiB; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - limit))
+            file.seek(max(0, file.tell() - 16384))
             return tail_lines(file.read().decode("utf-8", "replace"), lines)
     except OSError:
         return ""
