@@ -24,7 +24,7 @@ from ..follow import Cadence
 from ..plan import Plan
 from ..runtime.node.network import control_ports
 from ..runtime.payload.environment import shared_variables
-from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
+from ..runtime.protocol.record import CANCEL, EXIT, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.membership import nodes_expected
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
@@ -39,10 +39,9 @@ from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from .payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from .slurm_job import BatchJob, MakeWay, SlurmJob
 
+# How often records on the cluster are read: each read costs a round trip over SSH, and load on the shared file system.
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
-"""How often records on the cluster are read: each read costs a round trip over SSH, and load on the shared file system."""
-CLUSTER = "slurm-"
-"""Prefix of a Ray cluster's id in Slurm mode; the nonce that follows also ends the name of the Slurm job."""
+CLUSTER = "slurm-"  # Prefix of a Ray cluster's id in Slurm mode; the nonce that follows also ends the name of the Slurm job.
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,6 @@ class BatchBackend(JobBackend):
         lasting = replace(spec, control_key="", control_ports=[])
         asked = job_script(replace(request, comment=""), interpreter, runtime, run_dir, self.slurm)
         files = {
-            PAYLOAD: to_json(plan.payload).encode("utf-8"),
             RUNTIME: to_json(spec).encode("utf-8"),
             JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
             REQUEST_FILE: fingerprint(to_json(plan.payload), to_json(lasting), asked),
@@ -189,7 +187,7 @@ class BatchBackend(JobBackend):
 
 
 def absolute(connection: Connection, path: str) -> str:
-    """Returns the path as an absolute path on the cluster; a tilde means the home directory on the cluster."""
+    """The path as an absolute path on the cluster; a tilde means the home directory there."""
     return os.path.normpath(expand_home(connection, path))
 
 

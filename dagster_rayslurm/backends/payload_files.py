@@ -31,10 +31,7 @@ class PayloadFiles:
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
-    """Bundle the files of a plan on this machine for the absolute base directory on the cluster; `deliver` sends them.
-
-    Raises StartError if a file cannot be used or read.
-    """
+    """Bundle the files of a plan on this machine for the absolute base directory on the cluster; `deliver` sends them."""
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
     try:

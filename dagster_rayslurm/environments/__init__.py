@@ -1,7 +1,4 @@
-"""The Python environments that payloads run in: how configuration names one, and the interpreter that it stands for.
-
-No environment is built or changed here. `check` looks at one on the cluster before submission.
-"""
+"""The Python environments that payloads run in: how configuration names one, and the interpreter that it stands for."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import os
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal, Union
-
-from pydantic import Field
 
 from ..config import StrictConfig, plain_text
 from ..edge.environment import ACTIVATE, find
@@ -20,16 +15,15 @@ from ..ssh.base import check_no_variable, is_rooted
 class InheritedEnvironment(StrictConfig):
     """The Python that runs Dagster, for local mode or when Dagster runs on the cluster's shared file system."""
 
-    kind: Literal["inherited"] = Field(default="inherited", description="Tells the environments apart in configuration.")
+    kind: Literal["inherited"] = "inherited"
 
 
 class PreDeployedEnvironment(StrictConfig):
     """An environment that is already installed where the payload runs."""
 
-    kind: Literal["pre-deployed"] = Field(default="pre-deployed", description="Tells the environments apart in configuration.")
-    path: Annotated[str, plain_text] = Field(
-        description="A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."
-    )
+    kind: Literal["pre-deployed"] = "pre-deployed"
+    path: Annotated[str, plain_text]
+    """A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."""
 
 
 Environment = Union[InheritedEnvironment, PreDeployedEnvironment]
@@ -63,12 +57,9 @@ def resolve_environment(environment: Environment) -> Interpreter:
 
 
 def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
-    """The path of an environment on the Slurm cluster: a prefix, or the Python of this process for the inherited one.
+    """The path of an environment on the cluster, absolute or with "~/" of the cluster; Dagster's Python for the inherited one.
 
-    The path is absolute, or begins with "~/" of the cluster. Without `over_ssh`, this machine is the edge node.
-
-    Raises:
-        ValueError: the environment cannot be on the cluster.
+    Without `over_ssh`, this machine is the edge node. Raises `ValueError` if the environment cannot be on the cluster.
     """
     if not isinstance(environment, PreDeployedEnvironment):
         if over_ssh:

@@ -14,8 +14,8 @@ from typing import Any
 
 from ...follow import Evidence
 from ...runtime.protocol.messages import EndReason, Operation
-from ...runtime.protocol.record import JOURNAL, LineReader
-from ..base import CancelRequest, RunningPayload, cancel_path, deferred_interrupts, write_cancel_request
+from ...runtime.protocol.record import CANCEL, JOURNAL, LineReader
+from ..base import CancelRequest, RunningPayload, deferred_interrupts, write_cancel_request
 from ..slurm_job import STATE_TIMEOUT
 from .acquire import Allocation, Site
 from .registry import LiveSession
@@ -53,10 +53,6 @@ class SessionPayload(RunningPayload):
         self._followed = self._cancelled = self._missed = False
         self._describe_at = _DESCRIBE_AFTER
 
-    @property
-    def place(self) -> str:
-        return self.job.place
-
     def poll(self, evidence: Evidence) -> str | None:
         self._followed = True
         self._cancel_request.resend_for(evidence)
@@ -90,17 +86,17 @@ class SessionPayload(RunningPayload):
         self._cancel_request.send(now)
 
     def _send_cancel(self, now: bool) -> None:
-        if self.site.step.may_end():
+        if self.site.step.owner.confirm():
             write_cancel_request(self._connection, self._run_dir, now)
 
     def kill(self) -> None:
         """End the payload without grace period; the session keeps serving other payloads."""
         with deferred_interrupts():
-            if not self.site.step.should_end():
+            if not self.site.step.owner.confirm_or_assume():
                 return
             began = time.monotonic()
             self.cancel(now=True)
-            request, file = self._cancel_request, cancel_path(self._run_dir)
+            request, file = self._cancel_request, os.path.join(self._run_dir, CANCEL)
             while not self._is_over():
                 since, timeout = began, _DELIVERY_TIMEOUT
                 if request.delivered:

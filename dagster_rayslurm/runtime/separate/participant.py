@@ -1,7 +1,6 @@
 """Connects a component's runtime to the barrier: its payload starts when all components are ready, and ends when one fails.
 
-The runtime of the first component is the RPC server, those of the others are its clients. Each message holds the sender's whole
-state, so that no news is lost with a connection.
+Each message between host and guests holds the sender's whole state, so that no news is lost with a connection.
 """
 
 from __future__ import annotations
@@ -217,10 +216,7 @@ class Guest(Participant):
 
     @property
     def exit_code(self) -> int:
-        """0 unless the host is lost and the payload did not succeed: any other exit code makes `srun` end all components.
-
-        As long as there is a host, its exit code reports the failure.
-        """
+        """0 unless the host is lost and the payload did not succeed: another code makes `srun` end all components."""
         return 1 if self._given_up and (self.mine.ended is None or self.mine.ended.failure is not None) else 0
 
     def _report(self) -> None:
@@ -283,10 +279,7 @@ def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participa
 
 
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
-    """The share of this machine that one component gets if all components run on it, and a remark about simulated devices.
-
-    Sets the environment of this process so that it sees only the GPUs of that share.
-    """
+    """One component's share of this machine, and a remark about simulated devices; hides the GPUs of others from this process."""
     assert spec.meeting is not None
     here = detect(with_gpus=True)
     shares = simulated_shares(replace(spec, ray=None), here)
