@@ -1,7 +1,7 @@
 """The tests that `make test-stack` runs; `make test-all` runs all tests.
 
-An entry is a test, or one case of it. `CORE` are tests of the Slurm stack: each mode once, each kind of verdict once, and one fault for
-each component. `SLOW` are tests that need no Slurm, and start several Ray clusters each: `make test` leaves them out.
+An entry is a test, or one case of it. `CORE` are tests of the Slurm stack: each mode once, each kind of verdict once, and one
+fault for each component. `SLOW` are tests that need no Slurm, and start several Ray clusters each: `make test` leaves them out.
 """
 
 CORE = {
