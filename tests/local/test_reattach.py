@@ -26,7 +26,7 @@ import dagster_rayslurm.run_call as calls
 from dagster_rayslurm import BashLauncher, ComputeResource
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.ownership import FIRST_OWNER
-from dagster_rayslurm.backends.base import Layout, run_files, write_run_dir
+from dagster_rayslurm.backends.base import Layout, run_files, write_cancel_request, write_run_dir
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
 from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.follow import Cadence
@@ -77,6 +77,8 @@ class Outliving:
 
         attempt.poll = first_poll
         return attempt
+    def end_abandoned(self, run_dir, grace_period):
+        write_cancel_request(self.connection, run_dir, now=False)
     def can_reattach(self, plan, run_dir, step):
         return Path(run_dir, "journal.jsonl").exists()
 
