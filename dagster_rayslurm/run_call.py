@@ -27,7 +27,7 @@ from .backends.sessions.matching import required_head
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
 from .compute_fields import ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
-from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
+from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, SentEnvironment, resolve_environment
 from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
 from .execution import RunSettings, execute, start_errors
 from .launchers import Launcher, RayLauncher
@@ -127,6 +127,7 @@ class Call:
     secret_env: Mapping[str, str] | None = None
     extra_files: Sequence[str | os.PathLike[str]] | None = None
     outputs: Sequence[str] | None = None
+    environment: Environment | None = None
     merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
     parts: tuple[Component, ...] = field(init=False)
     """The components of the allocation in the job's order; empty where all nodes are alike."""
@@ -138,6 +139,11 @@ class Call:
             raise ValueError(f"queue: {queue!r} is not a queue; pass a SlurmQueueConfig")
         if not isinstance(self.launcher, (Launcher, type(None))):
             raise ValueError(f"launcher: {self.launcher!r} is not a launcher; pass a RayLauncher, a BashLauncher or your own")
+        if not isinstance(self.environment, (SentEnvironment, InheritedEnvironment, PreDeployedEnvironment, type(None))):
+            raise ValueError(
+                f"environment: {self.environment!r} is not an environment; pass a PreDeployedEnvironment, UvEnvironment, …"
+            )
+        self.environment = self.environment and resolve_variables(self.environment, "environment")
         self.launcher = self.launcher and resolve_variables(self.launcher, "launcher")
         # Local mode does not use the queue, but its mistakes should show there too.
         self.queue = queue and resolve_variables(queue, "queue")
@@ -242,7 +248,7 @@ def choose_backend(call: Call) -> Backend:
     Raises:
         ValueError: the environment cannot be used, or the components of a warm Ray cluster contradict each other.
     """
-    resource, environment = call.resource, _environment(call.resource)
+    resource, environment = call.resource, call.environment or _environment(call.resource)
     separate, simulate = resource.topology == Topology.SEPARATE, resource.local_resources == "simulate"
     if resource.mode == ExecutionMode.LOCAL:
         interpreter = resolve_environment(environment)
@@ -331,6 +337,8 @@ def _unused_fields(resource: ComputeFields) -> str:
     path = resource.pre_deployed_env_path
     if path is not None and _is_ignored(resource, path):
         unused.append(f"pre_deployed_env_path={path!r}, which is not on this machine: payloads run in Dagster's environment")
+    elif path is None and isinstance(resource.environment, SentEnvironment) and resource.mode == ExecutionMode.LOCAL:
+        unused.append(f"environment={type(resource.environment).__name__}(…): payloads run in Dagster's environment")
     return " and ".join(unused)
 
 

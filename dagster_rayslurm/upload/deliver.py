@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 import posixpath
 import secrets
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from ..archive import build_runtime, runtime_name
 from ..edge import delivery
@@ -25,6 +28,10 @@ _SMALL = 1024 * 1024
 """Maximum bytes of an archive that goes to the function that unpacks it; others are uploaded as a file first."""
 _ENTRY = 1024
 """Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding."""
+_AT_ONCE = 8
+"""Number of files that are sent at once; most of them are small, so that the time is that of round trips."""
+_PROGRESS_INTERVAL = 5.0
+"""Seconds between two log lines about an upload."""
 _KNOWN_FOR = 300.0
 """Seconds for which this process trusts that an installed item is still there."""
 _LOOK_TIMEOUT = 300.0
@@ -89,6 +96,51 @@ def install(
                     timeout = _UNPACK_TIMEOUT + bundle.size / _UNPACKED_PER_SECOND
                     _make(connection, base, path, delivery.install, name, b"", timeout=timeout)
         _known.setdefault(connection, {})[path] = time.monotonic()
+
+
+def missing(connection: Connection, base: str, paths: Sequence[str], log: Any) -> list[str]:
+    """The paths below the base directory that are not on the cluster; those that are there count as used from now on."""
+    return _missing(connection, base, paths, lambda sentence: log.warning(f"[rayslurm] remote_base: {sentence}"))
+
+
+def mark_installed(connection: Connection, path: str) -> None:
+    """Note that this process has seen a path on the cluster."""
+    _known.setdefault(connection, {})[path] = time.monotonic()
+
+
+def send_files(connection: Connection, base: str, files: Mapping[str, str], progress: Progress) -> None:
+    """Send files, which are paths on this machine by path on the cluster; others can read none of them.
+
+    `progress` is called with the bytes of all files that have arrived. Raises `OSError` if one cannot be read, sent or written.
+    """
+    sizes = {path: os.path.getsize(local) for path, local in files.items()}
+    arrived = dict.fromkeys(files, 0)
+
+    def send(path: str) -> None:
+        def report(done: int, _: int) -> None:
+            arrived[path] = done
+            progress(sum(arrived.values()), sum(sizes.values()))
+
+        connection.make_dir(posixpath.dirname(path))
+        connection.upload(files[path], path, report, mode=0o500)
+        mark_installed(connection, path)
+
+    connection.call(delivery.make_private, posixpath.join(base, "files"), repeat=True)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(send, files))
+
+
+def log_progress(log: Any) -> Progress:
+    """A callback that logs the progress of long uploads."""
+    logged_at = time.monotonic()
+
+    def report(done: int, size: int) -> None:
+        nonlocal logged_at
+        if done < size and time.monotonic() - logged_at > _PROGRESS_INTERVAL:
+            logged_at = time.monotonic()
+            log.info(f"[rayslurm] uploading: {done / 2**20:.0f} of {size / 2**20:.0f} MiB")
+
+    return report
 
 
 def _missing(
