@@ -7,6 +7,7 @@ that was there before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,13 +15,13 @@ import posixpath
 import shlex
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ..edge import environment as edge
+from ..edge import files
 from ..errors import FailureKind, StartError
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import locked
@@ -30,12 +31,10 @@ from . import CommandEnvironment, Environment, PreDeployedEnvironment, SentEnvir
 
 _FORMAT = "rayslurm environment 1"
 """Part of the name of each prefix; a change has all of them made anew."""
-_KNOWN_FOR = 300.0
-"""Seconds for which this process trusts what it knows of a cluster's platform."""
+_PLATFORM_AGE = 86400.0
+"""Seconds for which this machine's cache of a platform is valid; a prefix is made for what was looked at just now."""
 _LOOK_TIMEOUT, _MAKE_TIMEOUT = 60.0, 3600.0
 
-_platforms: weakref.WeakKeyDictionary[Connection, dict[str, tuple[float, Platform]]] = weakref.WeakKeyDictionary()
-"""By connection and wanted Python: when the platform was looked at (`time.monotonic()`), and the platform."""
 _recipes: dict[str, tuple[Recipe, object]] = {}
 """By environment and platform: the last recipe, and the state of its inputs on this machine."""
 
@@ -112,30 +111,26 @@ def send_environment(connection: Connection, environment: Environment, base: str
     try:
         if isinstance(environment, CommandEnvironment):
             return PreDeployedEnvironment(path=_send_commands(connection, environment, base, log))
-        recipe = _recipe(connection, environment)
+        for age in (_PLATFORM_AGE, 0.0):
+            recipe = _recipe(connection, environment, age)
+            path = posixpath.join(base, "prefixes", recipe.key)
+            if not missing(connection, base, [path], log):
+                return PreDeployedEnvironment(path=path)
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, f"environment: {error}") from None
-    path = posixpath.join(base, "prefixes", recipe.key)
-    if missing(connection, base, [path], log):
-        with locked(f"environment-{recipe.key[0]}"):
-            if missing(connection, base, [path], log):
-                _make(connection, recipe, base, path, log)
+    with locked(f"environment-{recipe.key[0]}"):
+        if missing(connection, base, [path], log):
+            _make(connection, recipe, base, path, log)
     return PreDeployedEnvironment(path=path)
 
 
-def _recipe(connection: Connection, environment: SentEnvironment) -> Recipe:
+def _recipe(connection: Connection, environment: SentEnvironment, age: float) -> Recipe:
     """The recipe of an environment; raises `ValueError`, whose sentence says what to do, if there can be none."""
     from .packed import packed_recipe
     from .uv import uv_recipe, wanted_command
 
     wanted = wanted_command(environment.python) if isinstance(environment, UvEnvironment) else ""
-    platforms, now = _platforms.setdefault(connection, {}), time.monotonic()
-    at, platform = platforms.get(wanted, (0.0, None))
-    if platform is None or now - at > _KNOWN_FOR:
-        found = connection.call(edge.platform, wanted, _LOOK_TIMEOUT, repeat=True, timeout=2 * _LOOK_TIMEOUT)
-        pythons = tuple(Python(path, tuple(version), name, machine) for path, version, name, machine in found["pythons"])
-        platform = Platform(connection.place, tuple(map(int, filter(None, found["glibc"].split(".")))), pythons)
-        platforms[wanted] = now, platform
+    platform = _platform(connection, wanted, age)
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:
@@ -143,6 +138,30 @@ def _recipe(connection: Connection, environment: SentEnvironment) -> Recipe:
         known = write(environment, platform)
         _recipes[key] = known, known.inputs()
     return known
+
+
+def _platform(connection: Connection, wanted: str, age: float) -> Platform:
+    """The cluster's platform, with the Pythons that a command or path finds; looked at no more than `age` seconds ago."""
+    name = hashlib.sha256(f"{connection.place}\0{wanted}\0{_FORMAT}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    path = cached("platforms", f"{name}.json")
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        if os.stat(path).st_mtime > time.time() - age:
+            with open(path, encoding="utf-8") as file:
+                found = json.load(file)
+    if not found:
+        found = connection.call(edge.platform, wanted, _LOOK_TIMEOUT, repeat=True, timeout=2 * _LOOK_TIMEOUT)
+        files.write(path, json.dumps(found).encode(), 0o600)
+    pythons = tuple(Python(path, tuple(version), name, machine) for path, version, name, machine in found["pythons"])
+    return Platform(connection.place, tuple(map(int, filter(None, found["glibc"].split(".")))), pythons)
+
+
+def cached(*names: str) -> str:
+    """A path in this machine's cache, whose directory exists."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    path = os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "dagster-rayslurm", *names)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    return path
 
 
 def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any) -> None:
@@ -184,12 +203,12 @@ _rayslurm() { _rayslurm=$?; printf 'this command failed: %s\\n' "$1" >&2; return
 def _send_commands(connection: Connection, environment: CommandEnvironment, base: str, log: Any) -> str:
     """Send a directory with an `activate.sh` that runs the commands; returns its path on the cluster."""
     commands = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in environment.commands]
-    files = {"activate.sh": _ACTIVATE + "\n".join([*commands, ""])}
+    texts = {"activate.sh": _ACTIVATE + "\n".join([*commands, ""])}
     if environment.python is not None:
-        files["bin/python"] = f'#!/bin/sh\nexec {shlex.quote(environment.python)} "$@"\n'
+        texts["bin/python"] = f'#!/bin/sh\nexec {shlex.quote(environment.python)} "$@"\n'
     with tempfile.TemporaryDirectory(prefix="rayslurm-") as directory:
-        paths = {name: os.path.join(directory, os.path.basename(name)) for name in files}
-        for name, text in files.items():
+        paths = {name: os.path.join(directory, os.path.basename(name)) for name in texts}
+        for name, text in texts.items():
             with open(paths[name], "w", encoding="utf-8", errors="surrogateescape") as file:
                 file.write(text)
             os.chmod(paths[name], 0o700)

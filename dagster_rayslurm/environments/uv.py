@@ -22,7 +22,7 @@ from ..edge.environment import PREFIX
 from ..ssh.local import locked
 from ..upload.bundle import bundle_directory
 from . import UvEnvironment
-from .send import Piece, Platform, Python, Recipe
+from .send import Piece, Platform, Python, Recipe, cached
 
 _EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
 _VERSION = re.compile(r"\d+(\.\d+)*")
@@ -30,7 +30,6 @@ _MANYLINUX = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 """Minor versions of glibc 2 that `uv --python-platform` knows (uv 0.13)."""
 _ISOLATED = ("--no-config", "--offline")
 _TIMEOUT = 900.0
-_CACHE = "~/.cache/dagster-rayslurm"
 
 
 def wanted_command(python: str | None) -> str:
@@ -58,7 +57,7 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
         if not os.path.isfile(inputs[0]):
             raise ValueError(f"there is no requirements file {inputs[0]}")
         top = os.path.dirname(inputs[0])
-        lock = Pylock.from_dict(tomli.loads(_compile(uv, inputs[0], top, platform, python)))
+        lock = Pylock.from_dict(tomli.loads(_compile(uv, inputs[0], platform, python)))
     tags, directories, wheels = _tags(platform, python), [], []
     try:
         for package, source in lock.select(environment=_markers(python), tags=tags):
@@ -144,10 +143,11 @@ def _export(uv: str, project: str, groups: Sequence[str]) -> str:
         raise ValueError(f"uv cannot read the lock of {project}: {error}") from None
 
 
-def _compile(uv: str, requirements: str, directory: str, platform: Platform, python: Python) -> str:
+def _compile(uv: str, requirements: str, platform: Platform, python: Python, final: bool = False) -> str:
     """The lock of a requirements file for a platform, as a pylock.toml.
 
-    It is kept on this machine, where uv goes on from it, so that versions stay until the requirements change.
+    It is kept on this machine, where uv goes on from it, so that versions stay until the requirements change. It is `final` if
+    the requirements never change.
     """
     version = ".".join(map(str, python.version[:2]))
     newest = next((minor for minor in _MANYLINUX if platform.glibc >= (2, minor)), None)
@@ -155,18 +155,19 @@ def _compile(uv: str, requirements: str, directory: str, platform: Platform, pyt
         raise ValueError(f"glibc on {platform.place} is older than 2.17, for which there are no wheels")
     target = f"{python.machine}-manylinux_2_{newest}"
     key = hashlib.sha256(f"{requirements}\0{version}\0{target}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    path = _cached("locks", key, "pylock.toml")
+    path = cached("locks", key, "pylock.toml")
     options = "--quiet", "--no-header", "--only-binary=:all:", "--format=pylock.toml"
     arguments = requirements, *options, f"--python-version={version}", f"--python-platform={target}", f"--output-file={path}"
     with locked(f"environment-lock-{key[0]}"):
-        try:
-            _uv(uv, "pip", "compile", "--offline", *arguments, directory=directory)
-        except ValueError:
+        # What uv knows suffices mostly. Otherwise it asks the index.
+        for offline in () if final and os.path.exists(path) else (["--offline"], []):
             try:
-                _uv(uv, "pip", "compile", *arguments, directory=directory)
+                _uv(uv, "pip", "compile", *offline, *arguments, directory=os.path.dirname(requirements))
+                break
             except ValueError as error:
-                where = _described(platform, python)
-                raise ValueError(f"{requirements} cannot be resolved to wheels for {where}: {error}") from None
+                problem = f"{requirements} cannot be resolved to wheels for {_described(platform, python)}: {error}"
+                if not offline:
+                    raise ValueError(problem) from None
         with open(path, encoding="utf-8") as file:
             return file.read()
 
@@ -265,7 +266,7 @@ def _fetched(name: str, source: Any, top: str) -> Piece:
     file = os.path.basename(place.split("#")[0].split("?")[0])
 
     def get() -> str:
-        path = _cached("files", digest[:32], file)
+        path = cached("files", digest[:32], file)
         if not os.path.exists(path):
             with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), delete=False) as target:
                 try:
@@ -302,7 +303,7 @@ def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Pl
     """The wheel of sources, which this machine builds once; it must be one that runs on the platform."""
     from packaging.utils import parse_wheel_filename
 
-    directory = os.path.dirname(_cached("built", digest[:32], ""))
+    directory = os.path.dirname(cached("built", digest[:32], ""))
     with locked(f"environment-built-{digest[0]}"):
         found = [each for each in os.listdir(directory) if each.endswith(".whl")]
         if not found:
@@ -326,15 +327,15 @@ def _uv_piece(uv: str, version: str, platform: Platform, python: Python) -> Piec
     """The program of uv for the cluster, out of its wheel."""
     from packaging.pylock import Pylock
 
-    path = _cached("requirements", f"uv-{version}.txt")
+    path = cached("requirements", f"uv-{version}.txt")
     with open(path, "w", encoding="utf-8") as file:
         file.write(f"uv=={version}\n")
-    lock = Pylock.from_dict(tomli.loads(_compile(uv, path, os.path.dirname(path), platform, python)))
+    lock = Pylock.from_dict(tomli.loads(_compile(uv, path, platform, python, final=True)))
     _, source = next(iter(lock.select(environment=_markers(python), tags=_tags(platform, python))))
     wheel = _fetched("uv", source, "")
 
     def get() -> str:
-        path = _cached("uv", wheel.digest[:32], "uv")
+        path = cached("uv", wheel.digest[:32], "uv")
         if not os.path.exists(path):
             with zipfile.ZipFile(wheel.get()) as archive, tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as work:
                 name = next(each for each in archive.namelist() if each.endswith(".data/scripts/uv"))
@@ -342,12 +343,3 @@ def _uv_piece(uv: str, version: str, platform: Platform, python: Python) -> Piec
         return path
 
     return Piece(wheel.digest, "uv", get)
-
-
-def _cached(*names: str) -> str:
-    """A path in this machine's cache, whose directory exists."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    path = os.path.join(cache, "dagster-rayslurm") if os.path.isabs(cache) else os.path.expanduser(_CACHE)
-    path = os.path.join(path, *names)
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    return path
