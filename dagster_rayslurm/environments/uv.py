@@ -11,10 +11,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import tomli
 
@@ -66,7 +69,14 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
                 directories.append(_path(top, source))
             wheels.append(_piece(uv, name, source, top, platform, python, set(tags)))
     except PylockSelectError as error:
-        raise ValueError(f"the lock file has nothing to install on {_described(platform, python)}: {error}") from None
+        where, newest = _described(platform, python), replace(platform, glibc=(2, 99))
+        try:
+            selected = lock.select(environment=_markers(python), tags=_tags(newest, python))
+            newer = [str(package.name) for package, source in selected if not _runs(source, set(tags))]
+        except PylockSelectError:
+            raise ValueError(f"the lock file lacks a wheel for {where}: {error}") from None
+        needs = f"the lock file's wheels of {', '.join(newer)} need a newer glibc than {where} has"
+        raise ValueError(f"{needs}; lock older versions of them") from None
     there = _uv_piece(uv, version, platform, python)
     commands: list[list[str | Piece]] = [
         [there, "venv", *_ISOLATED, "--no-project", "--allow-existing", "--python", python.path, PREFIX],
@@ -177,8 +187,6 @@ def _compile(uv: str, requirements: str, platform: Platform, python: Python, fin
 
 def _choose(platform: Platform, wanted: str | None, allowed: Any) -> Python:
     """The interpreter for a new environment; `allowed` is the project's `requires-python`, or None."""
-    import sys
-
     fitting = [each for each in platform.pythons if each.implementation == "cpython" and each.version >= (3, 8)]
     if wanted is not None and _VERSION.fullmatch(wanted):
         parts = tuple(map(int, wanted.split(".")))
@@ -188,10 +196,10 @@ def _choose(platform: Platform, wanted: str | None, allowed: Any) -> Python:
         raise ValueError(f"{platform.place} has another C library than glibc, for which no wheels are fetched")
     if not fitting:
         there = ", ".join(f"{each.path} ({'.'.join(map(str, each.version))})" for each in platform.pythons) or "none"
-        needs = f"Python {wanted}" if wanted is not None else f"a Python {allowed or '>=3.8'}"
+        needs = " ".join(str(each) for each in ("Python", wanted, allowed) if each)
         raise ValueError(
-            f'{platform.place} lacks {needs}, it has {there}; name one that is there by its path, python="/path/to/python", or '
-            "change the project's requires-python"
+            f"{platform.place} lacks {needs}, its PATH has {there}; name one that is there by its path, "
+            'python="/path/to/python", or change the project\'s requires-python'
         )
     return max(fitting, key=lambda each: (each.version[:2] == sys.version_info[:2], each.version))
 
@@ -234,6 +242,13 @@ def _markers(python: Python) -> Any:
 # ---- The wheels
 
 
+def _runs(source: Any, tags: set[Any]) -> bool:
+    """Whether a wheel runs where these tags count; True for everything else."""
+    from packaging.utils import parse_wheel_filename
+
+    return _kind(source) != "wheel" or bool(set(parse_wheel_filename(source.filename)[-1]) & tags)
+
+
 def _path(top: str, source: Any) -> str:
     return os.path.normpath(os.path.join(top, source.path))
 
@@ -263,7 +278,7 @@ def _fetched(name: str, source: Any, top: str) -> Piece:
     digest = source.hashes.get("sha256")
     if digest is None:
         raise ValueError(f"the lock file has no SHA-256 of {place}; lock {name} with an index that has it")
-    file = os.path.basename(place.split("#")[0].split("?")[0])
+    file = os.path.basename(unquote(urlsplit(place).path if source.url else place))
 
     def get() -> str:
         path = cached("files", digest[:32], file)
@@ -294,7 +309,7 @@ def _content(place: str) -> Iterator[bytes]:
             answer.raise_for_status()
             yield from answer.iter_content(2**20)
         return
-    with open(place.removeprefix("file://"), "rb") as file:
+    with open(unquote(place.removeprefix("file://")) if place.startswith("file://") else place, "rb") as file:
         while data := file.read(2**20):
             yield data
 
@@ -310,7 +325,7 @@ def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Pl
             source = get()
             with tempfile.TemporaryDirectory(dir=directory) as work:
                 try:
-                    _uv(uv, "build", "--quiet", "--wheel", f"--out-dir={work}", source, directory=os.path.dirname(source))
+                    _uv(uv, "build", "--wheel", f"--out-dir={work}", source, directory=os.path.dirname(source))
                 except ValueError as error:
                     raise ValueError(f"{name} has no wheel and cannot be built on this machine: {error}") from None
                 found = [each for each in os.listdir(work) if each.endswith(".whl")]
