@@ -131,7 +131,7 @@ def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
         if over_ssh:
             raise ValueError(
                 "environment: the Python that runs Dagster is not on the cluster; name the environment there: "
-                'pre_deployed_env_path="/path/to/env"'
+                'pre_deployed_env_path="/path/to/env", or send one: environment=UvEnvironment()'
             )
         return sys.executable
     check_no_variable(environment.path, "environment")
