@@ -45,7 +45,7 @@ _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}
 
 def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
     """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed."""
-    if unused := _unused_fields(resource):
+    if unused := _unused_fields(resource, arguments["environment"] or resource.environment):
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
         call = Call(resource, **arguments)
@@ -331,14 +331,14 @@ def _is_ignored(resource: ComputeFields, path: str) -> bool:
     return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
-def _unused_fields(resource: ComputeFields) -> str:
-    """The resource's fields that local mode ignores, as part of a sentence for the Dagster log; "" for none."""
+def _unused_fields(resource: ComputeFields, environment: object) -> str:
+    """The resource's fields, and the environment of the call, that local mode ignores, as part of a sentence for the Dagster log; "" for none."""
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path
     if path is not None and _is_ignored(resource, path):
         unused.append(f"pre_deployed_env_path={path!r}, which is not on this machine: payloads run in Dagster's environment")
-    elif path is None and isinstance(resource.environment, SentEnvironment) and resource.mode == ExecutionMode.LOCAL:
-        unused.append(f"environment={type(resource.environment).__name__}(…): payloads run in Dagster's environment")
+    if isinstance(environment, SentEnvironment) and resource.mode == ExecutionMode.LOCAL:
+        unused.append(f"environment={type(environment).__name__}(…): payloads run in Dagster's environment")
     return " and ".join(unused)
 
 

@@ -17,7 +17,17 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm import CommandEnvironment, PackedEnvironment, PreDeployedEnvironment, UvEnvironment
+from dagster_rayslurm import (
+    BashLauncher,
+    CommandEnvironment,
+    ComputeResource,
+    PackedEnvironment,
+    PreDeployedEnvironment,
+    SessionConfig,
+    SlurmQueueConfig,
+    SlurmResource,
+    UvEnvironment,
+)
 from dagster_rayslurm.edge import environment as edge
 from dagster_rayslurm.edge.sweep import sweep
 from dagster_rayslurm.environments import SentEnvironment, path_on_cluster, resolve_environment, send, uv
@@ -25,6 +35,9 @@ from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.upload import deliver
+
+from ..conftest import run_asset
+from ..fake_slurm import FakeSlurm
 
 pytest.importorskip("uv")
 MACHINE = os.uname().machine
@@ -286,6 +299,34 @@ def test_commands_run_as_in_a_login_shell(cluster: Cluster, tmp_path: Path, monk
 def test_commands_that_are_none(commands: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         CommandEnvironment(commands=commands)
+
+
+@pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
+def test_payloads_run_in_the_environment(cluster: Cluster, fake_slurm: FakeSlurm, tmp_path: Path, mode: str) -> None:
+    wheel(cluster.index, "left")
+    (tmp_path / "payload.py").write_text(
+        "import os, sys, left; print(sys.prefix, os.environ.get('STUDY'))\nprint(left.version)\n"
+    )
+    queue = SlurmQueueConfig(time_limit="00:10:00")
+    compute = ComputeResource(
+        mode=mode,
+        slurm=SlurmResource(remote_base=str(cluster.base), poll_interval=1, queue=queue),
+        session=SessionConfig(idle_timeout=1),
+        default_launcher=BashLauncher(),
+        environment=cluster.lock("left"),
+        local_base=str(tmp_path / "local"),
+        keep_run_dirs="all",
+    )
+    ran = run_asset(compute, str(tmp_path / "payload.py"), uses_pipes=False)
+    assert not ran.failures, ran.failures
+    (prefix,) = (path for path in cluster.base.glob("prefixes/*") if path.is_symlink())
+    said = "".join(path.read_text() for path in cluster.base.glob("runs/*/stdio.jsonl"))
+    assert f"{prefix} None" in said and "1.0" in said
+    commands = CommandEnvironment(commands=["export STUDY=1", f"export PYTHONPATH={cluster.index}/left-1.0-py3-none-any.whl"])
+    ran = run_asset(compute, str(tmp_path / "payload.py"), uses_pipes=False, environment=commands)
+    assert not ran.failures, ran.failures
+    said = "".join(path.read_text() for path in cluster.base.glob("runs/*/stdio.jsonl"))
+    assert " 1\\n" in said
 
 
 # -- on the cluster --------------------------------------------------------------------------------------------------------
