@@ -332,7 +332,7 @@ def _is_ignored(resource: ComputeFields, path: str) -> bool:
 
 
 def _unused_fields(resource: ComputeFields, environment: object) -> str:
-    """The fields of the resource, and the environment of the call, that local mode ignores, as part of a sentence; "" for none."""
+    """What local mode ignores of the resource, and the environment of the call, as part of a sentence; "" for nothing."""
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path
     if path is not None and _is_ignored(resource, path):
