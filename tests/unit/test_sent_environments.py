@@ -304,9 +304,9 @@ def test_commands_that_are_none(commands: Any, problem: str) -> None:
 @pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
 def test_payloads_run_in_the_environment(cluster: Cluster, fake_slurm: FakeSlurm, tmp_path: Path, mode: str) -> None:
     wheel(cluster.index, "left")
-    (tmp_path / "payload.py").write_text(
-        "import os, sys, left; print(sys.prefix, os.environ.get('STUDY'))\nprint(left.version)\n"
-    )
+    script, said = tmp_path / "payload.py", tmp_path / "said"
+    write = f"open({str(said)!r}, 'w').write"
+    script.write_text(f"import os, sys, left; {write}(' '.join([sys.prefix, left.version, os.environ.get('STUDY', '')]))")
     queue = SlurmQueueConfig(time_limit="00:10:00")
     compute = ComputeResource(
         mode=mode,
@@ -315,18 +315,16 @@ def test_payloads_run_in_the_environment(cluster: Cluster, fake_slurm: FakeSlurm
         default_launcher=BashLauncher(),
         environment=cluster.lock("left"),
         local_base=str(tmp_path / "local"),
-        keep_run_dirs="all",
     )
-    ran = run_asset(compute, str(tmp_path / "payload.py"), uses_pipes=False)
+    ran = run_asset(compute, str(script), uses_pipes=False)
     assert not ran.failures, ran.failures
     (prefix,) = (path for path in cluster.base.glob("prefixes/*") if path.is_symlink())
-    said = "".join(path.read_text() for path in cluster.base.glob("runs/*/stdio.jsonl"))
-    assert f"{prefix} None" in said and "1.0" in said
-    commands = CommandEnvironment(commands=["export STUDY=1", f"export PYTHONPATH={cluster.index}/left-1.0-py3-none-any.whl"])
-    ran = run_asset(compute, str(tmp_path / "payload.py"), uses_pipes=False, environment=commands)
+    assert said.read_text() == f"{prefix} 1.0 "
+    path = f"export PYTHONPATH={cluster.index}/left-1.0-py3-none-any.whl"
+    commands = CommandEnvironment(commands=["export STUDY=1", path], python=sys.executable)
+    ran = run_asset(compute, str(script), uses_pipes=False, environment=commands)
     assert not ran.failures, ran.failures
-    said = "".join(path.read_text() for path in cluster.base.glob("runs/*/stdio.jsonl"))
-    assert " 1\\n" in said
+    assert said.read_text() == f"{sys.prefix} 1.0 1"
 
 
 # -- on the cluster --------------------------------------------------------------------------------------------------------
