@@ -122,7 +122,7 @@ print(json.dumps([base, list(sys.version_info[:3]), sys.implementation.name, pla
 
 
 def platform(python: str, timeout: float) -> "dict[str, Any]":
-    """The platform of this machine: the version of glibc, "" for another library, and the Pythons to choose from.
+    """The platform of this machine: its architecture, the version of glibc, "" for another library, and the Pythons.
 
     These are `python`, a path or a command; for "" all that have a usual name on the PATH. Each is a list of path, version,
     implementation and machine.
@@ -136,7 +136,7 @@ def platform(python: str, timeout: float) -> "dict[str, Any]":
             if code == 0:
                 pythons.append(json.loads(out.decode("utf-8", "replace")))
     name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-    return {"glibc": version if name == "glibc" else "", "pythons": pythons}
+    return {"machine": os.uname().machine, "glibc": version if name == "glibc" else "", "pythons": pythons}
 
 
 def make(directory: str, key: str, commands: "Sequence[Sequence[str]]", timeout: float) -> str:

@@ -29,7 +29,7 @@ from ..upload.bundle import bundle_files
 from ..upload.deliver import install, log_progress, mark_installed, missing, place_of, send_files
 from . import CommandEnvironment, Environment, PreDeployedEnvironment, SentEnvironment, UvEnvironment
 
-_FORMAT = "rayslurm environment 1"
+_FORMAT = "rayslurm environment 2"
 """Part of the name of each prefix; a change has all of them made anew."""
 _PLATFORM_AGE = 86400.0
 """Seconds for which this machine's cache of a platform is valid; a prefix is made for what was looked at just now."""
@@ -54,6 +54,7 @@ class Platform:
     """What environments are made for; `glibc` is empty if the cluster has another C library."""
 
     place: str
+    machine: str
     glibc: tuple[int, ...]
     pythons: tuple[Python, ...]
 
@@ -153,7 +154,7 @@ def _platform(connection: Connection, wanted: str, age: float) -> Platform:
         found = connection.call(edge.platform, wanted, _LOOK_TIMEOUT, repeat=True, timeout=2 * _LOOK_TIMEOUT)
         files.write(path, json.dumps(found).encode(), 0o600)
     pythons = tuple(Python(path, tuple(version), name, machine) for path, version, name, machine in found["pythons"])
-    return Platform(connection.place, tuple(map(int, filter(None, found["glibc"].split(".")))), pythons)
+    return Platform(connection.place, found["machine"], tuple(map(int, filter(None, found["glibc"].split(".")))), pythons)
 
 
 def cached(*names: str) -> str:

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -53,9 +54,9 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
     if environment.requirements is None:
         text, inputs = _export(uv, top, environment.groups), [os.path.join(top, "pyproject.toml"), *_lock_file(top)]
         lock = Pylock.from_dict(tomli.loads(text))
-        python = _choose(platform, environment.python, lock.requires_python)
+        python, brought = _choose(uv, platform, environment.python, lock.requires_python)
     else:
-        python = _choose(platform, environment.python, None)
+        python, brought = _choose(uv, platform, environment.python, None)
         inputs = [os.path.abspath(os.path.expanduser(environment.requirements))]
         if not os.path.isfile(inputs[0]):
             raise ValueError(f"there is no requirements file {inputs[0]}")
@@ -78,7 +79,9 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
         needs = f"the lock file's wheels of {', '.join(newer)} need a newer glibc than {where} has"
         raise ValueError(f"{needs}; lock older versions of them") from None
     there = _uv_piece(uv, version, platform, python)
+    unpack: list[list[str | Piece]] = [["tar", "-x", "-f", brought, "-C", PREFIX]] if brought else []
     commands: list[list[str | Piece]] = [
+        *unpack,
         [there, "venv", *_ISOLATED, "--no-project", "--allow-existing", "--python", python.path, PREFIX],
     ]
     if wheels:
@@ -185,23 +188,56 @@ def _compile(uv: str, requirements: str, platform: Platform, python: Python, fin
 # ---- The platform
 
 
-def _choose(platform: Platform, wanted: str | None, allowed: Any) -> Python:
-    """The interpreter for a new environment; `allowed` is the project's `requires-python`, or None."""
-    fitting = [each for each in platform.pythons if each.implementation == "cpython" and each.version >= (3, 8)]
-    if wanted is not None and _VERSION.fullmatch(wanted):
-        parts = tuple(map(int, wanted.split(".")))
-        fitting = [each for each in fitting if each.version[: len(parts)] == parts]
-    fitting = [each for each in fitting if allowed is None or allowed.contains(".".join(map(str, each.version)))]
+def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tuple[Python, Piece | None]:
+    """The interpreter for a new environment, and the archive that brings it if the cluster has none that fits.
+
+    `allowed` is the project's `requires-python`, or None.
+    """
     if not platform.glibc:
         raise ValueError(f"{platform.place} has another C library than glibc, for which no wheels are fetched")
-    if not fitting:
-        there = ", ".join(f"{each.path} ({'.'.join(map(str, each.version))})" for each in platform.pythons) or "none"
-        needs = " ".join(str(each) for each in ("Python", wanted, allowed) if each)
-        raise ValueError(
-            f"{platform.place} lacks {needs}, its PATH has {there}; name one that is there by its path, "
-            'python="/path/to/python", or change the project\'s requires-python'
-        )
-    return max(fitting, key=lambda each: (each.version[:2] == sys.version_info[:2], each.version))
+
+    def fits(version: tuple[int, ...]) -> bool:
+        return version >= (3, 8) and (allowed is None or allowed.contains(".".join(map(str, version))))
+
+    parts = tuple(map(int, wanted.split("."))) if wanted is not None and _VERSION.fullmatch(wanted) else ()
+    fitting = [each for each in platform.pythons if each.implementation == "cpython" and fits(each.version)]
+    fitting = [each for each in fitting if each.version[: len(parts)] == parts]
+    own = sys.version_info[:2]
+    if fitting:
+        return max(fitting, key=lambda each: (each.version[:2] == own, each.version)), None
+    there = ", ".join(f"{each.path} ({'.'.join(map(str, each.version))})" for each in platform.pythons) or "none"
+    needs = " ".join(str(each) for each in ("Python", wanted, allowed) if each)
+    lacks = f"{platform.place} lacks {needs}, its PATH has {there}"
+    minors = [own, *((3, minor) for minor in range(own[1], 7, -1))]
+    version = wanted if parts else next((f"{major}.{minor}" for major, minor in minors if fits((major, minor, 99))), None)
+    if version is None or (wanted is not None and not parts):
+        raise ValueError(f'{lacks}; name one that is there by its path, python="/path/to/python"')
+    try:
+        return _bring(uv, version, platform)
+    except ValueError as error:
+        raise ValueError(f"{lacks}, and uv cannot bring one: {error}") from None
+
+
+def _bring(uv: str, version: str, platform: Platform) -> tuple[Python, Piece]:
+    """An interpreter of uv for the platform, in an archive with the directory `interpreter`."""
+    request = f"cpython-{version}-linux-{platform.machine}-gnu"
+    path = cached("pythons", request, "interpreter.tar.gz")
+    with locked("environment-python"):
+        found = [each for each in os.listdir(os.path.dirname(path)) if each.startswith("cpython-")]
+        if not os.path.exists(path) or not found:
+            directory = os.path.dirname(path)
+            _uv(uv, "python", "install", "--no-bin", f"--install-dir={directory}", request)
+            # uv also makes a link without the third number.
+            names = [each for each in os.listdir(directory) if each.startswith("cpython-")]
+            found = [each for each in names if not os.path.islink(os.path.join(directory, each))]
+            draft = f"{path}.{os.getpid()}"
+            with tarfile.open(draft, "w:gz", compresslevel=1) as archive:
+                archive.add(os.path.join(directory, found[0]), "interpreter")
+            os.replace(draft, path)
+    full = max((each.split("-")[1] for each in found), key=len)
+    python = Python(f"{PREFIX}/interpreter/bin/python3", tuple(map(int, full.split("."))), "cpython", platform.machine)
+    digest = hashlib.sha256(f"{request} {full}".encode()).hexdigest()
+    return python, Piece(digest, "interpreter.tar.gz", lambda: path)
 
 
 def _described(platform: Platform, python: Python) -> str:

@@ -73,6 +73,7 @@ class Cluster:
     """A base directory on this machine, and a project with its index."""
 
     def __init__(self, path: Path) -> None:
+        self.bare = False  # Whether it has no Python.
         self.base, self.index, self.project, self.sent = path / "base", path / "index", path / "a project", [""]
         for directory in (self.index, self.project):
             directory.mkdir()
@@ -111,8 +112,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster(tmp_path)
     program = uv._find_uv()[0]
     monkeypatch.setattr(uv, "_uv_piece", lambda *_: send.Piece("0" * 64, "uv", lambda: program))
-    found = {"glibc": "2.28", "pythons": [[sys._base_executable, list(sys.version_info[:3]), "cpython", MACHINE]]}  # type: ignore[attr-defined]
-    monkeypatch.setattr(edge, "platform", lambda wanted, timeout: found)
+    found = {
+        "machine": MACHINE,
+        "glibc": "2.28",
+        "pythons": [[sys._base_executable, list(sys.version_info[:3]), "cpython", MACHINE]],
+    }  # type: ignore[attr-defined]
+    monkeypatch.setattr(edge, "platform", lambda wanted, timeout: {**found, "pythons": []} if made.bare else found)
     real = deliver.send_files
 
     def send_files(connection: Any, base: str, files: dict[str, str], progress: Any) -> None:
@@ -204,7 +209,33 @@ def test_bad_input_is_one_sentence(cluster: Cluster) -> None:
     wheel(cluster.index, "mac", tag="py3-none-macosx_11_0_arm64")
     cluster.refuses(cluster.lock("mac"), rf"lacks a wheel for this machine \(Python {VERSION}, glibc 2.28, {MACHINE}\): .*'mac'")
     cluster.refuses(UvEnvironment(requirements="/nowhere.txt"), "there is no requirements file /nowhere.txt")
-    cluster.refuses(UvEnvironment(project=str(cluster.project), python="3.7"), "this machine lacks Python 3.7")
+    wanted = UvEnvironment(project=str(cluster.project), python="/nowhere/python")
+    cluster.bare = True
+    cluster.refuses(wanted, "this machine lacks Python /nowhere/python .*, its PATH has none; name one that is there by its path")
+
+
+def test_an_interpreter_is_brought_if_the_cluster_has_none(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the documented command line of uv, as its interpreters cannot be fetched in tests."""
+    wheel(cluster.index, "left")
+    cluster.bare = True
+    environment, real, asked = cluster.lock("left"), uv._uv, []
+    full = ".".join(map(str, sys.version_info[:3]))
+
+    def install(program: str, *words: str, directory: str | None = None) -> str:
+        if words[:2] != ("python", "install"):
+            return real(program, *words, directory=directory)
+        asked.append(words[-1])
+        made = Path(words[-2].partition("=")[2], f"cpython-{full}-linux-{MACHINE}-gnu", "bin")
+        made.mkdir(parents=True)
+        (made / "python3").symlink_to(sys._base_executable)  # type: ignore[attr-defined]
+        return ""
+
+    monkeypatch.setattr(uv, "_uv", install)
+    first = cluster.send(environment)
+    assert asked == [f"cpython-{VERSION}-linux-{MACHINE}-gnu"]
+    assert says(first, "import left; print(left.version)") == "1.0"
+    assert f"{os.path.realpath(first)}/interpreter/bin" in Path(first, "pyvenv.cfg").read_text()
+    assert cluster.send(environment) == first and len(asked) == 1
 
 
 def test_a_file_that_is_not_the_one_in_the_lock(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
