@@ -1,9 +1,4 @@
-"""Run Ray-backed Dagster assets on this machine or on a Slurm cluster.
-
-Importing this package stays fast: it does not import Ray, paramiko, or the modules of this package that run payloads.
-
-Begin with `compute.ComputeResource`, the resource that users configure. `docs/architecture.md` has the map of the packages.
-"""
+"""Run Ray-backed Dagster assets on this machine or on a Slurm cluster. Begin with `compute.ComputeResource`."""
 
 from dagster._core.libraries import DagsterLibraryRegistry
 

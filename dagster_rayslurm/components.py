@@ -1,8 +1,7 @@
-"""Components of a heterogeneous Slurm job: their order, their requests to Slurm, and the Ray cluster across them.
+"""Components of a heterogeneous Slurm job: their order, their requests to Slurm, and the Ray cluster across them. Pure.
 
 The component of the Ray head comes first: Slurm runs the batch script on its first node, and its job id names the whole job.
-
-The rules for options that sbatch passes on to later components were tested with Slurm 22.05 and 24.11. No side effects.
+What sbatch passes on to later components was tested with Slurm 22.05 and 24.11. Contradictions raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from .runtime.protocol.spec import COMPONENT_LABEL, COMPONENT_RESOURCE, Componen
 from .slurm.config import HetComponent, SlurmQueueConfig
 from .slurm.request import INHERITED_OPTIONS, SBATCH_FIELDS, Inheritance, JobRequest, make_request
 
+# Queue fields with one value for the whole job; each with a function that makes different spellings of a value equal.
 _WHOLE_JOB = {field.name: field.meaning for field in SBATCH_FIELDS if field.inheritance is Inheritance.WHOLE_JOB}
-"""Queue fields with one value for the whole job; each with a function that makes different spellings of a value equal."""
+# Queue fields that sbatch takes from an earlier component where a component does not set them.
 _INHERITED = tuple(field.name for field in SBATCH_FIELDS if field.inheritance is Inheritance.INHERITED)
-"""Queue fields that sbatch takes from an earlier component where a component does not set them."""
-_MAX_COMPONENTS = 128
-"""Maximum number of components in one job (MAX_HET_JOB_COMPS in Slurm's source)."""
+_MAX_COMPONENTS = 128  # Maximum number of components in one job (MAX_HET_JOB_COMPS in Slurm's source).
+# Fields of `RayLauncher` that a component may set for its own nodes; all other fields are for the cluster or the payload.
 _NODE_FIELDS = (
     *("num_cpus_per_node", "num_gpus_per_node", "object_store_memory_gb", "resources", "labels"),
     *("network_interface", "health_check"),
 )
-"""Fields of `RayLauncher` that a component may set for its own nodes; all other fields are for the cluster or the payload."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,7 @@ class Component:
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
     """The components in the order of the job: the head's first, and all with the same time limit, requeue and signal.
 
-    The payload and the Ray head run in `payload_in`, by default in the component marked `head`, or the first. Raises
-    `ValueError`, which names component and field, if the components contradict each other.
+    The payload and the Ray head run in `payload_in`, by default in the component marked `head`, or the first.
     """
     names = [each.component_id for each in components]
     if not names:
@@ -126,8 +123,7 @@ def _inherited_option(written: str) -> str | None:
 def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
     """The components, in the job's order, with complete launchers: fields that one does not set come from the payload's.
 
-    Without Ray, the payload runs in the first component alone. Raises `ValueError` if a component sets a field that belongs to
-    the Ray cluster or the payload.
+    Without Ray, the payload runs in the first component alone.
     """
     first, *others = components
     if launcher.ray_spec() is None:
@@ -145,10 +141,7 @@ def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) 
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
-    """The specification of one Ray cluster across all components, in the job's order; None for a payload without Ray.
-
-    Raises `ValueError` if a component sets a field that belongs to the Ray cluster, or the number of nodes is wrong.
-    """
+    """One Ray cluster across all components, in the job's order; None for a payload without Ray."""
     spec = launcher.ray_spec()
     if spec is None or not components:
         return spec
@@ -200,10 +193,7 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
 
 
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
-    """The request to Slurm for one heterogeneous job of all components.
-
-    Raises `ValueError`, which names both, if a component contradicts itself, or grants less than its launcher requires.
-    """
+    """The request to Slurm for one heterogeneous job of all components; an error names component and field."""
     requests = []
     for each in components:
         try:

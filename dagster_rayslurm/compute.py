@@ -1,7 +1,4 @@
-"""`ComputeResource`, the resource that assets use to run payloads.
-
-The first call of `run()` imports the code that runs payloads, so that loading definitions stays fast.
-"""
+"""`ComputeResource`, the resource that assets use to run payloads. The code that runs them is imported by the first run."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
         """Called when a step starts; begins to log in to the edge node while Dagster prepares the step."""
         if self.slurm is not None and self.mode != ExecutionMode.LOCAL:
-            from .ssh.pool import connect_early
+            from .ssh.local import connect_early
 
             connect_early(self.slurm.ssh)
 
@@ -134,10 +131,8 @@ class ComputeResource(ComputeFields, dg.PipesClient):
     def cleanup_cluster(self, cluster_id: str) -> bool:
         """End a warm Ray cluster and everything that runs on it; on Slurm, end its job or session.
 
-        Returns whether there was one with this id, which is `CompletedRun.cluster_id` and the metadata "Ray cluster ID".
-
-        Raises:
-            RunFailure: the Ray cluster or Slurm does not answer.
+        Returns whether there was one with this id, which is `CompletedRun.cluster_id` and the metadata "Ray cluster ID". Raises
+        `RunFailure` if the Ray cluster or Slurm does not answer.
         """
         from .run_call import end_cluster
 
@@ -155,10 +150,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         """The batch script that `run` would submit, for a person to read; starts nothing and contacts no cluster.
 
         Words in capitals stand for values that are known only at submission. In local mode, it is the command that starts the
-        runtime and the record that it reads first. The arguments are those of `run`.
-
-        Raises:
-            RunFailure: an argument cannot be used.
+        runtime and the record that it reads first. The arguments are those of `run`; raises `RunFailure` if one cannot be used.
         """
         from .run_call import example
 

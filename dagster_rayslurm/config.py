@@ -1,21 +1,22 @@
 """Base classes and validators of all configuration classes; each mistake of a user becomes one sentence.
 
-Dagster builds its configuration schema from the fields. The workarounds here, for enums, optional unions, subclasses, unknown
-keys and `EnvVar`, were tested with Dagster 1.13.
+The workarounds for enums, optional unions, subclasses, unknown keys and `EnvVar` were tested with Dagster 1.13.
 """
 
 from __future__ import annotations
 
 import difflib
+import linecache
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, Optional, TypeVar, get_args
 
 import dagster as dg
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from .runtime.protocol.messages import TextEnum
@@ -25,20 +26,22 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME_LIMIT = re.compile(r"^(UNLIMITED|INFINITE|\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2})$", re.IGNORECASE)
 _MEMORY = re.compile(r"^\d+[KMGT]?$", re.IGNORECASE)
+_DESCRIBED = re.compile(r'^    (\w+): .*\n    """((?s:.+?))"""$', re.MULTILINE)  # A field of a class, and the text below it.
 _SIGNAL = re.compile(r"^(?:(?P<name>[A-Z0-9]+)@)?(?P<seconds>[0-9]+)$")
 
+# Prefixes of environment variables that users may not set: the runtime and Dagster Pipes set them for every payload.
 _RESERVED = ("RAYSLURM_", "DAGSTER_PIPES_")
-"""Prefixes of environment variables that users may not set: the runtime and Dagster Pipes set them for every payload."""
 
+# Maximum bytes of one argument or environment variable of a process (MAX_ARG_STRLEN of Linux, which counts a final NUL).
 MAX_BYTES = 2**17 - 1
-"""Maximum bytes of one argument or environment variable of a process (MAX_ARG_STRLEN of Linux, which counts a final NUL)."""
 
+# Classes of unresolved variables: `EnvVar`, and the class that `EnvVar.int` returns, which Dagster does not export.
 _ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
-"""Classes of unresolved variables: `EnvVar`, and the class that `EnvVar.int` returns, which Dagster does not export."""
 
 _NO_PACKING = "use environment=UvEnvironment(…) or PackedEnvironment(…), which are sent when they have changed"
 _ON_CLUSTER = 'for a file on the cluster write payload_path=["python", "/path/there.py"]'
 _QUEUE = "use slurm=SlurmResource(queue=SlurmQueueConfig(…))"
+# By class or method: field and argument names of other tools, mainly dagster-slurm, and what to write instead.
 _INSTEAD = {
     "SlurmQueueConfig": {
         "cpus cpus_per_task ntasks": "use cpus_per_node",
@@ -90,7 +93,6 @@ _INSTEAD = {
         "use_session": 'use ComputeResource(mode="slurm-session")',
     },
 }
-"""By class or method: field and argument names of other tools, mainly dagster-slurm, and what to write instead."""
 
 C = TypeVar("C", bound=dg.Config)
 
@@ -122,9 +124,21 @@ def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") ->
 
 
 class StrictModel(BaseModel):
-    """Base class that refuses unknown fields, which Dagster would accept silently, and suggests the probable name."""
+    """Base class that refuses unknown fields, which Dagster would accept silently, and suggests the probable name.
+
+    The description of a field is the text below it, also in Dagster's user interface.
+    """
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        # pydantic could do this, too (`use_attribute_docstrings`), but would double the time to import the package.
+        own = cls.__module__.startswith(f"{__package__}.")
+        source = "".join(linecache.getlines(str(sys.modules[cls.__module__].__file__)) if own else ())
+        body = source.partition(f"\nclass {cls.__name__}(")[2].partition("\nclass ")[0]
+        for name, text in _DESCRIBED.findall(body):
+            cls.model_fields[name].description = " ".join(text.split())
 
     def __init__(self, **values: Any) -> None:
         """Create the object from its fields; raises `ValueError` if one gets a class, or an object of a wrong class."""
@@ -146,7 +160,7 @@ class StrictModel(BaseModel):
 
 
 def _wrong_object(field: FieldInfo, value: object) -> str | None:
-    """A sentence that says why a field cannot hold a class or a value of the wrong class; None if the value may be valid."""
+    """Why a field cannot hold a value, if that is a class instead of an object, or an object of the wrong class; else None."""
     cls = type(value)
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"
@@ -385,38 +399,24 @@ class SessionConfig(StrictConfig):
     The job of a session is never requeued, even with `requeue=True`: payloads that it had accepted would run twice.
     """
 
-    name: Annotated[Optional[str], identifier] = Field(
-        default=None,
-        description="Name of the session; None to tell sessions apart by their launcher, queue and settings.",
-    )
-    num_nodes: Annotated[Optional[int], at_least(1)] = Field(
-        default=None,
-        description="Nodes of the allocation; None for the queue's. Not with components, which have their own.",
-    )
-    time_limit: Annotated[Optional[str], slurm_time] = Field(
-        default=None, description="Time limit of the allocation in Slurm's format; None for the queue's."
-    )
-    idle_timeout: Annotated[int, at_least(1, "seconds")] = Field(
-        default=600, description="Seconds without a payload after which the session ends itself."
-    )
-    yield_when_idle: bool = Field(
-        default=True,
-        description="On Slurm, end an idle session at once when a job or another session of the same user and remote_base waits "
-        "for nodes of its partition; a session with a payload never ends for that.",
-    )
-    carrier: Annotated[str, choice("auto", "direct", "srun")] = Field(
-        default="auto",
-        description='How requests get to the session: "direct" by TCP from the edge node, "srun" by a step in its allocation, '
-        '"auto" by TCP where that gets through, else by a step.',
-    )
-    max_concurrent_payloads: Annotated[int, at_least(1)] = Field(
-        default=1, description="Payloads that run at the same time; others queue."
-    )
-    scope: Annotated[str, choice("shared", "run")] = Field(
-        default="shared", description='"shared" between all runs, or "run" for a session of each Dagster run\'s own.'
-    )
-    on_misfit: Annotated[str, choice("new-session", "error")] = Field(
-        default="new-session",
-        description='What becomes of a payload that asks for more than the session has: "new-session" makes another one beside '
-        'it, "error" refuses it.',
-    )
+    name: Annotated[Optional[str], identifier] = None
+    """Name of the session; None to tell sessions apart by their launcher, queue and settings."""
+    num_nodes: Annotated[Optional[int], at_least(1)] = None
+    """Nodes of the allocation; None for the queue's. Not with components, which have their own."""
+    time_limit: Annotated[Optional[str], slurm_time] = None
+    """Time limit of the allocation in Slurm's format; None for the queue's."""
+    idle_timeout: Annotated[int, at_least(1, "seconds")] = 600
+    """Seconds without a payload after which the session ends itself."""
+    yield_when_idle: bool = True
+    """On Slurm, end an idle session at once when a job or another session of the same user and remote_base waits for nodes of
+    its partition; a session with a payload never ends for that."""
+    carrier: Annotated[str, choice("auto", "direct", "srun")] = "auto"
+    """How requests get to the session: "direct" by TCP from the edge node, "srun" by a step in its allocation, "auto" by TCP
+    where that gets through, else by a step."""
+    max_concurrent_payloads: Annotated[int, at_least(1)] = 1
+    """Payloads that run at the same time; others queue."""
+    scope: Annotated[str, choice("shared", "run")] = "shared"
+    """"shared" between all runs, or "run" for a session of each Dagster run's own."""
+    on_misfit: Annotated[str, choice("new-session", "error")] = "new-session"
+    """What becomes of a payload that asks for more than the session has: "new-session" makes another one beside it, "error"
+    refuses it."""

@@ -33,14 +33,13 @@ class FailureKind(TextEnum):
     SUPERSEDED = "superseded"
 
 
+# Kinds of failure after which a retry of the whole step cannot succeed.
 _FINAL = ("configuration", "submission", "environment", "record", "cancelled", "superseded")
-RETRYABLE = frozenset(FailureKind) - set(map(FailureKind, _FINAL))
-"""Kinds of failure after which a retry of the whole step may succeed. With PAYLOAD and PIPES the user's `RetryPolicy` decides."""
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
     """Whether a `RetryPolicy` may retry the step: `retry` if it is given, else the default of the kind of failure."""
-    return kind in RETRYABLE if retry is None else retry
+    return kind is not None and kind not in _FINAL if retry is None else retry
 
 
 def without_colours(text: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from keyword import iskeyword
 from typing import Annotated, Any, Literal, Optional
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from .config import StrictConfig, at_least, check_list, check_text, checked, choice, identifier, is_env_var, plain_text
 from .runtime.node.network import parse_range
@@ -15,6 +15,7 @@ from .runtime.protocol.spec import RaySpec
 
 _DASHBOARD = {"--include-dashboard=true": True, "--include-dashboard=false": False}
 
+# Options of `ray start` that users may not set, each with the reason or the field to use instead, for the error message.
 _OWN_OPTIONS = {
     "--address": "the cluster is always a new one",
     "--block": "it is always on",
@@ -30,7 +31,6 @@ _OWN_OPTIONS = {
     "--resources": "use resources",
     "--temp-dir": "it must be short, private and on the node",
 }
-"""Options of `ray start` that users may not set, each with the reason or the field to use instead, for the error message."""
 
 
 class Launcher(StrictConfig):
@@ -40,15 +40,11 @@ class Launcher(StrictConfig):
     `default_launcher` accepts only the launchers of this package: Dagster would silently drop the fields of a subclass.
     """
 
-    working_dir: Annotated[Optional[str], plain_text] = Field(
-        default=None,
-        description="Directory of this machine whose entries the payload finds in its own working directory, as links: new files "
-        "stay apart, but here writing to an existing one changes the original; a cluster has a read-only copy. None for an empty "
-        "directory.",
-    )
-    grace_period: Annotated[int, at_least(0, "seconds")] = Field(
-        default=10, description="Seconds between SIGTERM and SIGKILL when the payload is cancelled."
-    )
+    working_dir: Annotated[Optional[str], plain_text] = None
+    """Directory of this machine whose entries the payload finds in its own working directory, as links: new files stay apart,
+    but here writing to an existing one changes the original; a cluster has a read-only copy. None for an empty directory."""
+    grace_period: Annotated[int, at_least(0, "seconds")] = 10
+    """Seconds between SIGTERM and SIGKILL when the payload is cancelled."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -78,13 +74,11 @@ class Launcher(StrictConfig):
 class BashLauncher(Launcher):
     """Runs the payload as a plain process."""
 
-    kind: Literal["bash"] = Field(default="bash", description="Tells the launchers apart in configuration.")
-    num_cpus: Annotated[Optional[int], at_least(1)] = Field(
-        default=None, description="CPUs the payload needs; None for what is granted."
-    )
-    num_gpus: Annotated[Optional[int], at_least(0)] = Field(
-        default=None, description="GPUs the payload needs; None for what is granted."
-    )
+    kind: Literal["bash"] = "bash"
+    num_cpus: Annotated[Optional[int], at_least(1)] = None
+    """CPUs the payload needs; None for what is granted."""
+    num_gpus: Annotated[Optional[int], at_least(0)] = None
+    """GPUs the payload needs; None for what is granted."""
 
     def footprint(self) -> Footprint:
         return (
@@ -108,7 +102,6 @@ def _check_ray_args(value: object) -> list[str]:
 
 
 def _check_labels(value: object) -> object:
-    """Refuses the separators of Ray's "NAME=VALUE,NAME=VALUE" in labels."""
     for part in (part for item in value.items() for part in item) if isinstance(value, dict) else ():
         if not is_env_var(part) and set(check_text(part)) & set(",="):
             raise ValueError(f"{part!r} contains a comma or an equals sign, which a label of Ray cannot have")
@@ -129,80 +122,52 @@ class RayLauncher(Launcher):
     The payload calls `ray.init()` or `ray.init(address="auto")`, which connects to its own Ray cluster and to no other.
     """
 
-    kind: Literal["ray"] = Field(default="ray", description="Tells the launchers apart in configuration.")
-    num_cpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
-        default=None, description="CPUs that Ray schedules on each node; None for what is granted."
-    )
-    num_gpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
-        default=None, description="GPUs that Ray schedules on each node; None for what is granted."
-    )
-    max_workers: Annotated[Optional[int], at_least(0)] = Field(
-        default=None,
-        description="Most nodes that join the head; None for all. Local mode has one node. Not with one cluster across "
-        "components, each of which says its own num_nodes.",
-    )
-    min_nodes: Annotated[Optional[int], at_least(1)] = Field(
-        default=None,
-        description="Nodes that must be alive before the payload starts; None for all. Local mode has one node, or one for each "
-        "component.",
-    )
-    ray_version: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Exact Ray version that the environment must have."
-    )
-    ray_args: Annotated[list[str], checked(_check_ray_args)] = Field(
-        default=[], description="More arguments of `ray start`, on every node. `--include-dashboard` sets `dashboard`."
-    )
-    head_node_address: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Address that the head binds and is reached at; None for the one Ray finds."
-    )
-    network_interface: Annotated[Optional[str], plain_text] = Field(
-        default=None, description='Network interface whose address each node uses, such as "ib0".'
-    )
-    component_id: Annotated[Optional[str], identifier] = Field(
-        default=None, description="Component of a heterogeneous job in which the payload runs."
-    )
-    object_store_memory_gb: Annotated[Optional[float], at_least(0.08, "GiB")] = Field(
-        default=None,
-        description="Object store of each node in GiB; None for Ray's choice, 30 % of the memory (of 90 % of a job's).",
-    )
-    resources: dict[str, float] = Field(default={}, description="Custom resources of each node.")
-    labels: Annotated[dict[str, str], checked(_check_labels)] = Field(
-        default={}, description="Labels of each node, for label selectors."
-    )
-    dashboard: bool = Field(
-        default=True,
-        description="Start the dashboard, which needs `ray[default]`; without it the cluster is up a second or two sooner.",
-    )
-    auth: Annotated[str, choice("token", "disabled")] = Field(
-        default="token",
-        description='"token" for Ray\'s token authentication (Ray 2.52 or newer); "disabled" lets anyone who reaches the '
-        "node run code as you.",
-    )
-    launch_style: Annotated[str, choice("builtin", "symmetric-run")] = Field(
-        default="builtin", description='"builtin", or "symmetric-run" for `ray symmetric-run` on all nodes of a Slurm allocation.'
-    )
-    memory_guard: bool = Field(
-        default=True,
-        description="Warn when a node of a Slurm job uses 90 % of its memory, and kill the node's largest Ray worker at 95 %, so "
-        "that Ray retries the task or raises, before Slurm ends the whole job. Without effect in local mode.",
-    )
-    startup_timeout: Annotated[int, at_least(1, "seconds")] = Field(
-        default=300, description="Seconds until a cluster that is not complete has failed."
-    )
-    port_range: Annotated[Optional[str], checked(_check_port_range)] = Field(
-        default=None,
-        description='Ports that all of Ray stays within, as "LOW-HIGH", for firewalled sites; each cluster takes 100 on a node, '
-        "of which some 90 are for worker processes.",
-    )
-    health_check: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Shell command that each node runs before Ray starts; a failure names the node."
-    )
-    preload: Annotated[list[str], checked(_check_modules)] = Field(
-        default=[],
-        description='Modules that a warm session imports once, such as ["ray", "torch"]; payloads that are Python scripts or '
-        'modules begin with them imported. With "ray", up to four of Ray\'s workers are kept ready on the head node, too '
-        "(needs `grpcio`, as `ray[default]` does). Without effect where nothing stays warm between payloads.",
-    )
+    kind: Literal["ray"] = "ray"
+    num_cpus_per_node: Annotated[Optional[int], at_least(0)] = None
+    """CPUs that Ray schedules on each node; None for what is granted."""
+    num_gpus_per_node: Annotated[Optional[int], at_least(0)] = None
+    """GPUs that Ray schedules on each node; None for what is granted."""
+    max_workers: Annotated[Optional[int], at_least(0)] = None
+    """Most nodes that join the head; None for all. Local mode has one node. Not with one cluster across components, each of
+    which says its own num_nodes."""
+    min_nodes: Annotated[Optional[int], at_least(1)] = None
+    """Nodes that must be alive before the payload starts; None for all. Local mode has one node, or one for each component."""
+    ray_version: Annotated[Optional[str], plain_text] = None
+    """Exact Ray version that the environment must have."""
+    ray_args: Annotated[list[str], checked(_check_ray_args)] = []
+    """More arguments of `ray start`, on every node. `--include-dashboard` sets `dashboard`."""
+    head_node_address: Annotated[Optional[str], plain_text] = None
+    """Address that the head binds and is reached at; None for the one Ray finds."""
+    network_interface: Annotated[Optional[str], plain_text] = None
+    """Network interface whose address each node uses, such as "ib0"."""
+    component_id: Annotated[Optional[str], identifier] = None
+    """Component of a heterogeneous job in which the payload runs."""
+    object_store_memory_gb: Annotated[Optional[float], at_least(0.08, "GiB")] = None
+    """Object store of each node in GiB; None for Ray's choice, 30 % of the memory (of 90 % of a job's)."""
+    resources: dict[str, float] = {}
+    """Custom resources of each node."""
+    labels: Annotated[dict[str, str], checked(_check_labels)] = {}
+    """Labels of each node, for label selectors."""
+    dashboard: bool = True
+    """Start the dashboard, which needs `ray[default]`; without it the cluster is up a second or two sooner."""
+    auth: Annotated[str, choice("token", "disabled")] = "token"
+    """"token" for Ray's token authentication (Ray 2.52 or newer); "disabled" lets anyone who reaches the node run code as you."""
+    launch_style: Annotated[str, choice("builtin", "symmetric-run")] = "builtin"
+    """"builtin", or "symmetric-run" for `ray symmetric-run` on all nodes of a Slurm allocation."""
+    memory_guard: bool = True
+    """Warn when a node of a Slurm job uses 90 % of its memory, and kill the node's largest Ray worker at 95 %, so that Ray
+    retries the task or raises, before Slurm ends the whole job. Without effect in local mode."""
+    startup_timeout: Annotated[int, at_least(1, "seconds")] = 300
+    """Seconds until a cluster that is not complete has failed."""
+    port_range: Annotated[Optional[str], checked(_check_port_range)] = None
+    """Ports that all of Ray stays within, as "LOW-HIGH", for firewalled sites; each cluster takes 100 on a node, of which some
+    90 are for worker processes."""
+    health_check: Annotated[Optional[str], plain_text] = None
+    """Shell command that each node runs before Ray starts; a failure names the node."""
+    preload: Annotated[list[str], checked(_check_modules)] = []
+    """Modules that a warm session imports once, such as ["ray", "torch"]; payloads that are Python scripts or modules begin
+    with them imported. With "ray", up to four of Ray's workers are kept ready on the head node, too (needs `grpcio`, as
+    `ray[default]` does). Without effect where nothing stays warm between payloads."""
 
     @model_validator(mode="before")
     @classmethod

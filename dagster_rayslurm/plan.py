@@ -1,6 +1,6 @@
 """Plan a payload from the arguments of a call and the fields of the resource: command, Ray cluster and requirements, checked.
 
-Nothing is started or written; the file system is only asked whether named files exist.
+Nothing is started or written; the file system is only asked whether named files exist. What is invalid raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ T = TypeVar("T")
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _WORD = re.compile(r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\s'"\\])+""", re.DOTALL)
-_LITERAL = re.compile(r"\\.|'[^']*'", re.DOTALL)
-_DOUBLE_QUOTED = re.compile(r'"[^"]*"')
+_QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+# Words with a meaning to a shell: operators, redirections, words that end a command, and words with variables.
 _SHELL = re.compile(r"\|\|?|&&?|[({})]|(\d*|&)(>>?|<<?<?)\S*|.*[;&]|.*(\$[A-Za-z_({]|`).*", re.DOTALL)
-"""Words with a meaning to a shell: operators, redirections, words that end a command, and words with variables."""
+# Shell commands that load modules or scripts; `activate.sh` of the environment can do that instead.
 _MODULES = frozenset({".", "ml", "module", "source"})
-"""Shell commands that load modules or scripts; `activate.sh` of the environment can do that instead."""
+# Shell commands that are not programs, so that no payload can begin with them.
 _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit", "umask", "unset"}
-"""Shell commands that are not programs, so that no payload can begin with them."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Plan:
     secret_env: dict[str, str] = field(default_factory=dict, repr=False)  # Variables for the payload's driver process only.
     uses_pipes: bool = True
     script: str | None = None  # The script on this machine that the payload's command runs; None for other commands.
+    # Components of the allocation in the job's order, which local mode simulates; empty where all nodes are alike.
     components: tuple[ComponentSpec, ...] = ()
-    """Components of the allocation in the job's order, which local mode simulates; empty where all nodes are alike."""
 
 
 def make_plan(
@@ -67,11 +66,7 @@ def make_plan(
     uses_pipes: bool | Mapping[str, bool] = True,
     components: Sequence[Component] = (),
 ) -> Plan:
-    """The plan of a payload; raises `ValueError`, which names the argument, if one is invalid.
-
-    The `nonce` is a random text that tells this payload from all others; `components` are in the job's order, merged with the
-    launcher.
-    """
+    """The plan of a payload; `nonce` tells it from all others, `components` are in the job's order, merged with the launcher."""
     both = sorted(set(env) & set(secret_env))
     if both:
         raise ValueError(f"secret_env: {both[0]} is in extra_env too; Ray workers would see it there")
@@ -155,9 +150,6 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple
 
     An existing file is a script, even with spaces in its path. Other text is split like a shell does, and is a script with
     arguments if its first word is an existing `.py` file. A list is used unchanged.
-
-    Raises:
-        ValueError: `payload_path` is empty, contains a NUL, cannot be split, needs a shell, or names a missing file.
     """
     script = None
     if isinstance(payload_path, (str, os.PathLike)):
@@ -204,11 +196,15 @@ def _existing_file(text: str) -> str | None:
     return os.path.abspath(path) if os.path.isfile(path) else None  # Path.is_file raises for a text that is too long for a name.
 
 
+def _without_literals(quoted: re.Match[str]) -> str:
+    """Quoted text without what a shell takes literally: in double quotes only variables have a meaning."""
+    return re.sub(r"\\.|[^\w$`({]", "_", quoted.group(), flags=re.DOTALL) if quoted.group().startswith('"') else "_"
+
+
 def _refuse_shell(text: str) -> None:
     """Raise `ValueError` for text with shell syntax, as no shell runs it; lists are not checked, and may contain anything."""
     for index, word in enumerate(_WORD.findall(text)):
-        # In double quotes only variables have a meaning.
-        bare = _DOUBLE_QUOTED.sub(lambda found: re.sub(r"[^\w$`({]", "_", found.group()), _LITERAL.sub("_", word))
+        bare = _QUOTED.sub(_without_literals, word)
         if _SHELL.fullmatch(bare) or (index == 0 and (bare in _BUILTINS or _ASSIGNMENT.match(bare))):
             other = ", or load modules in the environment's activate.sh" if bare in _MODULES else ""
             if _ASSIGNMENT.match(bare) or bare == "export":
@@ -222,10 +218,7 @@ def _refuse_shell(text: str) -> None:
 
 
 def merge(base: C, own: C | None) -> C:
-    """The queue or launcher of a call: the fields that `own` sets, and those of `base` that do not contradict them.
-
-    `own` alone if its class is another one.
-    """
+    """The queue or launcher of a call: what `own` sets, and what `base` sets besides; `own` alone if its class is another one."""
     if own is None or type(own) is not type(base):
         return base if own is None else own
     fields = type(own).model_fields
@@ -264,10 +257,7 @@ def session_queue(queue: SlurmQueueConfig, session: SessionConfig) -> SlurmQueue
 
 
 def by_component(value: T | Mapping[str, T], names: Sequence[str], argument: str, default: T | None = None) -> dict[str, T]:
-    """The value of an argument of `run()` for each component: the same for all, or from a mapping by component.
-
-    `default` is for components that the mapping leaves out; with None it must name all of them, else `ValueError` is raised.
-    """
+    """The value of an argument of `run()` for each component; `default` is for those that a mapping leaves out."""
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
     known, values = ", ".join(map(repr, names)), {name: value.get(name, default) for name in names}

@@ -8,9 +8,8 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -29,15 +28,14 @@ from .compute_fields import ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, SentEnvironment, resolve_environment
 from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
-from .execution import RunSettings, execute, start_errors
+from .execution.run import execute, start_errors
 from .launchers import Launcher, RayLauncher
-from .plan import Plan, by_component, check_slurm_mode, make_plan, merge
+from .plan import Plan, by_component, check_slurm_mode, make_plan, merge, session_queue
 from .runtime.protocol.spec import ComponentSpec, RaySpec
 from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
-from .ssh.local import LocalConnection
-from .ssh.pool import connection_to
+from .ssh.local import LocalConnection, connection_to
 
 _log = logging.getLogger("rayslurm")
 _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}'"
@@ -56,11 +54,10 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
                 f"extras: they go to the payload as JSON: {error}; pass only text, numbers, lists and dicts"
             ) from None
         plan, backend = _prepare(call, secrets.token_hex(6))
-    names = {each.name for each in fields(RunSettings)} & set(ComputeFields.model_fields)
-    settings = RunSettings(**{name: getattr(resource, name) for name in names}, home=_layout(resource))
+    _log_origins(call, context.log)
     # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
-    return execute(op_context, plan, backend, settings, extras)
+    return execute(op_context, plan, backend, resource, extras)
 
 
 def example(resource: ComputeFields, **arguments: Any) -> str:
@@ -73,23 +70,16 @@ def example(resource: ComputeFields, **arguments: Any) -> str:
 
 
 def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
-    """End a warm Ray cluster, with its session or its Slurm job; returns whether the cluster existed.
-
-    Raises:
-        RunFailure: the Ray cluster or Slurm does not answer.
-    """
+    """End a warm Ray cluster, with its session or its Slurm job; returns whether the cluster existed."""
     with _configuration_errors(), start_errors():
         if resource.slurm is not None and _mode(resource) != ExecutionMode.LOCAL:
             slurm = resolve_variables(resource.slurm, "slurm")
             return end_session(slurm, cluster_id) or cancel_cluster(slurm, cluster_id)
-        return local_session.stop(_layout(resource), cluster_id)
+        return local_session.stop(Layout.here(resource.local_base), cluster_id)
 
 
 def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
-    """End the sessions with scope "run" of a Dagster run once all its steps have ended; otherwise do nothing.
-
-    Every executor calls this at the end of each of its processes. The run's status says nothing yet.
-    """
+    """End the sessions with scope "run" of a Dagster run if all its steps have ended; called at the end of each process."""
     run, instance = context.run, context.instance
     if run is None or instance is None or run.execution_plan_snapshot_id is None:
         return
@@ -100,7 +90,7 @@ def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
         return
     try:
         if _mode(resource) == ExecutionMode.LOCAL:
-            stop_sessions_of_run(LocalConnection(), local_session.sessions_base(_layout(resource)), run.run_id)
+            stop_sessions_of_run(LocalConnection(), local_session.sessions_base(Layout.here(resource.local_base)), run.run_id)
         elif resource.slurm is not None:
             slurm = resolve_variables(resource.slurm, "slurm")
             connection = connection_to(slurm.ssh)
@@ -111,11 +101,7 @@ def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
 
 @dataclass
 class Call:
-    """A valid call of `ComputeResource.run`: its own arguments with every `EnvVar` resolved, and what they are merged to.
-
-    Raises:
-        ValueError: an argument is invalid, or the resource's mode does not support it; the sentence names the field.
-    """
+    """A valid call of `ComputeResource.run`: its own arguments with every `EnvVar` resolved, and what they are merged to."""
 
     resource: ComputeFields
     payload_path: Payloads
@@ -129,8 +115,8 @@ class Call:
     outputs: Sequence[str] | None = None
     environment: Environment | None = None
     merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
+    # The components of the allocation in the job's order; empty where all nodes are alike.
     parts: tuple[Component, ...] = field(init=False)
-    """The components of the allocation in the job's order; empty where all nodes are alike."""
 
     def __post_init__(self) -> None:
         resource, components = self.resource, self.components
@@ -186,7 +172,6 @@ class Call:
             )
 
     def _check_separate(self, components: Sequence[HetComponent]) -> None:
-        """Raise `ValueError` for a call that topology "separate" does not support."""
         mode, hetjob = self.resource.mode, ExecutionMode.SLURM_HETJOB
         if mode == ExecutionMode.SLURM_SESSION:
             raise ValueError(f"topology: a session has one cluster across its components; use {_SPANNING}, or mode '{hetjob}'")
@@ -208,11 +193,7 @@ class Call:
 
 
 def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
-    """The plan of a call (with topology "separate", the plans by component), and the backend, which has checked the plan.
-
-    Raises:
-        ValueError: the call cannot be run; the sentence names the field.
-    """
+    """The plan of a call (with topology "separate", the plans by component), and the backend, which has checked the plan."""
     resource = call.resource
     plan_of: Callable[..., Plan] = partial(
         make_plan,
@@ -243,18 +224,14 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
 
 
 def choose_backend(call: Call) -> Backend:
-    """The backend for a call.
-
-    Raises:
-        ValueError: the environment cannot be used, or the components of a warm Ray cluster contradict each other.
-    """
+    """The backend for a call; raises `ValueError` if the environment or the components of a warm cluster cannot be used."""
     resource, environment = call.resource, call.environment or _environment(call.resource)
     separate, simulate = resource.topology == Topology.SEPARATE, resource.local_resources == "simulate"
     if resource.mode == ExecutionMode.LOCAL:
         interpreter = resolve_environment(environment)
+        where: dict[str, Any] = {"layout": Layout.here(resource.local_base), "interpreter": interpreter, "simulate": simulate}
         if separate:
-            return SeparateLocalBackend(_layout(resource), interpreter, call.parts, simulate)
-        where: dict[str, Any] = {"layout": _layout(resource), "interpreter": interpreter, "simulate": simulate}
+            return SeparateLocalBackend(**where, components=call.parts)
         if not resource.enable_cluster_reuse:
             return LocalBackend(**where)
         warm_ray, warm_components = _warm_cluster(call)
@@ -282,12 +259,22 @@ def choose_backend(call: Call) -> Backend:
     return backend(call.slurm, queue, environment, *timeouts, call.parts, IdleSessions)
 
 
-def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
-    """The Ray cluster that local mode keeps warm for all payloads, and its components.
+def _log_origins(call: Call, log: Any) -> None:
+    """Say in the Dagster log where each value of a queue or launcher comes from that the call's was merged to."""
+    merged: list[tuple[str, Any, Any, str]] = [("launcher", call.resource.default_launcher, call.launcher, "default_launcher")]
+    if call.resource.mode != ExecutionMode.LOCAL:
+        queue, by_session = call.slurm.queue, call.resource.mode == ExecutionMode.SLURM_SESSION
+        merged.append(("queue", session_queue(queue, call.resource.session) if by_session else queue, call.queue, "the resource"))
+    for what, base, own, origin in merged:
+        if type(own) is type(base) and (given := own.model_fields_set - {"kind"}):
+            both = [(name, value, f"{name}={value!r}") for name, value in merge(base, own)]
+            kept = [text for name, value, text in both if name not in given and value != type(own).model_fields[name].default]
+            line = f"{', '.join(text for name, _, text in both if name in given)} from run({what}=…)"
+            log.info(f"[rayslurm] {what}: {line}" + (f"; {', '.join(kept)} from {origin}" if kept else ""))
 
-    Raises:
-        ValueError: the resource's components contradict each other, and the call does not replace them.
-    """
+
+def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
+    """The Ray cluster that local mode keeps warm for all payloads, and its components; none if the call brings its own."""
     launcher = call.resource.default_launcher
     try:
         components = spanning_components(launcher, call.resource.components)
@@ -304,16 +291,11 @@ def _mode(resource: ComputeFields) -> str | None:
     return resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
 
 
-def _layout(resource: ComputeFields) -> Layout:
-    """The paths below the base directory on this machine."""
-    return Layout(Path(os.path.abspath(os.path.expanduser(resource.local_base))))
-
-
 def _data_dir(resource: ComputeFields) -> str | None:
     """The data directory of payloads: absolute in local mode; else as the user wrote it, None for the default."""
     if resource.mode != ExecutionMode.LOCAL:
         return resource.data_dir
-    return os.path.abspath(os.path.expanduser(resource.data_dir)) if resource.data_dir else str(_layout(resource).data)
+    return os.path.abspath(os.path.expanduser(resource.data_dir or os.path.join(resource.local_base, "data")))
 
 
 def _environment(resource: ComputeFields) -> Environment:
@@ -344,7 +326,6 @@ def _unused_fields(resource: ComputeFields, environment: object) -> str:
 
 @contextmanager
 def _configuration_errors() -> Iterator[None]:
-    """Turn a `ValueError` inside the block into a `RunFailure` of kind "configuration"."""
     try:
         yield
     except ValueError as error:

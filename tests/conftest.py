@@ -94,12 +94,17 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
 
 
 @pytest.fixture(autouse=True)
-def signals_as_usual() -> None:
-    """Restores the default handling of signals that the parent ignores (nohup, a shell's `&`), as child processes inherit it."""
+def signals_as_usual() -> Iterator[None]:
+    """Restores the default handling of signals that the parent ignores (nohup, a shell's `&`), as child processes inherit it.
+
+    Afterwards it forgets the descriptor of a test's event loop, or a signal would write into whatever gets that number next.
+    """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
     for signum, handler in usual.items():
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, handler)
+    yield
+    signal.set_wakeup_fd(-1)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ CORE = {
     "connections/test_contract.py": (
         "test_exit_code_and_output_of_a_command",
         "test_a_timeout_kills_the_command_and_its_children",
-        "test_a_forward_serves_several_clients_at_once",
+        "test_several_streams_at_once",
         "test_a_write_is_atomic_and_leaves_no_temporary_file",
         "test_large_input_and_output",
         "test_many_threads_at_once",

@@ -1,7 +1,4 @@
-"""What all backends share: their interface to execution, the run directory, how a payload is ended, and the sweep of a base.
-
-A backend starts payloads, and hands back running payloads.
-"""
+"""What all backends share: their interface to execution, the run directory, how a payload is ended, and the sweep of a base."""
 
 from __future__ import annotations
 
@@ -20,19 +17,20 @@ from typing import Any, Protocol, runtime_checkable
 
 from dagster_pipes import PipesContextData
 
-from ..edge.sweep import SWEPT, sweep
+from ..edge.base_directory import SWEPT, sweep
 from ..follow import Cadence, Evidence
 from ..plan import Plan
+from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, SECRETS, STDIO
 from ..runtime.protocol.spec import to_json
 from ..slurm.shared_queue import fetch_queue
 from ..ssh.base import Connection
-from .ownership import Ownership
+from .ownership import UNCONTESTED, Ownership
 
 _INTERVAL = 1.0  # Seconds between two attempts to deliver a request.
+# Seconds within which a further signal belongs to the same interrupt: Ctrl-C reaches a step process twice, from the terminal
+# and from Dagster's multiprocess executor.
 _REPEATED = 1.0
-"""Seconds within which a further signal belongs to the same interrupt: Ctrl-C reaches a step process twice, from the terminal
-and from Dagster's multiprocess executor."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,11 @@ class Layout:
     queue = property(lambda self: self.base / "queue")
     environments = property(lambda self: self.base / "environments")
 
+    @classmethod
+    def here(cls, local_base: str) -> Layout:
+        """The directories on this machine."""
+        return cls(Path(os.path.abspath(os.path.expanduser(local_base))))
+
 
 @dataclass(frozen=True)
 class Step:
@@ -58,25 +61,7 @@ class Step:
     partition_key: str | None
     log: Any  # The step's Dagster log.
     reattached: bool = False  # Whether an earlier attempt at the step started the payload, and this attempt continues it.
-    owner: Ownership | None = None
-    """Says whether this attempt still owns the payload; None for a payload that no later attempt can take over."""
-
-    @property
-    def new_owner(self) -> str | None:
-        """The later attempt that has taken the payload over, in words; None if no such attempt is known."""
-        return None if self.owner is None else self.owner.new_owner
-
-    def may_end(self) -> bool:
-        """Whether this attempt still owns the payload, and so may end the payload; if so, no later attempt can take it over.
-
-        Raises:
-            OSError: the owner cannot be determined.
-        """
-        return self.owner is None or self.owner.confirm()
-
-    def should_end(self) -> bool:
-        """Like `may_end`, but True if the owner cannot be determined: for a payload that must not be left running."""
-        return self.owner is None or self.owner.confirm_or_assume()
+    owner: Ownership = UNCONTESTED  # Says whether this attempt still owns the payload.
 
 
 class RunningPayload(Protocol):
@@ -84,20 +69,11 @@ class RunningPayload(Protocol):
 
     cluster_id: str  # Name of the Ray cluster.
     job_id: str | None = None  # Slurm's job id; None without Slurm.
+    requeue: bool = False  # Whether Slurm may requeue the job, and so run the payload again.
 
     @property
     def waiting(self) -> bool:
         """Whether the runtime still waits in Slurm's queue."""
-        return False
-
-    @property
-    def place(self) -> str:
-        """The host of the run directory; "" for this machine."""
-        return ""
-
-    @property
-    def requeue(self) -> bool:
-        """Whether Slurm may requeue the job, and so run the payload again."""
         return False
 
     def poll(self, evidence: Evidence) -> str | None:
@@ -120,11 +96,10 @@ class RunningPayload(Protocol):
         """Stop watching the runtime; first end a runtime that must not go on, such as one that never started."""
 
 
+# Callback to which a backend passes each running payload at once; a registered payload is released whatever happens.
 Register = Callable[[RunningPayload], None]
-"""Callback to which a backend passes each running payload at once; a registered payload is released whatever happens."""
 
-Plans = Mapping[str, Plan]
-"""Plans by name of their component, in the order of the components in the job."""
+Plans = Mapping[str, Plan]  # Plans by name of their component, in the order of the components in the job.
 
 
 class Backend(Protocol):
@@ -146,12 +121,7 @@ class Backend(Protocol):
         """Refuse a plan that this backend cannot run, by a ValueError that names the field, before anything starts."""
 
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
-        """Write the run directory, which is new unless the step reattached, and start the runtimes.
-
-        Raises:
-            StartError: no runtime can be started.
-            OSError: a file cannot be written.
-        """
+        """Write the run directory, new unless the step reattached, and start the runtimes; raises StartError or OSError."""
 
     def example(self, plan: Any, /) -> str:
         """The command or batch script of a plan, to read; words in capitals stand for values known only at the start."""
@@ -172,9 +142,9 @@ class CanReattach(Protocol):
 
 
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
-    """Returns the files that a run directory has before its runtime starts, by name.
+    """The files that a run directory has before its runtime starts, by name.
 
-    Empty files for the record are among them: on NFS, a file that was once looked for in vain stays missing for a minute.
+    Those of the record are empty: on NFS, a file that was once looked for in vain stays missing for a minute.
     """
     files = {PAYLOAD: to_json(plan.payload), CONTEXT: json.dumps(context), JOURNAL: "", STDIO: ""}
     if plan.secret_env:
@@ -189,19 +159,14 @@ def write_run_dir(connection: Connection, run_dir: str, files: Mapping[str, byte
         connection.write(os.path.join(run_dir, name), content)
 
 
-def cancel_path(run_dir: str) -> str:
-    """Returns the path of the file in which a runtime looks for a cancel request."""
-    return os.path.join(run_dir, CANCEL)
-
-
 def cancel_request_json(now: bool) -> str:
-    """Returns the content of a cancel request's file; `now` leaves the payload no grace period."""
-    return json.dumps({"op": "cancel", "now": now})
+    """A cancel request as the runtime reads it; `now` leaves the payload no grace period."""
+    return json.dumps({"op": Operation.CANCEL, "now": now})
 
 
 def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> None:
     """Ask the runtime of a run directory to end its payload, at once or after its grace period."""
-    connection.write(cancel_path(run_dir), cancel_request_json(now).encode())
+    connection.write(os.path.join(run_dir, CANCEL), cancel_request_json(now).encode())
 
 
 @dataclass
@@ -266,10 +231,7 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ignore SIGINT and SIGTERM inside a block that cleans up after an interrupt.
-
-    Yields a function that says whether a further interrupt came after the one that started the cleanup.
-    """
+    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt; yields whether another one came since."""
     ignored_until = time.monotonic() + _REPEATED
     later: list[int] = []
     with _handled_by(lambda signum: later.append(signum) if time.monotonic() > ignored_until else None):
@@ -283,17 +245,17 @@ def sweep_remote(
 
     A session's directory stays while its job may live. The newest directory of a session's name stays as long as anybody
     looks for that session, because its number determines the next number. A bundle or runtime stays while a run or session
-    names it. Only one process sweeps at a time, on any machine, and once in `every_minutes` (0: always).
+    names it. One process on any machine sweeps in `every_minutes` (0: all do).
 
     Returns the removed paths, relative to the base directory. Raises OSError if the cluster cannot be reached, the base
-    directory cannot be written, or the timeout is over; the next sweep removes the rest.
+    directory cannot be written, or the timeout is over; a later sweep removes the rest.
     """
-    swept = connection.stat(os.path.join(base, SWEPT))
+    swept = connection.modified(os.path.join(base, SWEPT))
     # If the clocks differ, a sweep starts in vain, or later.
-    if every_minutes and swept is not None and abs(time.time() - swept.modified) < 60.0 * every_minutes:
+    if every_minutes and swept is not None and abs(time.time() - swept) < 60.0 * every_minutes:
         return []
     jobs = None
-    if connection.stat(os.path.join(base, "sessions")) is not None:
+    if connection.modified(os.path.join(base, "sessions")) is not None:
         with contextlib.suppress(OSError):
             jobs = [row.job_id for row in fetch_queue(connection).rows]
     age = max(60.0, retention_days * 86400.0)

@@ -25,41 +25,31 @@ from ..follow import Cadence
 from ..plan import Plan
 from ..runtime.node.network import control_ports
 from ..runtime.payload.environment import shared_variables
-from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
+from ..runtime.protocol.record import CANCEL, EXIT, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.membership import nodes_expected
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
-from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
-from ..slurm.script import render_script
+from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request, render_script
 from ..slurm.shared_queue import ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
-from ..ssh.pool import connection_to
+from ..ssh.local import connection_to
 from .base import Layout, Register, Step, deferred_interrupts, run_files, sweep_remote
 from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from .payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from .slurm_job import BatchJob, MakeWay, SlurmJob
 
+# How often records on the cluster are read: each read costs a round trip over SSH, and load on the shared file system.
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
-"""How often records on the cluster are read: each read costs a round trip over SSH, and load on the shared file system."""
-CLUSTER = "slurm-"
-"""Prefix of a Ray cluster's id in Slurm mode; the nonce that follows also ends the name of the Slurm job."""
+CLUSTER = "slurm-"  # Prefix of a Ray cluster's id in Slurm mode; the nonce that follows also ends the name of the Slurm job.
 
 
 @dataclass(frozen=True)
-class JobBackend:
-    """What backends have in common that submit Slurm jobs."""
+class ClusterBackend:
+    """What backends have in common that run payloads on a Slurm cluster."""
 
     slurm: SlurmResource
-    queue: SlurmQueueConfig
-    environment: Environment
-    queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
-    patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
-    components: tuple[Component, ...] = ()  # Of a heterogeneous job, in order, each with its own queue.
-    # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
-    make_way: Callable[[Connection, str, Any], MakeWay] | None = None
-    cadence: Cadence = _CADENCE
 
     @cached_property
     def connection(self) -> Connection:
@@ -70,7 +60,26 @@ class JobBackend:
         return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
     def sweep(self, retention_days: float) -> None:
-        sweep_in_background(self.connection, str(self.layout.base), retention_days)
+        def work() -> None:
+            with contextlib.suppress(OSError):  # A later sweep tries again.
+                sweep_remote(self.connection, str(self.layout.base), retention_days)
+
+        # The file system may be slow.
+        threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class JobBackend(ClusterBackend):
+    """What backends have in common that submit a Slurm job for each step."""
+
+    queue: SlurmQueueConfig
+    environment: Environment
+    queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
+    patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
+    components: tuple[Component, ...] = ()  # Of a heterogeneous job, in order, each with its own queue.
+    # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
+    make_way: Callable[[Connection, str, Any], MakeWay] | None = None
+    cadence: Cadence = _CADENCE
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
         """Deliver a plan's files to the cluster; returns them, the Python that runs the plan, and the path of the runtime."""
@@ -162,7 +171,6 @@ class BatchBackend(JobBackend):
         lasting = replace(spec, control_key="", control_ports=[])
         asked = job_script(replace(request, comment=""), interpreter, runtime, run_dir, self.slurm)
         files = {
-            PAYLOAD: to_json(plan.payload).encode("utf-8"),
             RUNTIME: to_json(spec).encode("utf-8"),
             JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
             REQUEST_FILE: fingerprint(to_json(plan.payload), to_json(lasting), asked),
@@ -180,7 +188,7 @@ class BatchBackend(JobBackend):
 
 
 def absolute(connection: Connection, path: str) -> str:
-    """Returns the path as an absolute path on the cluster; a tilde means the home directory on the cluster."""
+    """The path as an absolute path on the cluster; a tilde means the home directory there."""
     return os.path.normpath(expand_home(connection, path))
 
 
@@ -208,16 +216,6 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
         check_no_variable(path, name)
         if not is_rooted(path):
             raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
-
-
-def sweep_in_background(connection: Connection, base: str, retention_days: float) -> None:
-    """Start a thread that removes files not used for `retention_days` from the cluster, whose file system may be slow."""
-
-    def work() -> None:
-        with contextlib.suppress(OSError):  # A later sweep tries again.
-            sweep_remote(connection, base, retention_days)
-
-    threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
 
 def cluster_nonce(cluster_id: str) -> str | None:

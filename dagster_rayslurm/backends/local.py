@@ -26,31 +26,32 @@ from ..runtime.node import resources
 from ..runtime.node.resources import Footprint, footprint_error, node_footprint
 from ..runtime.payload.environment import shared_variables
 from ..runtime.process import processes
-from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import RUNTIME, RUNTIME_LOG, STATUS, tail_file
 from ..runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ..ssh.local import LocalConnection
-from .base import Layout, Register, RunningPayload, Step, run_files, write_run_dir
+from .base import Layout, Register, RunningPayload, Step, run_files, write_cancel_request, write_run_dir
 
+# How often records on this machine are read: often, because reads of local files cost next to nothing.
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
-"""How often records on this machine are read: often, because reads of local files cost next to nothing."""
-_KEEPER_TIMEOUT = 5.0
-"""Seconds in which the keeper (the process that watches a runtime) ends all processes of a killed runtime."""
+_KEEPER_TIMEOUT = 5.0  # Seconds in which the keeper (the process that watches a runtime) ends all processes of a killed runtime.
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalBackend:
-    """Runs payloads on this machine, each with a runtime and a Ray cluster of its own.
-
-    Args:
-        simulate: whether missing CPUs and GPUs are simulated; else a plan that requires them is refused.
-    """
+class ThisMachine:
+    """What backends have in common whose payloads run on this machine."""
 
     layout: Layout
     interpreter: Interpreter
-    simulate: bool = False
+    simulate: bool = False  # Whether missing CPUs and GPUs are simulated; GPUs of components always are.
     connection: LocalConnection = field(default_factory=LocalConnection)
     cadence: Cadence = LOCAL_CADENCE
+
+    def sweep(self, retention_days: float) -> None:
+        """Do nothing, as this machine is swept in every mode."""
+
+
+class LocalBackend(ThisMachine):
+    """Runs payloads on this machine, each with a runtime and a Ray cluster of its own."""
 
     def check(self, plan: Plan) -> None:
         problem = lacking(plan, "GiB")
@@ -59,9 +60,6 @@ class LocalBackend:
         problem = None if self.simulate else lacking(plan, "CPUs", "GPUs")
         if problem:
             raise ValueError(f'{problem}; ask for less, or set ComputeResource(local_resources="simulate")')
-
-    def sweep(self, retention_days: float) -> None:  # noqa: ARG002
-        return  # This machine is swept in every mode.
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         if plan.ray is not None:
@@ -102,10 +100,8 @@ class OwnRuntime(RunningPayload):
         return None if code is None else exit_in_words(code)
 
     def cancel(self, now: bool = False) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # The runtime has ended, which `poll` reports.
-            self._process.stdin.write(json.dumps({"op": Operation.CANCEL, "now": now}).encode() + b"\n")
-            self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # The disk is full, perhaps; `kill` follows.
+            write_cancel_request(LocalConnection(), str(self._run_dir), now)
 
     def kill(self) -> None:
         if self._process.poll() is not None:

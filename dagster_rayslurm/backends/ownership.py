@@ -1,8 +1,7 @@
 """Ownership of a payload that outlives its Dagster process: only the owner ends it, judges it or removes its files.
 
-The name of a file in the run directory names the owner. A later attempt takes the payload over by renaming that file. The
-owner renames it, too, before it ends or judges the payload; after that no attempt can take it over. A rename is atomic, so
-exactly one of two simultaneous attempts succeeds. No lock has to be released when a process is killed.
+The name of a file in the run directory names the owner. A later attempt takes the payload over by renaming that file. The owner
+renames it, too, before it ends or judges the payload. A rename is atomic, so exactly one of two simultaneous attempts succeeds.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from ..edge import files
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, LineReader, Record
 from ..ssh.base import Connection
+from ..ssh.local import LocalConnection
 
-FIRST_OWNER = "owner.first"
-"""Name of the owner file (the file that names the owner) of the attempt that started the payload."""
+FIRST_OWNER = "owner.first"  # Name of the owner file (the file that names the owner) of the attempt that started the payload.
 
 _PREFIX = "owner."  # Beginning of the name of each owner file.
 _JUDGED = ".judged"  # Suffix of the owner file once the owner has begun to end or to judge the payload.
@@ -38,17 +37,13 @@ class Ownership:
     connection: Connection
     run_dir: str
     name: str  # The owner file of this attempt: `FIRST_OWNER`, or `owner_file(...)` for a later attempt.
+    # Finds the Dagster run that took the payload over, in Dagster's event log; returns None if there is none.
     successor: Callable[[], str | None]
-    """Finds the Dagster run that took the payload over, in Dagster's event log; returns None if there is none."""
     new_owner: str | None = None  # The attempt that has taken the payload over, in words; None if no such attempt is known.
     _confirmed: bool = False
 
     def take_over(self) -> bool:
-        """Try to become the owner; returns False if the present owner has begun to end or to judge the payload.
-
-        Raises:
-            OSError: the owner cannot be determined.
-        """
+        """Try to become the owner; False if the present one has begun to end or judge the payload. May raise OSError."""
         for _ in range(_TRIES):
             owners = self._owners()
             if not owners or any(owner.endswith(_JUDGED) for owner in owners):
@@ -60,14 +55,8 @@ class Ownership:
                 return True
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
-    def confirm(self, remove: bool = False) -> bool:
-        """Whether this attempt is still the owner; if so, no later attempt can take the payload over from now on.
-
-        With `remove` the owner removes the run directory, too.
-
-        Raises:
-            OSError: the owner cannot be determined.
-        """
+    def confirm(self) -> bool:
+        """Whether this attempt is still the owner; if so, no later one can take the payload over. May raise OSError."""
         if self.new_owner is None and not self._confirmed:
             judged = self.name + _JUDGED
             try:
@@ -75,8 +64,6 @@ class Ownership:
             except FileNotFoundError:
                 self.new_owner = self._find_new_owner(judged)
             self._confirmed = self.new_owner is None
-        if remove and self._confirmed:
-            self.connection.remove(self.run_dir)
         return self._confirmed
 
     def confirm_or_assume(self) -> bool:
@@ -113,6 +100,10 @@ class Ownership:
         return [name for name in names if name.startswith(_PREFIX)]
 
 
+# The ownership of a payload that no later attempt can take over.
+UNCONTESTED = Ownership(LocalConnection(), "", FIRST_OWNER, lambda: None, _confirmed=True)
+
+
 def owner_file(run_id: str) -> str:
     """Returns a new name for the owner file of a later attempt: with the run, this process, this host and a random part."""
     return f"{_PREFIX}{run_id}.{os.getpid()}.{re.sub('[^A-Za-z0-9.-]', '_', socket.gethostname())}.{secrets.token_hex(4)}"
@@ -125,8 +116,8 @@ def owner_in_words(name: str) -> str:
     return f"run {run_id} (process {pid} on {rest.rpartition('.')[0]})"
 
 
+# File in the run directory that tells one request from another: `fingerprint` of all that the payload was started with.
 REQUEST_FILE = "wish.json"
-"""File in the run directory that tells one request from another: `fingerprint` of all that the payload was started with."""
 
 _MOST_BYTES = 4 * 1024 * 1024  # Bytes of one read of a file in the run directory.
 
@@ -147,11 +138,10 @@ def reattachable_job(
 ) -> str | None:
     """The id of the job whose payload a retry may continue: same request, and not failed; None if there is none.
 
-    `request` is the content that `REQUEST_FILE` would have now. `job_of` finds the id of the payload's job from the record's
-    `start`, or from None; it returns None if the job is gone. With `requeue` Slurm may run the job again, so that an `end` after
-    a signal from outside is not final.
+    `request` is what `REQUEST_FILE` would have now. `job_of` finds the payload's job from the record's `start`, or None; it
+    returns None if the job is gone. With `requeue` Slurm may run the job again after a signal from outside.
     """
-    if connection.stat(os.path.join(run_dir, JOURNAL)) is None:
+    if connection.modified(os.path.join(run_dir, JOURNAL)) is None:
         return None
     same = connection.read(os.path.join(run_dir, REQUEST_FILE), 0, _MOST_BYTES) == request
     start, end = _start_and_end(connection, run_dir, nonce)

@@ -28,10 +28,7 @@ class PayloadFiles:
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
-    """Bundle the files of a plan on this machine for the absolute base directory on the cluster; `deliver` sends them.
-
-    Raises StartError if a file cannot be used or read.
-    """
+    """Bundle the files of a plan on this machine for the absolute base directory on the cluster; `deliver` sends them."""
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
     try:
@@ -57,10 +54,8 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
     return PayloadFiles(replace(plan, payload=moved), bundles)
 
 
-def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, recheck: bool = False) -> str:
+def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any) -> str:
     """Send the files of a plan and the runtime to the cluster if they are missing; returns the runtime's path on the cluster.
-
-    With `recheck` it looks again even for files that this process has already seen on the cluster.
 
     Raises:
         StartError: a file changed after it was bundled.
@@ -71,7 +66,7 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, re
         log.warning(f"[rayslurm] remote_base: {sentence}")
 
     try:
-        install(connection, base, list(files.bundles.values()), log_progress(log), recheck, warn)
+        install(connection, base, list(files.bundles.values()), log_progress(log), warn)
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     log.debug(f"[rayslurm] delivered {', '.join(files.bundles) or 'nothing'} to {connection.place}")

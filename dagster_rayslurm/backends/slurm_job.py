@@ -14,10 +14,9 @@ from ..follow import Evidence
 from ..follow.follower import VISIBILITY_TIMEOUT
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
-from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, node_number, relevant_lines
+from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, relevant_lines
 from ..slurm.refusals import most_informative_row, never_starts, partition_too_small, pending_reason, waiting_text
-from ..slurm.request import JobRequest
-from ..slurm.script import LOG, parse_exit
+from ..slurm.request import LOG, JobRequest, parse_exit
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, SharedQueue, fetch_queue, parse_count, run_slurm
 from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone
@@ -25,32 +24,29 @@ from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import LocalConnection
 from .base import CancelRequest, Step, deferred_interrupts, write_cancel_request
 
+# Ends an idle session whose nodes a waiting job could use; gets the queue, and the rows of that job.
 MakeWay = Callable[[QueueSnapshot, Sequence[QueueRow]], None]
-"""Ends an idle session whose nodes a waiting job could use; gets the queue, and the rows of that job."""
 
-_FIRST_QUERY = 2.0
-"""Seconds after submission until Slurm says why a job waits; an earlier query would only delay the next query."""
+_FIRST_QUERY = 2.0  # Seconds after submission until Slurm says why a job waits; an earlier query would only delay the next query.
 _EXIT_INTERVAL = 1.0  # Seconds between two reads of the exit code that the batch script leaves.
+# Seconds for which an ended job's files are still read, because they may become visible later than the job's state.
 _SETTLING_TIME = 3.0
-"""Seconds for which an ended job's files are still read, because they may become visible later than the job's state."""
+# Seconds like `_SETTLING_TIME`, for a failed job without a visible record whose log says why its runtime did not start.
 _UNSEEN_TIMEOUT = 15.0
-"""Seconds like `_SETTLING_TIME`, for a failed job without a visible record whose log says why its runtime did not start."""
 _SIGNAL_EXIT = 128  # Exit codes from here on mean that a signal ended the runtime.
 _EXITED = frozenset({"COMPLETED", "FAILED"})  # Slurm's states of a job whose batch script ended by itself.
+# Beginnings of Slurm's reason for a failed job whose script did not exit, for instance because its directory was missing.
 _SCRIPT_NOT_RUN = ("JobLaunchFailure", "RaisedSignal")
-"""Beginnings of Slurm's reason for a failed job whose script did not exit, for instance because its directory was missing."""
-STATE_TIMEOUT = 15.0
-"""Seconds to wait until Slurm's accounting has the final state of a job that has ended."""
+STATE_TIMEOUT = 15.0  # Seconds to wait until Slurm's accounting has the final state of a job that has ended.
 _LOG_BYTES = 65536  # Bytes of the end of a log file that are read.
 _SIGNALLED = ("Terminated", "Killed")  # Beginnings of srun's words for a task that a signal ended.
 _MOST_LOGS = 3  # Most failed nodes whose logs become evidence.
-_END_TIMEOUT = 5.0
-"""Seconds in which a job may end by itself after its runtime wrote the `end` record; then it is cancelled."""
+_END_TIMEOUT = 5.0  # Seconds in which a job may end by itself after its runtime wrote the `end` record; then it is cancelled.
+# Reasons of an `end` record after which `srun` may wait for ever: `srun` does not notice the end of tasks on a node that was
+# reset, or whose slurmstepd was killed (22.05).
 _SRUN_MAY_HANG = (EndReason.CLUSTER_LOST, EndReason.CLUSTER_START, EndReason.TERMINATED)
-"""Reasons of an `end` record after which `srun` may wait for ever: `srun` does not notice the end of tasks on a node that
-was reset, or whose slurmstepd was killed (22.05)."""
+# Seconds between two touches of a waiting job's run directory, which keep the directory from being swept.
 _TOUCH_INTERVAL = 3600.0
-"""Seconds between two touches of a waiting job's run directory, which keep the directory from being swept."""
 _NO_STEP = Step("", "", None, None)  # Stands for a step without ownership, whose payload this process may always end.
 
 
@@ -66,8 +62,7 @@ class SlurmJob:
     queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
     log: Any  # The step's Dagster log.
     make_way: MakeWay | None = None  # Ends idle sessions whose nodes the waiting job could use; None leaves sessions alone.
-    waiting_since: float | None = None
-    """Start of the queue timeout, by the cluster's clock; None for the time of submission."""
+    waiting_since: float | None = None  # Start of the queue timeout, by the cluster's clock; None for the time of submission.
     cancelled: bool = False  # Whether Slurm was asked to cancel the job.
     _snapshot: QueueSnapshot | None = None
     _queried_at: float = 0.0
@@ -77,8 +72,7 @@ class SlurmJob:
     _last_reason: str = ""
     _last_error: str | None = None
     _sizes_checked: bool = False
-    _too_large: str | None = None
-    """Why the job can never start, if it asks for more nodes than its partition has; else None."""
+    _too_large: str | None = None  # Why the job can never start, if it asks for more nodes than its partition has; else None.
 
     def __post_init__(self) -> None:
         self.job_id = self.submitted.job_id
@@ -151,7 +145,6 @@ class SlurmJob:
         return pending_reason(self.status.reason, self._rows, self.request)
 
     def _observe_exit(self) -> None:
-        """Update the status from the file with the batch script's exit code, at most once a second."""
         if time.monotonic() - self._exit_read_at >= _EXIT_INTERVAL:
             self._exit_read_at = time.monotonic()
             code = parse_exit(self.commands.read(os.path.join(self.directory, EXIT), 0, _LOG_BYTES), self.number)
@@ -167,10 +160,7 @@ class SlurmJob:
     # ---- Waiting
 
     def report_waiting(self) -> None:
-        """Log why the job waits whenever the reason changes, and end idle sessions whose nodes the job could use.
-
-        Raises OSError if Slurm cannot be asked.
-        """
+        """Log why the job waits whenever the reason changes, and end idle sessions whose nodes the job could use."""
         status = self.status
         if status.phase != JobPhase.PENDING:
             return
@@ -188,7 +178,6 @@ class SlurmJob:
             self._check_partition_sizes()
 
     def _check_partition_sizes(self) -> None:
-        """Compare the nodes that the job asks for with the sizes of its partitions."""
         done = run_slurm(self.commands, ["sinfo", "--noheader", "--all", "--format=%R|%D"], timeout=60)
         lines = [line.partition("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
         problem = partition_too_small(self._rows, self.request, {name: parse_count(nodes.strip()) for name, _, nodes in lines})
@@ -198,10 +187,7 @@ class SlurmJob:
             self.log.warning(f"[rayslurm] {problem}")
 
     def check_waiting(self) -> None:
-        """Report why the job waits; raise RunFailure if it can never start, or has waited for longer than its queue timeout.
-
-        Raises OSError if Slurm cannot be asked.
-        """
+        """Report why the job waits; raise RunFailure if it can never start, or has waited for longer than its queue timeout."""
         self.report_waiting()
         phase, waiting_since = self.status.phase, self.submitted_at if self.waiting_since is None else self.waiting_since
         reason = self._too_large or never_starts(self._rows, self.request)
@@ -220,10 +206,7 @@ class SlurmJob:
     # ---- End
 
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
-        """Returns how the job ended, in words; None while it lives, and while files that it wrote may still become visible.
-
-        `started` and `recorded` are those of `settling_time`.
-        """
+        """How the job ended, in words; None while it lives, and while files that it wrote may still become visible."""
         status = self.status
         if not status.over:
             return None
@@ -256,7 +239,9 @@ class SlurmJob:
         failed = [each for each in failed_tasks(script_log) if not each[2].startswith(_SIGNALLED)]
         nodes = facts.nodes if facts is not None and facts.components else ()
         for node, task, how in failed[:_MOST_LOGS]:
-            number = node_number(node, task, nodes if self.request.further_components else None)
+            # With components srun counts the tasks from 0 in each.
+            counted = not self.request.further_components
+            number = task if counted else nodes.index(node) if node in nodes else None
             tail = "" if number is None else self._log_tail(node_log(number))
             if number and tail.strip():
                 evidence.tails[f"runtime on {node}"] = tail
@@ -299,10 +284,7 @@ class SlurmJob:
         return metadata
 
     def cancel_until_gone(self, grace_period: float = 0.0) -> None:
-        """Repeat `scancel` until Slurm confirms the end of the job, and log the outcome; a second call does nothing.
-
-        The job may end by itself for `grace_period` seconds before the first `scancel`.
-        """
+        """Repeat `scancel`, after `grace_period` seconds, until Slurm confirms the end, and log the outcome; once only."""
         if self._cancel_confirmed:
             return
         self._cancel_confirmed = True
@@ -346,20 +328,13 @@ class BatchJob:
 
     def __post_init__(self) -> None:
         self.job_id: str | None = self.job.job_id
+        self.requeue = self.job.requeue
         self.directory = self.directory or self.job.directory
         self._cancel_request = CancelRequest(self._send_cancel, self.job.log)
 
     @property
     def waiting(self) -> bool:
         return not self._started and self.job.status.phase in (JobPhase.UNKNOWN, JobPhase.PENDING)
-
-    @property
-    def place(self) -> str:
-        return self.job.place
-
-    @property
-    def requeue(self) -> bool:
-        return self.job.requeue
 
     def poll(self, evidence: Evidence) -> str | None:
         job, started_at = self.job, self._started_at(evidence)
@@ -382,7 +357,7 @@ class BatchJob:
         self._cancel_request.send(now)
 
     def kill(self) -> None:
-        if self.step.should_end():
+        if self.step.owner.confirm_or_assume():
             self.job.cancelled = True
             self.job.cancel_until_gone()
 
@@ -403,9 +378,9 @@ class BatchJob:
         if evidence.connection_lost and not self.job.cancelled:
             return  # Slurm cannot be asked, and the job may go on.
         if self.job.cancelled or (not evidence.started and not self.job.status.over):
-            if self.step.should_end():
+            if self.step.owner.confirm_or_assume():
                 self.job.cancel_until_gone()
-        elif (self._runtime_cancels or evidence.nodes_lost or reason in _SRUN_MAY_HANG) and self.step.should_end():
+        elif (self._runtime_cancels or evidence.nodes_lost or reason in _SRUN_MAY_HANG) and self.step.owner.confirm_or_assume():
             if reason == EndReason.TERMINATED and not self._runtime_cancels:
                 self.explain(evidence)  # Ask for Slurm's reason now, before `scancel` replaces that reason.
             self.job.cancelled = self._runtime_cancels
@@ -413,7 +388,7 @@ class BatchJob:
 
     def _send_cancel(self, now: bool) -> None:
         """Ask the runtime to end the payload; if the runtime has not started, ask Slurm to cancel the job."""
-        if not self.step.may_end():
+        if not self.step.owner.confirm():
             return
         if self._started:
             # The runtime ends the payload while Ray lives; scancel would end Ray at the same moment.

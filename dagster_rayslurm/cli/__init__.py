@@ -1,7 +1,4 @@
-"""The `rayslurm` command: shows run directories and sessions, ends sessions, and checks the edge node, without Dagster.
-
-It starts no payloads. Begin with `main` in this module; `session` has the subcommands for sessions.
-"""
+"""The `rayslurm` command: shows run directories and sessions, ends sessions, and checks the edge node; starts no payloads."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from .. import __version__
 from ..backends.base import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from ..ssh.base import Connection
-from ..ssh.pool import connection_to
+from ..ssh.local import connection_to
 from .session import edge_node, json_option, one_sentence_errors, prefix_option, print_table, session
 
 
@@ -92,7 +89,6 @@ def _by_age(layout: Layout) -> list[Path]:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    """The records in a file of a run directory."""
     reader = LineReader()
     try:
         with path.open("rb") as file:
@@ -103,7 +99,6 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
-    """The values that `rayslurm runs` prints for one run directory."""
     try:
         status = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

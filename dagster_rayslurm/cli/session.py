@@ -8,8 +8,8 @@ import posixpath
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -19,7 +19,7 @@ from ..backends.sessions.listing import SessionState, end_generations, job_of, s
 from ..backends.sessions.local import end_session
 from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..backends.sessions.registry import Generation, list_generations
-from ..backends.sessions.request import Unreachable, send_request
+from ..backends.sessions.request import send_request
 from ..config import resolve_variables
 from ..errors import StartError, one_sentence
 from ..runtime.protocol.messages import Operation
@@ -27,15 +27,11 @@ from ..slurm.refusals import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection, expand_home, is_rooted
 from ..ssh.config import SSHConnectionResource
-from ..ssh.local import LocalConnection
-from ..ssh.pool import connection_to
+from ..ssh.local import LocalConnection, connection_to
 
-_THREADS = 8
-"""Maximum number of sessions that are asked for their description at the same time."""
-_OVER = (SessionState.ENDED, SessionState.DEAD)
-"""States of sessions that have ended; `list` shows them only with `--all`."""
-_DESCRIBED = ("running", "waiting", "served", "idle", "time_left")
-"""What only the session itself knows."""
+_THREADS = 8  # Maximum number of sessions that are asked for their description at the same time.
+_OVER = (SessionState.ENDED, SessionState.DEAD)  # States of sessions that have ended; `list` shows them only with `--all`.
+_DESCRIBED = ("running", "waiting", "served", "idle", "time_left")  # What only the session itself knows.
 _COLUMNS = ("session", "state", "job", "node", "run", "wait", "served", "idle", "left")
 
 prefix_option = click.option(
@@ -79,25 +75,24 @@ class Session:
     connection: Connection
     generation: Generation
     row: dict[str, Any]
-
-    def describe(self) -> Mapping[str, Any]:
-        """What the session says of itself; raises `OSError` or `StartError`."""
-        return send_request(self.connection, self.generation, {"op": Operation.DESCRIBE})
+    description: Mapping[str, Any] = field(default_factory=dict)  # What the session says of itself.
 
     def refresh(self) -> None:
-        """Put into the row what the session says of itself, unless it has not announced itself yet, or has ended."""
+        """Ask the session for its description and put it into the row, unless it has not announced itself yet, or has ended."""
         if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
             return
         try:
-            answer = self.describe()
+            answer = dict(send_request(self.connection, self.generation, {"op": Operation.DESCRIBE}))
         except (OSError, StartError) as error:
             self.row |= {"state": SessionState.SILENT, "reason": str(error)}
             return
+        if not answer.pop("ok", False):
+            self.row["state"] = SessionState.ENDED
+            return
         state = SessionState.READY if answer.get("ready") else SessionState.STARTING
-        if answer.get("draining"):
-            state = SessionState.DRAINING
-        self.row |= {name: answer.get(name) for name in _DESCRIBED} if answer.get("ok") else {}
-        self.row |= {"state": state, "reason": answer.get("draining")} if answer.get("ok") else {"state": SessionState.ENDED}
+        self.description = answer
+        self.row |= {name: answer.get(name) for name in _DESCRIBED}
+        self.row |= {"state": SessionState.DRAINING if answer.get("draining") else state, "reason": answer.get("draining")}
 
 
 @click.group()
@@ -141,11 +136,7 @@ def show(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
     with one_sentence_errors():
         one = _find(ident, _sessions(*source))
         one.refresh()
-        description: dict[str, Any] = {}
-        if one.row["state"] not in (*_OVER, SessionState.PENDING, SessionState.SILENT):
-            with suppress(Unreachable):  # The session is starting or ending.
-                description = {name: value for name, value in one.describe().items() if name != "ok"}
-    shown = {**description, **one.row}
+    shown = {**one.description, **one.row}
     if as_json:
         return click.echo(json.dumps(shown))
     cells = [(name.replace("_", " "), _lines(value)) for name, value in shown.items() if value not in (None, [], {}, "")]
@@ -187,7 +178,7 @@ def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
         components = snapshot.components(job.job_id) if snapshot and job else ()
         row = _row(connection, each, state_of(each, job), job)
         row["partition"] = ", ".join(dict.fromkeys(part.partition for part in components)) or None
-        row["components"] = list(each.components)
+        row["components"] = each.manifest.capacity.components if each.manifest is not None else []
         if row["state"] == SessionState.PENDING and job is not None:
             told = most_informative_row(components) or job
             row["reason"] = told.reason + (

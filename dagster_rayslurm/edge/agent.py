@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-PACKAGE = "rayslurm_edge"
-"""Name of this package in the agent's process."""
-PART = 256 * 1024
-"""Most bytes of a frame's body, so that no large message holds up the others for long."""
+PACKAGE = "rayslurm_edge"  # Name of this package in the agent's process.
+PART = 256 * 1024  # Most bytes of a frame's body, so that no large message holds up the others for long.
 _LENGTHS = struct.Struct(">II")
 
 # The word is printed twice, so that a shell that echoes its commands does not print the hello.

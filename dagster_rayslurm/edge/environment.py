@@ -7,17 +7,19 @@ import os
 import shutil
 import time
 
-from . import delivery, files, processes, slurm
+from . import base_directory, files, processes, slurm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+# Paths of Python below the prefix of an environment; the first that exists is used.
 _PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
-"""Paths of Python below the prefix of an environment; the first that exists is used."""
+# Shell script that sources its first argument and then runs the command in the other arguments.
 ACTIVATE = '. "$1" && shift && exec "$@"'
-"""Shell script that sources its first argument and then runs the command in the other arguments."""
+# The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
+# packages, and runs in every Python, even one that is too old.
 PROBE = """\
 import json, os, sys
 
@@ -39,8 +41,6 @@ if sys.version_info >= (3, 8):
     paths = [sys.executable, os.path.realpath(sys.executable), os.path.join(sys.prefix, "pyvenv.cfg")] + sys.path
 sys.stdout.write(word + json.dumps([facts, paths]))
 """
-"""The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
-packages, and runs in every Python, even one that is too old."""
 
 
 def find(prefix: str) -> "tuple[str, str]":
@@ -51,17 +51,14 @@ def find(prefix: str) -> "tuple[str, str]":
     return python, script if os.path.isfile(script) else ""
 
 
-def look(prefix: str, python: str, cache: str, age: float, timeout: float, of_dagster: bool) -> "dict[str, Any]":
+def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "dict[str, Any]":
     """Look at the environment in the directory `prefix`, or if that is "" at the one of `python`.
 
-    Args:
-        cache: the file of cached facts; they count for `age` seconds, as long as the environment's paths do not change.
-        timeout: seconds for the start of `activate.sh` and Python.
-        of_dagster: whether this process has Dagster's environment variables, which no job gets.
+    Facts in the file `cache` count for `age` seconds, as long as the environment's paths do not change. `activate.sh` and Python
+    may take `timeout` seconds to start.
 
-    Returns:
-        `python`, `activate`, `facts`, and whether these were `cached`. For an environment that cannot be used `problem`; if it
-        does not start, also `code` and `error`, what it said.
+    Returns `python`, `activate`, `facts`, and whether these were `cached`. For an environment that cannot be used `problem`; if
+    it does not start, also `code` and `error`, what it said.
     """
     activate = ""
     if prefix:
@@ -83,7 +80,7 @@ def look(prefix: str, python: str, cache: str, age: float, timeout: float, of_da
     command = [found["python"], "-c", "word = %r\n%s" % (word, PROBE)]
     if activate:
         command = ["bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word, *command]
-    environ = slurm.without_options(slurm.job_environment(os.environ) if of_dagster else os.environ)
+    environ = slurm.without_options(slurm.login_environment())
     code, out, error = processes.run(command, b"", timeout, environ, "/")
     said = out.decode("utf-8", "replace").split(word)
     if code is None:
@@ -112,8 +109,7 @@ def _states(paths: "list[str]") -> "list[list[int] | None]":
 
 # -- environments that are sent ------------------------------------------------------------------------------------------
 
-PREFIX = "{prefix}"
-"""Stands in the commands of `make` for the path of the new prefix."""
+PREFIX = "{prefix}"  # Stands in the commands of `make` for the path of the new prefix.
 _PLATFORM = """\
 import json, platform, sys
 base = getattr(sys, "_base_executable", None) or sys.executable
@@ -146,7 +142,7 @@ def make(directory: str, key: str, commands: "Sequence[Sequence[str]]", timeout:
     to which the name leads by a link once it is complete. A lock has other processes wait; on a file system without locks
     several may do the work, and the first one's counts.
     """
-    delivery.make_private(directory)
+    base_directory.make_private(directory)
     link = os.path.join(directory, key)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "PYTHON", "VIRTUAL_ENV"))}
     lock = os.open(os.path.join(directory, ".lock-" + key[0]), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -173,4 +169,4 @@ def make(directory: str, key: str, commands: "Sequence[Sequence[str]]", timeout:
     finally:
         os.close(lock)
         if prefix:
-            delivery.remove(prefix)
+            base_directory.remove(prefix)

@@ -5,18 +5,17 @@ import os
 import shutil
 
 
-def account() -> "tuple[int, str]":
-    """The numeric id and the home directory of the user."""
-    return os.geteuid(), os.path.expanduser("~")
+def home() -> str:
+    """The home directory of the user."""
+    return os.path.expanduser("~")
 
 
-def stat(path: str) -> "list[int] | None":
-    """Owner and time of the last change of a file in seconds, or None if the path does not exist."""
+def modified(path: str) -> "float | None":
+    """The time of the last change of a file, or None if the path does not exist."""
     try:
-        status = os.stat(path)
+        return os.stat(path).st_mtime
     except FileNotFoundError:
         return None
-    return [status.st_uid, int(status.st_mtime)]
 
 
 def read(path: str, offset: int, limit: int) -> bytes:
@@ -104,7 +103,7 @@ def open_read(path: str, version: "list[int]", offset: int, limit: int) -> "tupl
 
 
 def read_at(fd: int, offset: int, limit: int) -> bytes:
-    """Bytes of an open file."""
+    """At most `limit` bytes of an open file, a descriptor, from `offset` on; b"" at its end."""
     return os.pread(fd, limit, offset)
 
 

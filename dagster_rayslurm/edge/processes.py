@@ -13,15 +13,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_GRACE = 2.0
-"""Seconds from SIGTERM to SIGKILL."""
-_LONGEST_PAUSE = 0.1
-"""Most seconds until the end of a command is noticed whose background processes hold its output open."""
-_PIPE = 1024 * 1024
-"""Most bytes that a pipe holds (pipe(7))."""
+_GRACE = 2.0  # Seconds from SIGTERM to SIGKILL.
+_LONGEST_PAUSE = 0.1  # Most seconds until the end of a command is noticed whose background processes hold its output open.
+_PIPE = 1024 * 1024  # Most bytes that a pipe holds (pipe(7)).
 
+# By name of the thread that waits for it.
 _running = {}  # type: dict[str, subprocess.Popen[bytes]]
-"""By name of the thread that waits for it."""
 
 
 def run(

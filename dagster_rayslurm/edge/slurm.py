@@ -19,8 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+# Exit codes of `submit`: the run directory cannot be written, another process has made it, and sbatch is not found.
 CANNOT_WRITE, TAKEN, NO_PROGRAM = 70, 78, 127
-"""Exit codes of `submit`: the run directory cannot be written, another process has made it, and sbatch is not found."""
 
 _OPTIONS = re.compile("(SLURM|SRUN|SBATCH|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO)_[A-Za-z0-9_]*")
 _HOW_TO_REACH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
@@ -28,12 +28,12 @@ _JOB_MAY_SEE = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "SLURM
 _JOB_MAY_SEE_PREFIXES = ("LC_", "MODULES", "LMOD_")
 _LOGIN_TIMEOUT = 60.0  # Seconds for the start-up files of a login shell.
 
+# Least pause between two queries of the queue, as a multiple of the time that slurmctld took to answer the last one.
 BACK_OFF = 5.0
-"""Least pause between two queries of the queue, as a multiple of the time that slurmctld took to answer the last one."""
 _MAX_BYTES = 64 * 1024 * 1024  # Of the shared answer of squeue.
 
+# The directory of sbatch on the PATH of a login shell, or "", once a login shell was asked.
 _login_path = []  # type: list[str]
-"""The directory of sbatch on the PATH of a login shell, or "", once a login shell was asked."""
 
 
 def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":
@@ -51,20 +51,25 @@ def without_options(environ: "Mapping[str, str]", keep: "Sequence[str]" = ()) ->
     return {name: environ[name] for name in environ if name in kept or not _OPTIONS.fullmatch(name)}
 
 
+def login_environment() -> "Mapping[str, str]":
+    """The variables of a login: those of the agent, or in Dagster's own process those that a job may see."""
+    return os.environ if __name__.startswith("rayslurm_edge.") else job_environment(os.environ)
+
+
 def now() -> float:
     """The time on the edge node, in seconds of the epoch."""
     return time.time()
 
 
 def run(
-    command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", of_dagster: bool, directory: str = ""
+    command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", directory: str = ""
 ) -> "tuple[int | None, bytes, bytes]":
     """As `processes.run`, for a command that is or runs a program of Slurm; `keep` names `SBATCH_*` variables for it.
 
     The PATH of a non-interactive login is often shorter than that of an interactive one. So if it has no sbatch, a login shell is
-    asked once for its PATH. `of_dagster` says that the environment of this process is Dagster's.
+    asked once for its PATH.
     """
-    environ = without_options(job_environment(os.environ) if of_dagster else os.environ, keep)
+    environ = without_options(login_environment(), keep)
     path = environ.get("PATH", os.defpath)
     if not shutil.which("sbatch", path=path):
         if not _login_path:
@@ -88,7 +93,6 @@ def submit(
     stdin: bytes,
     timeout: "float | None",
     keep: "Sequence[str]",
-    of_dagster: bool,
     run_dir: str,
     claim: str,
     texts: "Mapping[str, str]",
@@ -104,7 +108,7 @@ def submit(
     """
 
     def slurm(*words: str) -> "tuple[int | None, bytes, bytes]":
-        return run(words, stdin, timeout, keep, of_dagster, run_dir)
+        return run(words, stdin, timeout, keep, run_dir)
 
     try:
         if claim and not _claimed(run_dir, claim):
@@ -114,7 +118,9 @@ def submit(
         answer = files.read(os.path.join(run_dir, JOB_ID), 0, 1024).strip()
         if not answer:
             for name in texts:
-                fd = os.open(os.path.join(run_dir, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                path = os.path.join(run_dir, name)
+                files.make_dir(os.path.dirname(path))
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
                 with os.fdopen(fd, "wb") as file:
                     file.write(texts[name].encode("latin-1"))
             code, answer, error = slurm(*command)
@@ -151,21 +157,15 @@ def queue(
     stdin: bytes,
     timeout: "float | None",
     keep: "Sequence[str]",
-    of_dagster: bool,
     path: str = "",
     interval: float = 0.0,
     known: float = 0.0,
 ) -> "tuple[int | None, bytes, bytes]":
     """The jobs of this user as `command`, squeue, prints them; from a file that all processes share, if the answer there is good.
 
-    Args:
-        path: the file; "" for a query of one's own.
-        interval: seconds for which an answer is good; longer if slurmctld takes long to answer.
-        known: when the newest answer began that the caller knows.
-
-    Returns:
-        As `run`. The output is the time of the call. If there is a newer answer than the known one, the times before and after
-        squeue ran follow in the next line, and then what squeue printed.
+    It is good for `interval` seconds, or longer if slurmctld takes long to answer. Without a `path` of the file squeue is run.
+    The output is the time of the call. If there is a newer answer than that which began at `known`, the times before and after
+    squeue ran follow in the next line, and then what squeue printed.
     """
     at = now()
     stamp = b"%.3f\n" % at
@@ -176,7 +176,7 @@ def queue(
         interval = max(interval, BACK_OFF * (ended - began))
         if abs(at - began) < interval or not _claim(os.path.dirname(path), at, interval):
             return 0, stamp + (shared if began > known or known > at else b""), b""
-    code, out, error = run(command, stdin, timeout, keep, of_dagster)
+    code, out, error = run(command, stdin, timeout, keep)
     if code != 0:
         return code, out, error
     answer = b"%.3f %.3f\n" % (at, now()) + out

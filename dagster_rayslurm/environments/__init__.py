@@ -10,13 +10,9 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal, Optional, Union
 
-from pydantic import Field
-
 from ..config import StrictConfig, check_text, checked, plain_text
 from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
-
-_KIND = "Tells the environments apart in configuration."
 
 
 def _lines(commands: object) -> object:
@@ -33,16 +29,15 @@ def _lines(commands: object) -> object:
 class InheritedEnvironment(StrictConfig):
     """The Python that runs Dagster, for local mode or when Dagster runs on the cluster's shared file system."""
 
-    kind: Literal["inherited"] = Field(default="inherited", description=_KIND)
+    kind: Literal["inherited"] = "inherited"
 
 
 class PreDeployedEnvironment(StrictConfig):
     """An environment that is already installed where the payload runs."""
 
-    kind: Literal["pre-deployed"] = Field(default="pre-deployed", description=_KIND)
-    path: Annotated[str, plain_text] = Field(
-        description="A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."
-    )
+    kind: Literal["pre-deployed"] = "pre-deployed"
+    path: Annotated[str, plain_text]
+    """A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."""
 
 
 class SentEnvironment(StrictConfig):
@@ -52,38 +47,34 @@ class SentEnvironment(StrictConfig):
 class CommandEnvironment(SentEnvironment):
     """An environment that shell commands on the cluster activate, such as `module load cuda/12` or `conda activate study`."""
 
-    kind: Literal["command"] = Field(default="command", description=_KIND)
-    commands: Annotated[list[str], checked(_lines)] = Field(
-        description="Commands of bash, run after the start-up files of a login shell, before the runtime starts."
-    )
-    python: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="The Python of the environment, a path or a command; None for the `python3` that it has then."
-    )
+    kind: Literal["command"] = "command"
+    commands: Annotated[list[str], checked(_lines)]
+    """Commands of bash, run after the start-up files of a login shell, before the runtime starts."""
+    python: Annotated[Optional[str], plain_text] = None
+    """The Python of the environment, a path or a command; None for the `python3` that it has then."""
 
 
 class UvEnvironment(SentEnvironment):
     """An environment made on the cluster from the wheels in a lock file of uv, which this machine fetches and sends."""
 
-    kind: Literal["uv"] = Field(default="uv", description=_KIND)
-    project: Annotated[str, plain_text] = Field(
-        default=".", description="The project's directory on this machine, with pyproject.toml and uv.lock."
-    )
-    groups: list[str] = Field(default=[], description="Dependency groups of the project to install besides its dependencies.")
-    python: Annotated[Optional[str], plain_text] = Field(
-        default=None,
-        description='The Python on the cluster: a version such as "3.11", a path or a command there; None for one that the '
-        "project allows, preferably of the version that runs Dagster.",
-    )
-    requirements: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="A requirements file to install instead of a project's lock file; pinned at its first use."
-    )
+    kind: Literal["uv"] = "uv"
+    project: Annotated[str, plain_text] = "."
+    """The project's directory on this machine, with pyproject.toml and uv.lock."""
+    groups: list[str] = []
+    """Dependency groups of the project to install besides its dependencies."""
+    python: Annotated[Optional[str], plain_text] = None
+    """The Python on the cluster: a version such as "3.11", a path or a command there; None for one that the project allows,
+    preferably of the version that runs Dagster."""
+    requirements: Annotated[Optional[str], plain_text] = None
+    """A requirements file to install instead of a project's lock file; pinned at its first use."""
 
 
 class PackedEnvironment(SentEnvironment):
     """An environment in an archive on this machine: of conda-pack, venv-pack, pixi-pack --create-executable, or pex."""
 
-    kind: Literal["packed"] = Field(default="packed", description=_KIND)
-    archive: Annotated[str, plain_text] = Field(description="The archive's path; its content says what wrote it.")
+    kind: Literal["packed"] = "packed"
+    archive: Annotated[str, plain_text]
+    """The archive's path; its content says what wrote it."""
 
 
 Environment = Union[InheritedEnvironment, PreDeployedEnvironment, CommandEnvironment, UvEnvironment, PackedEnvironment]
@@ -117,13 +108,10 @@ def resolve_environment(environment: Environment) -> Interpreter:
 
 
 def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
-    """The path of an environment on the Slurm cluster: a prefix, or the Python of this process for the inherited one.
+    """The path of an environment on the cluster, absolute or with "~/" of the cluster; Dagster's Python for the inherited one.
 
-    The path is absolute, or begins with "~/" of the cluster. Without `over_ssh`, this machine is the edge node. It is "" for an
-    environment that is sent, until `send` has located it.
-
-    Raises:
-        ValueError: the environment cannot be on the cluster.
+    Without `over_ssh`, this machine is the edge node. "" for an environment that is sent, until `send` has located it. Raises
+    `ValueError` if the environment cannot be on the cluster.
     """
     if isinstance(environment, SentEnvironment):
         return ""

@@ -16,14 +16,12 @@ from ..ssh.base import Connection, expand_home
 from ..ssh.local import LocalConnection
 from . import Environment, Interpreter, path_on_cluster
 
-_TIMEOUT = 120.0
-"""Seconds in which `activate.sh` and Python must start and the probe must end."""
-_MARGIN = 10.0
-"""Seconds that the edge node has beyond that."""
+_TIMEOUT = 120.0  # Seconds in which `activate.sh` and Python must start and the probe must end.
+_MARGIN = 10.0  # Seconds that the edge node has beyond that.
+# Seconds for which the cluster's cache of an answer is valid: it does not notice changes in modules that `activate.sh` loads.
 _CACHE_AGE = 86400.0
-"""Seconds for which the cluster's cache of an answer is valid: it does not notice changes in modules that `activate.sh` loads."""
-_OWN_CACHE_AGE = 300.0
-"""Seconds for which this process's cache of an answer is valid."""
+_OWN_CACHE_AGE = 300.0  # Seconds for which this process's cache of an answer is valid.
+# Error messages for environments that cannot be used, by the word that `look` returns.
 _PROBLEMS = {
     "absent": "there is no directory {path}, or this user cannot enter it; name a prefix that the edge node and the compute "
     "nodes see",
@@ -35,7 +33,6 @@ _PROBLEMS = {
     "python": "the Python of {path} cannot be started, it ended with exit code {code}",
     "late": "{path}/activate.sh or its Python does not come to an end within {timeout:g} s",
 }
-"""Error messages for environments that cannot be used, by the word that `look` returns."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +45,17 @@ class Facts:
     pipes: str | None
 
 
+# This process's cache, by connection and path of the environment: the time of the answer (`time.monotonic()`), and the facts.
 _known: weakref.WeakKeyDictionary[Connection, dict[str, tuple[float, Facts]]] = weakref.WeakKeyDictionary()
-"""This process's cache, by connection and path of the environment: the time of the answer (`time.monotonic()`), and the facts."""
 
 
 def check_environment_on(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> Interpreter:
-    """The interpreter of an environment on the Slurm cluster, after a check that the environment can run a payload.
+    """The interpreter of an environment on the Slurm cluster; raises StartError if the environment cannot run a payload.
 
-    The edge node caches the facts for up to a day, while Python and the directories on its import path do not change; the
-    next check then does not start Python. This process caches the facts for five minutes. A refusal by cached facts is checked
-    again.
-
-    Raises:
-        StartError: the environment does not exist, does not start, lacks a package, or cannot be on the cluster.
-        OSError: the edge node cannot be reached, or the cache cannot be written.
+    The edge node caches the facts for up to a day, while Python and the directories on its import path do not change; this
+    process caches them for five minutes. A refusal by cached facts is checked again.
     """
     try:
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
@@ -74,9 +66,9 @@ def check_environment_on(
         return known.interpreter
     key = hashlib.sha256(f"{path}\0{PROBE}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
     where = ("", path) if environment.kind == "inherited" else (path, "")
-    problem, here = None, isinstance(connection, LocalConnection)
+    problem = None
     for age in (_CACHE_AGE, 0.0):
-        arguments = *where, os.path.join(cache_dir, key), age, _TIMEOUT, here
+        arguments = *where, os.path.join(cache_dir, key), age, _TIMEOUT
         try:
             found = connection.call(look, *arguments, repeat=True, timeout=_TIMEOUT + _MARGIN)
         except TimeoutError:

@@ -11,13 +11,13 @@ from ..edge.environment import PREFIX
 from . import PackedEnvironment
 from .send import Piece, Platform, Recipe
 
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""First bytes of archives by gzip, bzip2, xz and zstd."""
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # First bytes of archives by gzip, bzip2, xz and zstd.
 _HEADER = 65536
+# conda-pack's script puts the new path into the files that contain the old one; venv-pack's archives need nothing.
 _TAR = 'tar -x --no-same-owner -f "$1" -C "$2" && cd "$2" && { [ ! -e bin/conda-unpack ] || bin/python bin/conda-unpack; }'
-"""conda-pack's script puts the new path into the files that contain the old one; venv-pack's archives need nothing."""
 _PIXI = 'exec bash "$1" --output-directory "$2"'
 _PEX = 'PEX_ROOT="$2/pex" PEX_INTERPRETER=1 exec "$3" "$1" -c "$4" "$2"'
+# Unpacks a PEX file, and makes a virtual environment that imports from there: Ray starts further processes of its Python.
 _PEX_PROGRAM = """\
 import os, site, sys, sysconfig, venv
 prefix = sys.argv[1]
@@ -27,10 +27,9 @@ library = os.path.join(prefix, "lib", "python%d.%d" % sys.version_info[:2], "sit
 with open(os.path.join(library, "pex.pth"), "w") as file:
     file.write("\\n".join(inside) + "\\n")
 """
-"""Unpacks a PEX file, and makes a virtual environment that imports from there: Ray starts further processes of its Python."""
 
+# By path of an archive: its state when this process read it, and its SHA-256.
 _digests: dict[str, tuple[object, str]] = {}
-"""By path of an archive: its state when this process read it, and its SHA-256."""
 
 
 def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:

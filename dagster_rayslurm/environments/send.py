@@ -26,17 +26,16 @@ from ..errors import FailureKind, StartError
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import locked
 from ..upload.bundle import bundle_files
-from ..upload.deliver import install, log_progress, mark_installed, missing, place_of, send_files
+from ..upload.deliver import install, log_progress, missing, place_of, send_files
 from . import CommandEnvironment, Environment, PreDeployedEnvironment, SentEnvironment, UvEnvironment
 
-_FORMAT = "rayslurm environment 2"
-"""Part of the name of each prefix; a change has all of them made anew."""
+_FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
+# Seconds for which this machine's cache of a platform is valid; a prefix is made for what was looked at just now.
 _PLATFORM_AGE = 86400.0
-"""Seconds for which this machine's cache of a platform is valid; a prefix is made for what was looked at just now."""
 _LOOK_TIMEOUT, _MAKE_TIMEOUT = 60.0, 3600.0
 
+# By environment and platform: the last recipe, and the state of its inputs on this machine.
 _recipes: dict[str, tuple[Recipe, object]] = {}
-"""By environment and platform: the last recipe, and the state of its inputs on this machine."""
 
 
 @dataclass(frozen=True)
@@ -107,20 +106,24 @@ def send_environment(connection: Connection, environment: Environment, base: str
         StartError: the environment cannot be made; the sentence says what to do.
         OSError: the cluster cannot be reached, or a file cannot be sent.
     """
+
+    def warn(sentence: str) -> None:
+        log.warning(f"[rayslurm] remote_base: {sentence}")
+
     if not isinstance(environment, SentEnvironment):
         return environment
     try:
         if isinstance(environment, CommandEnvironment):
-            return PreDeployedEnvironment(path=_send_commands(connection, environment, base, log))
+            return PreDeployedEnvironment(path=_send_commands(connection, environment, base, warn))
         for age in (_PLATFORM_AGE, 0.0):
             recipe = _recipe(connection, environment, age)
             path = posixpath.join(base, "prefixes", recipe.key)
-            if not missing(connection, base, [path], log):
+            if not missing(connection, base, [path], warn):
                 return PreDeployedEnvironment(path=path)
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, f"environment: {error}") from None
     with locked(f"environment-{recipe.key[0]}"):
-        if missing(connection, base, [path], log):
+        if missing(connection, base, [path]):
             _make(connection, recipe, base, path, log)
     return PreDeployedEnvironment(path=path)
 
@@ -168,7 +171,7 @@ def cached(*names: str) -> str:
 def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any) -> None:
     """Send the files that the cluster lacks, and have it run the recipe; raises `StartError` if that fails."""
     began, pieces = time.monotonic(), {posixpath.join(base, each.place): each for each in recipe.pieces}
-    lacking = missing(connection, base, list(pieces), log)
+    lacking = missing(connection, base, list(pieces))
     try:
         with ThreadPoolExecutor(8) as pool:
             local = dict(zip(lacking, pool.map(lambda each: pieces[each].get(), lacking), strict=True))
@@ -187,7 +190,6 @@ def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any
     if problem:
         sentence = f"environment: it cannot be made in {base} on {connection.place}: {' '.join(problem.split())}"
         raise StartError(FailureKind.ENVIRONMENT, sentence)
-    mark_installed(connection, path)
     log.info(f"[rayslurm] environment: made {path} in {time.monotonic() - began:.1f} s")
 
 
@@ -201,7 +203,7 @@ _rayslurm() { _rayslurm=$?; printf 'this command failed: %s\\n' "$1" >&2; return
 """
 
 
-def _send_commands(connection: Connection, environment: CommandEnvironment, base: str, log: Any) -> str:
+def _send_commands(connection: Connection, environment: CommandEnvironment, base: str, warn: Callable[[str], None]) -> str:
     """Send a directory with an `activate.sh` that runs the commands; returns its path on the cluster."""
     commands = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in environment.commands]
     texts = {"activate.sh": _ACTIVATE + "\n".join([*commands, ""])}
@@ -214,5 +216,5 @@ def _send_commands(connection: Connection, environment: CommandEnvironment, base
                 file.write(text)
             os.chmod(paths[name], 0o700)
         bundle = bundle_files(paths, argument="environment")
-        install(connection, base, [bundle], warn=lambda sentence: log.warning(f"[rayslurm] remote_base: {sentence}"))
+        install(connection, base, [bundle], warn=warn)
     return place_of(base, bundle)

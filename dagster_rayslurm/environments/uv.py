@@ -30,8 +30,8 @@ from .send import Piece, Platform, Python, Recipe, cached
 
 _EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
 _VERSION = re.compile(r"\d+(\.\d+)*")
+# Minor versions of glibc 2 that `uv --python-platform` knows (uv 0.13).
 _MANYLINUX = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
-"""Minor versions of glibc 2 that `uv --python-platform` knows (uv 0.13)."""
 _ISOLATED = ("--no-config", "--offline")
 _TIMEOUT = 900.0
 

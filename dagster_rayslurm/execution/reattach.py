@@ -1,11 +1,8 @@
 """Reattach: continue a payload that an earlier attempt at this step started and did not follow to its end.
 
-A payload on a cluster outlives the Dagster process that started it. A retry of the step, in the same run or in a run that
-retries from failure, finds the payload's run directory and the forwarded log messages in Dagster's event log. Results and custom
-messages are read again from the payload's record.
-
-Dagster keeps the output of a step in a file of this machine, without marking what belongs to a payload. So a bookmark, also a
-file of this machine, notes after each batch how much output was shown. After a reattach, at most the last batch is shown twice.
+A retry of the step, in the same run or in one that retries from failure, finds the payload's run directory and the forwarded log
+messages in Dagster's event log. It reads results and custom messages again from the payload's record. How much output was shown
+is in a bookmark, a file of this machine, as is the output that Dagster keeps: at most the last batch is shown twice.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +22,7 @@ import dagster as dg
 
 from ..backends.base import Backend, CanReattach, Layout, Step
 from ..backends.ownership import FIRST_OWNER, Ownership, owner_file
-from ..edge.sweep import BOOKMARK
+from ..edge.base_directory import BOOKMARK
 from ..follow import ReattachState
 from ..plan import Plan, nonce_of, run_dir_name
 from ..ssh.local import LocalConnection
@@ -54,15 +51,12 @@ class Launch:
     step: Step  # With its ownership of the payload.
     plan: Plan  # After a reattach, with the nonce of the earlier attempt.
     name: str  # Of the run directory.
-    bookmark: Bookmark | None = None  # None for a payload that cannot outlive this process.
     state: ReattachState = field(default_factory=ReattachState)  # What an earlier attempt already showed in Dagster.
+    forget: Callable[[], None] = lambda: None  # Called once no later attempt needs to know what was shown.
 
 
 def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout) -> Launch:
-    """Take over the payload of an earlier attempt if it was the same request; else prepare a new launch.
-
-    Raises StartError if the plan cannot run, OSError if the cluster cannot be asked.
-    """
+    """Take over the payload of an earlier attempt if it was the same request; else prepare a new launch."""
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
     name = run_dir_name(step.run_id, step_key, plan.payload.nonce)
@@ -88,7 +82,7 @@ def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend
             f"{name}, {shown if offset else 'whose output is repeated from its beginning'}"
         )
     history.note(name)
-    return Launch(replace(step, owner=owner), plan, name, bookmark, state)
+    return Launch(replace(step, owner=owner), plan, name, state, bookmark.remove)
 
 
 class AttemptHistory:
@@ -161,7 +155,6 @@ class AttemptHistory:
 
 
 def _is_retry(run: dg.DagsterRun) -> bool:
-    """Whether a run retries another run from failure."""
     return any(run.tags.get(tag) == "true" for tag in _IS_RETRY)
 
 
@@ -188,14 +181,10 @@ class Bookmark:
                 self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             os.pwrite(self.fd, json.dumps({"where": socket.gethostname(), "offset": offset}).encode().ljust(_BOOKMARK_BYTES), 0)
 
-    def close(self) -> None:
-        """Close the file, which stays."""
+    def remove(self) -> None:
+        """Close and remove the file, once no later attempt needs the offset."""
         if self.fd is not None:
             os.close(self.fd)
         self.fd = None
-
-    def remove(self) -> None:
-        """Close and remove the file, once no later attempt needs the offset."""
-        self.close()
         with contextlib.suppress(OSError):
             self.path.unlink()

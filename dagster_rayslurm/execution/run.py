@@ -8,43 +8,50 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
-from ..backends.base import Backend, Register, RunningPayload, deferred_interrupts, delayed_interrupts
+from ..backends.base import Backend, Layout, Register, RunningPayload, deferred_interrupts, delayed_interrupts
+from ..compute_fields import ComputeFields
+from ..edge.base_directory import sweep_runs
 from ..errors import CompletedRun, FailureKind, RunFailure, StartError
 from ..follow import Evidence, Follower, follow_all
 from ..follow.forward import RecordPipes
 from ..outcome import Judged, Verdict, judge, needs_job_facts, with_hint
 from ..outcome.metadata import Metadata, failure_metadata, run_metadata
 from ..plan import Plan
-from ..runtime.protocol.record import SECRETS, component_dir
+from ..runtime.protocol.record import SECRETS, Record, component_dir
+from ..runtime.protocol.spec import is_passable
 from ..separate.together import ReportMerger, failures_metadata, judge_components, metadata_of_all
 from ..slurm.accounting import relevant_lines
 from ..slurm.shared_queue import SlurmUnanswered
-from ..ssh.base import ConnectionFailed
-from .cleanup import RunSettings, discard, fetch_outputs, missing_output_warnings, sweep
+from ..ssh.base import Connection, ConnectionFailed
+from ..ssh.local import LocalConnection
 from .reattach import Launch, reattach_or_new
 
 Component = str | None  # The name of a component; None if the run has a single payload.
 _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled payload's record is still read.
+_RETRY = 5.0  # Seconds between two tries to download a file over a lost connection.
+_SHOWN = 5  # Most files that a warning names.
+_SWEEP_INTERVAL = 3600.0  # Seconds between two sweeps of one base directory by one process.
+# When this process last swept each base directory, by host and path, by the monotonic clock.
+_last_sweep: dict[tuple[str, Path], float] = {}
 
 
-def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, settings: RunSettings, extras: Any) -> CompletedRun:
-    """Run a plan, or plans by component in the job's order, to the end; returns what the user's asset gets of the run.
-
-    `extras` are the Pipes extras, the same for each payload. Raises RunFailure if a payload did not succeed.
-    """
+def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resource: ComputeFields, extras: Any) -> CompletedRun:
+    """Run a plan, or plans by component in the job's order, to the end; returns what the user's asset gets of the run."""
+    home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
     with start_errors():
-        sweep(backend, settings)
-        launch = reattach_or_new(context, next(iter(plans.values())), backend, settings.home)
+        _sweep(backend, home, resource.retention_days)
+        launch = reattach_or_new(context, next(iter(plans.values())), backend, home)
     if None in plans:
         plan, plans = launch.plan, {None: launch.plan}
     writers = sum(each.uses_pipes for each in plans.values())
     pipes = RecordPipes(context, max(1, writers))
-    run = PayloadRun(context, backend, settings, launch, plans)
+    run = PayloadRun(context, backend, resource, launch, plans)
     with pipes.session(extras, writers > 0) as session:
         # A throwaway handler checks each result of a component, so that Dagster does not get the result yet.
         merger = ReportMerger(pipes.handler, plans, lambda each: dg.PipesMessageHandler(context, pipes).handle_message(each))
@@ -56,8 +63,8 @@ def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, setting
             run.payloads[component].follower.messages.refuse(error, run.payloads[component].evidence)
         judged = {component: run.judge(each) for component, each in run.payloads.items()}
         verdict = judge_components(judged)
-        own = {component: each.metadata(settings.mode) for component, each in run.payloads.items()}
-        metadata = metadata_of_all(own, judged, settings.mode, run.first.running.job_id)
+        own = {component: each.metadata(resource.mode) for component, each in run.payloads.items()}
+        metadata = metadata_of_all(own, judged, resource.mode, run.first.running.job_id)
         kept = run.clean_up(verdict)
         if verdict.kind is not None:
             metadata = {**failures_metadata(judged, kept), **metadata}
@@ -113,7 +120,7 @@ class PayloadRun:
 
     context: dg.OpExecutionContext
     backend: Backend
-    settings: RunSettings
+    resource: ComputeFields
     launch: Launch
     plans: Mapping[Any, Plan]  # By component, in the order of the components in the job.
     payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
@@ -121,8 +128,8 @@ class PayloadRun:
 
     def __post_init__(self) -> None:
         self.run_dir = str(self.backend.layout.runs / self.launch.name)
-        self.outputs = self.settings.home.outputs / self.launch.name
-        self._step = self.launch.step
+        self.outputs = Layout.here(self.resource.local_base).outputs / self.launch.name
+        self._owner = self.launch.step.owner
 
     @property
     def first(self) -> FollowedPayload:
@@ -157,11 +164,11 @@ class PayloadRun:
                 raise
         except BaseException as error:
             self._raise_if_superseded(error)
-            if self.payloads and self.launch.bookmark is not None:
-                self.launch.bookmark.remove()
-            may_run_on = self._step.reattached and not self.payloads
-            if not may_run_on and not self.settings.keeps_run_dir(failed=True):
-                discard(self.backend.connection, self.run_dir)
+            if self.payloads:
+                self.launch.forget()
+            may_run_on = self.launch.step.reattached and not self.payloads
+            if not may_run_on and not self._keeps_run_dir(failed=True):
+                _discard(self.backend.connection, self.run_dir)
             raise
         finally:
             self._release()
@@ -171,7 +178,7 @@ class PayloadRun:
         evidence = payload.evidence
         if needs_job_facts(evidence) and not evidence.connection_lost:
             payload.running.explain(evidence)
-        verdict = judge(evidence, payload.plan.uses_pipes, self.settings.require_messages)
+        verdict = judge(evidence, payload.plan.uses_pipes, self.resource.require_messages)
         verdict = with_hint(verdict, evidence)
         problem = self._fetch_outputs(payload, succeeded=verdict.kind is None)
         if problem is not None:
@@ -181,27 +188,25 @@ class PayloadRun:
         return Judged(verdict, evidence)
 
     def clean_up(self, verdict: Verdict) -> str | None:
-        """Remove the run directory unless the settings keep it; returns its path, with the host, if it stays.
-
-        Raises RunFailure if a later attempt has taken the payload over, whose verdict counts.
-        """
-        remove = not self.outputs_left and not self.settings.keeps_run_dir(verdict.kind is not None)
+        """Remove the run directory unless the settings keep it; returns its path, with the host, if it stays."""
         # Over a lost connection the payload may go on, and a retry may take it over.
-        connection_lost = any(each.evidence.connection_lost for each in self.payloads.values())
-        if self._step.owner is None:
-            if remove:
-                discard(self.backend.connection, self.run_dir)
-        elif not connection_lost:
-            with suppress(OSError):
-                self._step.owner.confirm(remove=remove)
-        if self._step.new_owner is not None:
-            raise _superseded(self._step.new_owner)
-        if self.launch.bookmark is not None and (remove or not connection_lost):
-            self.launch.bookmark.remove()
+        lost = any(each.evidence.connection_lost for each in self.payloads.values())
+        remove = not lost and not self.outputs_left and not self._keeps_run_dir(failed=verdict.kind is not None)
+        if not lost:
+            with suppress(OSError):  # A later sweep removes what stays.
+                if self._owner.confirm() and remove:
+                    self.backend.connection.remove(self.run_dir)
+        if self._owner.new_owner is not None:
+            raise _superseded(self._owner.new_owner)
+        if not lost:
+            self.launch.forget()
         if remove:
             return None
-        place = self.first.running.place
-        return f"{place}:{self.run_dir}" if place else self.run_dir
+        connection = self.backend.connection
+        return self.run_dir if isinstance(connection, LocalConnection) else f"{connection.place}:{self.run_dir}"
+
+    def _keeps_run_dir(self, failed: bool) -> bool:
+        return self.resource.keep_run_dirs == "all" or (self.resource.keep_run_dirs == "failed" and failed)
 
     def _followed(self, component: Component, running: RunningPayload, handler: Any) -> FollowedPayload:
         plan = self.plans[component]
@@ -212,21 +217,21 @@ class PayloadRun:
             handler,
             self.context.log,
             self.backend.cadence,
-            self.settings.connection_loss_timeout,
+            self.resource.connection_loss_timeout,
             running.requeue,
             component,
             self.launch.state,
         )
-        return FollowedPayload(plan, running, follower, time.monotonic() + self.settings.runtime_start_timeout)
+        return FollowedPayload(plan, running, follower, time.monotonic() + self.resource.runtime_start_timeout)
 
     def _dir_of(self, component: Component) -> str:
         return self.run_dir if component is None else component_dir(self.run_dir, component)
 
     def _poll(self, payload: FollowedPayload, evidence: Evidence) -> str | None:
         """Returns how the runtime ended, in words; raises `RunFailure` if it does not start in time, or can never start."""
-        limit = self.settings.runtime_start_timeout
+        limit = self.resource.runtime_start_timeout
         # The timeout does not run while the job waits in the queue, or while the record cannot be read.
-        if payload.running.waiting or not payload.follower.reachable:
+        if payload.running.waiting or payload.follower.state.unreachable_since is not None:
             payload.start_by = time.monotonic() + limit
         if not evidence.started and time.monotonic() > payload.start_by:
             payload.running.explain(evidence)
@@ -248,14 +253,14 @@ class PayloadRun:
         log.warning(f"[rayslurm] ending the payload{'s' * (len(payloads) > 1)}: {type(interrupt).__name__}")
         for each in payloads:
             each.running.cancel()
-        if self._step.new_owner is not None:
+        if self._owner.new_owner is not None:
             raise interrupt
 
         def poll(running: RunningPayload, evidence: Evidence) -> str | None:
             if interrupted_again():
                 running.cancel(now=True)
             exited = running.poll(evidence)
-            if self._step.new_owner is not None:
+            if self._owner.new_owner is not None:
                 raise interrupt
             return exited
 
@@ -265,14 +270,14 @@ class PayloadRun:
         for each in payloads:
             if each.evidence.end is None:
                 each.running.kill()
-            verdict = judge(each.evidence, each.plan.uses_pipes, self.settings.require_messages)
+            verdict = judge(each.evidence, each.plan.uses_pipes, self.resource.require_messages)
             log.info(f"[rayslurm] {each.label}{verdict.sentence}")
 
     def _raise_if_superseded(self, error: BaseException) -> None:
         """Raise if a later attempt has taken the payload over: an interrupt as it is, else the failure that names the attempt."""
-        if self._step.new_owner is None:
+        if self._owner.new_owner is None:
             return
-        failure = _superseded(self._step.new_owner)
+        failure = _superseded(self._owner.new_owner)
         if not isinstance(error, Exception):
             self.context.log.warning(f"[rayslurm] {failure.description}")
             raise error
@@ -284,9 +289,9 @@ class PayloadRun:
             for each in self.payloads.values():
                 stack.callback(each.running.release, each.evidence)
             for component, plan in self.plans.items():
-                if plan.secret_env and self._step.new_owner is None:
+                if plan.secret_env and self._owner.new_owner is None:
                     # The runtime removes secrets when it starts; a runtime that never started leaves them.
-                    discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
+                    _discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
         """Fetch output files and warn of missing ones; returns why some are only in the run directory, or None."""
@@ -294,10 +299,10 @@ class PayloadRun:
         outputs = self.outputs / (payload.follower.component or "")
         problem = None
         try:
-            fetch_outputs(end, self.backend.connection, run_dir, outputs, self.settings.connection_loss_timeout)
+            fetch_outputs(end, self.backend.connection, run_dir, outputs, self.resource.connection_loss_timeout)
         except OSError as error:
             problem = f"its outputs cannot be brought back: {error}"
-        for warning in missing_output_warnings(end, succeeded):
+        for warning in _missing_output_warnings(end, succeeded):
             self.context.log.warning(f"[rayslurm] {payload.label}{warning}")
         if problem is None and end["outputs_failed"]:
             copy = f"an output could not be copied to {outputs}"
@@ -306,7 +311,6 @@ class PayloadRun:
 
 
 def _superseded(successor: str) -> RunFailure:
-    """Returns the failure of an attempt whose payload a later attempt has taken over."""
     return RunFailure(
         FailureKind.SUPERSEDED,
         f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
@@ -324,10 +328,67 @@ def _has_terminal() -> bool:
 
 
 def _mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Make Dagster show a run that Ctrl-C interrupts as canceled, as after its terminate button.
-
-    Dagster 1.13 would show the run as failed. A run that Dagster will resume is left alone.
-    """
+    """Make Dagster show a run that Ctrl-C interrupts as canceled (1.13: failed), unless Dagster will resume it."""
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
         context.instance.report_run_canceling(run)
+
+
+# ---- Output files, and files that are no longer needed
+
+
+def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
+    """Copy the output files that an `end` names to this machine; its `outputs_failed` gets a sentence for each failed copy.
+
+    Raises OSError if the connection is lost for `timeout` seconds, or the record names a file outside the working directory.
+    """
+    failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
+    for name in [entry["name"] for entry in end["outputs"]]:
+        if os.path.isabs(name) or ".." in name.split("/") or not is_passable(name):
+            # The account on the cluster may be compromised; it must not make this machine write outside `outputs`.
+            raise OSError(f"the record names {name!r}, which leaves the directory of outputs")
+        try:
+            _download(connection, os.path.join(run_dir, "work", name), str(outputs / name), timeout)
+        except ConnectionFailed:
+            raise
+        except OSError as error:
+            failed.append(f"{name}: {error.strerror or error}")
+
+
+def _download(connection: Connection, source: str, target: str, timeout: float) -> None:
+    """Download a file; while the connection is lost, try again for up to `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return connection.download(source, target)
+        except ConnectionFailed as error:
+            if not error.temporary or time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY)
+
+
+def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
+    """Returns warnings about lost output and missing output files; a failed payload need not have made all its files."""
+    warnings = []
+    if dropped := end.get("stdio_dropped"):
+        warnings.append(f"{dropped} characters of output were not recorded: max_stdio_mb was reached, or the disk was full")
+    left_out = [*(end.get("outputs_failed") or ()), *(end.get("outputs_left_out", ()) if succeeded else ())]
+    if left_out:
+        more = f"; and {len(left_out) - _SHOWN} more, see the metadata" if len(left_out) > _SHOWN else ""
+        warnings.append(f"outputs left out: {'; '.join(left_out[:_SHOWN])}{more}")
+    return warnings
+
+
+def _discard(connection: Connection, path: str) -> None:
+    """Remove a file or directory; if that fails, a later sweep removes it."""
+    with suppress(OSError):
+        connection.remove(path)
+
+
+def _sweep(backend: Backend, home: Layout, retention_days: float) -> None:
+    """Remove files older than `retention_days` on this machine and where payloads run; at most once an hour per process."""
+    now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
+    if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
+        _last_sweep[base] = now
+        sweep_runs(str(home.base), retention_days * 86400)
+        backend.sweep(retention_days)

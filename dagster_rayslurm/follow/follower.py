@@ -1,8 +1,4 @@
-"""Follow payloads: read their records while they grow, and pass output and messages to Dagster in the step's own thread.
-
-`RecordState` decides, pure: what was read, and when to read again. `Follower` reads and shows. A read that fails is repeated
-until the record has been unreachable for too long.
-"""
+"""Follow payloads: read their records while they grow, and pass output and messages to Dagster in the step's own thread."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ from typing import Any
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, STDIO, LineReader, Record
 from ..ssh.base import ConnectionFailed
-from .evidence import Evidence
-from .forward import MessageForwarder, OutputWriter
+from .forward import Evidence, MessageForwarder, OutputWriter
 
 CHUNK = 1024 * 1024  # Most bytes of one read of a record.
 # Seconds to wait for data that must have been written already: a network file system may show a file, or a part of a file,
@@ -34,19 +29,15 @@ RuntimeExit = Callable[[Evidence], "str | None"]
 
 @dataclass(frozen=True)
 class Cadence:
-    """How many seconds to pause between two reads of a record: `busy` while data flows, then a share of the silence so far.
-
-    The longest pause is `waiting` before the payload has started, and `idle` afterwards.
-    """
+    """Seconds between two reads: `busy` while data flows, then a share of the silence, up to `waiting`, `idle` once started."""
 
     busy: float
     idle: float
     waiting: float
-    share: float = 0.1
 
     def pause(self, silence: float, started: bool) -> float:
         """Returns the seconds until the next read, after `silence` seconds without new data."""
-        return min(max(self.busy, self.share * silence), self.idle if started else self.waiting)
+        return min(max(self.busy, 0.1 * silence), self.idle if started else self.waiting)
 
 
 @dataclass(frozen=True)
@@ -140,25 +131,12 @@ class Follower:
         self.messages = MessageForwarder(self.handler, self.log, self._prefix, self.requeue, self.reattach.logged)
 
     @property
-    def may_restart(self) -> bool:
-        """Whether Slurm may requeue the job although this payload has ended, because other components still run."""
-        return self.requeue and self.component is not None
-
-    @property
     def evidence(self) -> Evidence:
         """What is known of the payload so far."""
         return self.state.evidence
 
-    @property
-    def reachable(self) -> bool:
-        """Whether the last read of the record worked."""
-        return self.state.unreachable_since is None
-
     def poll(self, runtime_exit: RuntimeExit, deadline: float = float("inf")) -> float | None:
-        """Read new parts of the record once; returns the seconds until the next read, or None if nothing more will come.
-
-        At the `deadline`, a time of `time.monotonic`, it stops even before the end.
-        """
+        """Read new parts of the record once; returns the seconds until the next read, or None after the end or deadline."""
         # The runtime's end is checked before the read, so that the read finds all that a runtime wrote before its end.
         exited = runtime_exit(self.evidence)
         size = self.read_once()
@@ -237,7 +215,8 @@ def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float
         follower, runtime_exit = followed[index]
         pause = follower.poll(runtime_exit, deadline)
         (ended.add if pause is None else ended.discard)(index)
-        if pause is not None or follower.may_restart:  # If Slurm requeues the job, all of its payloads run again.
+        # If Slurm requeues the job because other components still run, all of its payloads run again.
+        if pause is not None or (follower.requeue and follower.component is not None):
             due[index] = time.monotonic() + (follower.cadence.idle if pause is None else pause)
         else:
             del due[index]

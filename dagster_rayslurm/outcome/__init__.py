@@ -1,7 +1,4 @@
-"""Turns the evidence about a run into a verdict (success, or a kind of failure with a sentence) and into Dagster metadata.
-
-Reading the evidence is up to `follow`. Begin with `verdict`.
-"""
+"""Turns the evidence about a run into a verdict (success, or a kind of failure with a sentence) and into Dagster metadata."""
 
 from .verdict import SUCCESS, Judged, Verdict, exit_in_words, judge, judge_job, needs_job_facts, signal_name, with_hint
 

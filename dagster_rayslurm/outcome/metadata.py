@@ -56,10 +56,7 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
 
 
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
-    """Returns the metadata of a failure, the cause first: last output, ends of logs, run directory, exit code, Slurm state.
-
-    `run_dir` is the path of the run directory, with its host; None if the directory was removed.
-    """
+    """The metadata of a failure, the cause first; `run_dir` is the path of the run directory, with its host, if it stays."""
     texts = {"Last output": evidence.output_tail()}
     texts.update((f"Log: {name}", text) for name, text in evidence.tails.items())
     texts["Runtime log"] = evidence.runtime_log
@@ -80,7 +77,6 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
 
 
 def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
-    """Returns the metadata of a run's usage; empty if nothing was measured."""
     if not usage:
         return {}
     elapsed, cpus = usage["elapsed"], cpus_of(context)
@@ -113,7 +109,6 @@ def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Met
 
 
 def _granted_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], largest: Node) -> Metadata:
-    """Returns metadata that compares granted with used resources, and the hours for which the run held them."""
     granted: Sequence[Node] = context["granted"]
     peak, memory, several = usage["peak_memory"], granted_memory(largest), len(granted) > 1
     cpus, gpus = sum(node["num_cpus"] for node in granted), sum(node["num_gpus"] for node in granted)
@@ -158,7 +153,6 @@ def _usage_of(usage: NodeUsage, node: Node) -> Mapping[str, Any]:
 
 
 def _nodes_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableMetadataValue:
-    """Returns a table of the nodes of a Ray cluster, with the usage of each node if usage was measured by node."""
     nodes: list[Mapping[str, Any]] = context["nodes"]
     in_components = any(node.get("component") for node in nodes)
     return _table(
@@ -201,7 +195,6 @@ def _components_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableM
 
 
 def _states_table(job: JobFacts) -> dg.TableMetadataValue:
-    """Returns a table of the components of a heterogeneous job, with Slurm's state and reason of each."""
     return _table(
         {
             "component": each.component_id or "",
@@ -255,10 +248,9 @@ Point = Sequence[float]  # Seconds since the start, CPUs busy since the point be
 
 
 def usage_chart(usage: Mapping[str, Any], cpus: float = 0.0, memory: float = 0.0) -> str:
-    """Returns a chart as Markdown: the busy CPUs of all nodes, and the memory of the node that uses most memory.
+    """A chart as Markdown: the busy CPUs of all nodes, and the memory of the node that uses most memory.
 
-    `cpus` are those granted on all nodes, `memory` the bytes granted on the node that uses most; 0 if unknown. If both are known,
-    one dashed line marks both, because each curve is drawn relative to its grant.
+    `cpus` and `memory` (bytes) are what was granted there; 0 if unknown. One dashed line marks both, as each curve is relative.
     """
     points: list[Point] = usage["points"]
     drawings = (_draw(usage, _resample(points, columns), cpus, memory) for columns in _COLUMNS)

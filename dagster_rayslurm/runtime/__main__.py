@@ -21,22 +21,21 @@ if TYPE_CHECKING:
 if sys.version_info < (3, 8):
     sys.exit("rayslurm runtime: Python 3.8 or newer is needed, %s is %s" % (sys.executable, sys.version.split()[0]))
 
+# A byte that the keeper process and its child, the runtime, share. A worker node sets it to 1 when the head knows it. Ray can go
+# on without it from then on, so its end must not make `srun` end the step.
 _dispensable = mmap.mmap(-1, 1)
-"""A byte that the keeper process and its child, the runtime, share. A worker node sets it to 1 when the head knows it. Ray can go
-on without it from then on, so its end must not make `srun` end the step."""
 
 
-def run(run_dir):  # type: (str) -> int
+def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
     """Run the one payload of a run directory for the parent process, without Slurm."""
     from dataclasses import replace
 
     from .protocol import record
     from .supervisor import request_server
 
-    spec = _load(run_dir)
     if spec.meeting is None:
         runner = _supervisor(spec)
-        request_server.serve_parent(runner, run_dir)
+        request_server.serve_run_dir(runner, run_dir, orphaned=request_server.parent_is_gone)
         runner.run()
         return 0
 
@@ -45,7 +44,7 @@ def run(run_dir):  # type: (str) -> int
     here, remark = participant.component_share(spec)
     runner = _supervisor(replace(spec, components=[]), here=here)
     barrier = participant.join_barrier(runner, record.run_of_component(run_dir))
-    payload = request_server.serve_parent(runner, run_dir)
+    payload = request_server.serve_run_dir(runner, run_dir, orphaned=request_server.parent_is_gone)
     barrier.watch(payload)
     if remark:
         payload.phase("cluster-start", remark)
@@ -54,7 +53,7 @@ def run(run_dir):  # type: (str) -> int
     return 0
 
 
-def node(run_dir):  # type: (str) -> int
+def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
     """Serve as one node of a Slurm step: the first node runs the payload of the run directory, the others join its cluster."""
     from .supervisor import request_server
 
@@ -63,23 +62,20 @@ def node(run_dir):  # type: (str) -> int
         _run_on_time(runner, here)
         return runner.exit_code
 
-    spec = _load(run_dir)
     return _lead_or_work(spec, _allocation(spec), run_dir, lead)
 
 
-def part(run_dir):  # type: (str) -> int
-    """Serve as one node of a Slurm step with a payload per component (separate topology).
-
-    The first node of each component runs its payload, the others join the component's Ray cluster.
-    """
+def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
+    """Serve as one node of a Slurm step with a payload and a Ray cluster for each component (separate topology)."""
     from dataclasses import replace
 
     from .node.allocation import head_address
     from .protocol import record
+    from .protocol.spec import load_spec
     from .separate import participant
     from .supervisor import request_server
 
-    whole = _allocation(_load(run_dir))
+    whole = _allocation(spec)
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
 
     def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
@@ -93,21 +89,17 @@ def part(run_dir):  # type: (str) -> int
     if here.node_id == 0:
         others = [node for node in whole.nodes if node not in here.nodes]
         here = replace(here, head_addresses=[head_address(replace(here, nodes=[*here.nodes, *others]))])
-    return _lead_or_work(_load(directory), here, run_dir, lead)
+    return _lead_or_work(load_spec(directory), here, run_dir, lead)
 
 
-def session(session_dir):  # type: (str) -> int
-    """Serve as one node of a session's Slurm step: the first node runs payloads for clients until the session ends.
-
-    A session ends when it is idle for too long, has failed, or comes to its time limit.
-    """
-    spec = _load(session_dir)
+def session(spec, session_dir):  # type: (RuntimeSpec, str) -> int
+    """Serve as one node of a session's Slurm step: the first node runs payloads for clients until the session ends."""
     return _lead_or_work(spec, _allocation(spec), session_dir, lambda runner, here: _serve_clients(runner, session_dir, here))
 
 
-def serve(session_dir):  # type: (str) -> int
+def serve(spec, session_dir):  # type: (RuntimeSpec, str) -> int
     """Run a session on this machine, without Slurm: run payloads for clients until it is idle for too long."""
-    _serve_clients(_supervisor(_load(session_dir)), session_dir)
+    _serve_clients(_supervisor(spec), session_dir)
     return 0
 
 
@@ -134,12 +126,6 @@ def _run_on_time(runner, here):  # type: (Supervisor, Optional[allocation.Alloca
 
         time_limit.watch(runner, here.job_id)
     runner.run()
-
-
-def _load(directory):  # type: (str) -> RuntimeSpec
-    from .protocol.spec import load_spec
-
-    return load_spec(directory)
 
 
 def _supervisor(spec, **more):  # type: (RuntimeSpec, Any) -> Supervisor
@@ -179,10 +165,9 @@ def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.
     return helper.exit_code
 
 
+# Roles that srun starts as tasks of a Slurm step.
 _IN_A_STEP = {"node": node, "part": part, "session": session}
-"""Roles that srun starts as tasks of a Slurm step."""
-_ROLES = {"run": run, "serve": serve, **_IN_A_STEP}
-"""Roles that run payloads, each below a keeper."""
+_ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads, each below a keeper.
 
 
 def main(argv):  # type: (list[str]) -> int
@@ -201,10 +186,15 @@ def main(argv):  # type: (list[str]) -> int
 
     from .process import processes
 
+    def begin():  # type: () -> int
+        from .protocol.spec import load_spec
+
+        return _ROLES[role](load_spec(argv[1]), argv[1])
+
     processes.raise_file_limit()
     # A Dagster process ends the job of a single payload; a session may have no Dagster process, so the keeper ends its job.
     orphaned = (lambda: processes.cancel_own_job(os.environ)) if role == "session" else (lambda: None)
-    return processes.guard(lambda: _ROLES[role](argv[1]), lambda: _dispensable[0] == 1, role in _IN_A_STEP, orphaned)
+    return processes.guard(begin, lambda: _dispensable[0] == 1, role in _IN_A_STEP, orphaned)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Backends of the separate topology: start one payload for each component, in local processes or in one heterogeneous job.
-
-One `srun` starts the runtimes of all components. Each component has its own run directory, below that of the job.
-"""
+"""Backends of the separate topology: one payload for each component, in local processes or by one `srun` in one job."""
 
 from __future__ import annotations
 
@@ -12,13 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from dagster_pipes import PipesContextData
 
-from ..backends.base import Layout, Plans, Register, Step, run_files, write_run_dir
+from ..backends.base import Plans, Register, Step, run_files, write_run_dir
 from ..backends.batch import CLUSTER, JobBackend, check_min_nodes, check_paths, example_script, job_script, runtime_spec
-from ..backends.local import LOCAL_CADENCE, OwnRuntime, runtime_command
+from ..backends.local import OwnRuntime, ThisMachine, runtime_command
 from ..backends.slurm_job import BatchJob
 from ..components import Component, component_specs, request_for
-from ..environments import Interpreter
-from ..follow import Cadence, Evidence
+from ..follow import Evidence
 from ..plan import Plan
 from ..runtime.node.network import control_ports
 from ..runtime.payload.environment import shared_variables
@@ -29,7 +25,6 @@ from ..slurm.accounting import failed_tasks
 from ..slurm.request import JobRequest, job_comment, job_name
 from ..slurm.states import JobPhase
 from ..slurm.submit import JOB_SCRIPT
-from ..ssh.local import LocalConnection
 
 _MARGIN = 30.0  # Seconds that the barrier waits beyond the latest deadline of a Ray cluster, whose own failure says more.
 _TIMEOUT_WITHOUT_RAY = 300.0  # Seconds instead of that deadline if no component has Ray.
@@ -47,10 +42,7 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
 
 
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
-    """Returns the settings of the start barrier for the runtime of each component; the first one's is the barrier's host.
-
-    `secret` is the key that all runtimes share, in hexadecimal digits.
-    """
+    """The start barrier for the runtime of each component; the first one's is its host. `secret` is shared by all, hex."""
     first = next(iter(plans.values())).ray
     ports = control_ports(first.port_range if first is not None else None)
     if first is not None and first.port_range:
@@ -87,23 +79,15 @@ def _requirements(component: Component, plan: Plan) -> ComponentSpec:
     return ComponentSpec(component.component_id, 1, cpus, gpus)
 
 
-@dataclass(frozen=True)
-class SeparateLocalBackend:
+@dataclass(frozen=True, kw_only=True)
+class SeparateLocalBackend(ThisMachine):
     """Runs the payloads of all components on this machine, each in a runtime of its own."""
 
-    layout: Layout
-    interpreter: Interpreter
     components: tuple[Component, ...]
-    simulate: bool = False  # Whether CPUs that this machine lacks are simulated, as GPUs always are.
-    connection: LocalConnection = field(default_factory=LocalConnection)
-    cadence: Cadence = LOCAL_CADENCE
 
     def check(self, plans: Plans) -> None:
         # Resources are simulated on this machine, but a mistake should show before the components run on a Slurm cluster.
         check_components(self.components, plans)
-
-    def sweep(self, retention_days: float) -> None:  # noqa: ARG002
-        return  # This machine is swept in every mode.
 
     def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> None:  # noqa: ARG002
         plans = {name: replace(plan, ray=plan.ray and replace(plan.ray, simulate=self.simulate)) for name, plan in plans.items()}
@@ -165,10 +149,9 @@ class SeparateBatchBackend(JobBackend):
 
 
 def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """Returns the content of `runtime.json` for each component of a job; its runtime treats the component as a whole job.
+    """The content of `runtime.json` for each component of a job; its runtime treats the component as a whole job.
 
-    The Ray clusters share one token, so that a payload may use the Ray cluster of another component. The control keys
-    differ, so that a runtime accepts only nodes of its own component.
+    The clusters share one token, so that payloads may use each other's; control keys differ, so that nodes join their own.
     """
     secret = secrets.token_hex(32)
     barriers = barrier_specs(plans, derive_key(secret, "meeting"))
@@ -189,8 +172,8 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
 class ComponentJob(BatchJob):
     """The payload of one component in the heterogeneous job of all components."""
 
+    # What all of them know: when the latest record of any component began, Slurm's accounting and the job's logs.
     shared: Evidence = field(kw_only=True)
-    """What all of them know: when the latest record of any component began, Slurm's accounting and the job's logs."""
 
     def _send_cancel(self, now: bool) -> None:
         # Another component's record may have started since the last poll.

@@ -1,7 +1,4 @@
-"""One result of payloads that run together, one for each component: reports, verdict and metadata.
-
-A run with a single payload has it under the component None; its verdict and metadata stay as they are.
-"""
+"""One result of payloads that run together, one for each component, or of a single one, which has the component None."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ Message = dict[str, Any]  # A Pipes message with method and parameters, or only 
 # All reports about one asset or asset check: for each, the reporting component and the parameters of its message.
 Reports = Sequence[tuple[str, Mapping[str, Any]]]
 
-# Severities of asset checks, the worst last.
-_SEVERITIES = ("WARN", "ERROR")
+_KEPT = ("report_asset_materialization", "report_asset_check", "closed")  # Methods of messages that wait for the end.
+_SEVERITIES = ("WARN", "ERROR")  # Severities of asset checks, the worst last.
 # Ranks of failures: 0 for one with a cause of its own, and the higher, the likelier another component's failure is the cause.
 _RANKS_OF_CONSEQUENCES = {EndReason.TERMINATED: 2, EndReason.OTHER_COMPONENT: 3}
 _RANK_UNEXPLAINED = 1  # Without an `end`: the runtime ended by itself, or srun ended it after another runtime failed.
@@ -32,15 +29,8 @@ _RANK_UNEXPLAINED = 1  # Without an `end`: the runtime ended by itself, or srun 
 _KINDS_OF_THE_JOB = (FailureKind.ALLOCATION, FailureKind.CANCELLED, FailureKind.CONNECTION)
 # Keys of one payload's metadata that are left out of the run's metadata, because the table of components has them.
 _TABLE_COLUMNS = (
-    "CPU efficiency (%)",
-    "CPU time (s)",
-    "Elapsed (s)",
-    "Node",
-    "Peak memory (MiB)",
-    "Ray bring-up (s)",
-    "Ray cluster was warm",
-    "Slurm nodes",
-    "Slurm partition",
+    *("CPU efficiency (%)", "CPU time (s)", "Elapsed (s)", "Node", "Peak memory (MiB)"),
+    *("Ray bring-up (s)", "Ray cluster was warm", "Slurm nodes", "Slurm partition"),
 )
 
 
@@ -48,8 +38,7 @@ _TABLE_COLUMNS = (
 class ReportMerger:
     """Forwards the Pipes messages of several payloads to Dagster's one handler, with their results merged.
 
-    Results wait until all payloads have ended, because only then all reports about an asset are known. `closed` messages
-    wait, too, because Dagster expects no message after them. Reports are merged in the order of `components`.
+    Results and `closed` messages wait until all payloads have ended. Reports are merged in the order of `components`.
     """
 
     handler: Any
@@ -63,7 +52,7 @@ class ReportMerger:
 
     def _add(self, component: str, message: Message) -> None:
         """Forward one message, or keep it for `hand_over`; raises what Dagster raises for the message."""
-        if message["method"] not in _MERGE:
+        if message["method"] not in _KEPT:
             self.handler.handle_message(message)
             return
         if message["method"] != "closed":
@@ -81,7 +70,7 @@ class ReportMerger:
                 reports.setdefault((method, *what), []).append((component, params))
         for (method, *_), same in sorted(reports.items(), key=lambda item: item[0][0] == "closed"):
             try:
-                for params in _MERGE[method](same):
+                for params in merge(same):
                     self.handler.handle_message({"method": method, "params": params})
             except Exception as error:  # noqa: BLE001 - Dagster's handler raises anything on a malformed message
                 refused.append((same[-1][0], error))
@@ -89,68 +78,37 @@ class ReportMerger:
 
 
 def merge(reports: Reports) -> list[Message]:
-    """Merges the materializations of one asset into one; returns reports that all come from one component unchanged.
+    """Merge what several components report of one asset or check; what a single component reports stays as it is.
 
-    Raises ValueError if the data versions differ, or one component reports twice.
+    A check passed if it passed in all components; else it has the worst severity of those that failed.
     """
-    asset_key = reports[0][1]["asset_key"]
-    by_component = _by_component(reports, f"asset {asset_key!r}")
-    if by_component is None:
+    by_component, names, first = dict(reports), [component for component, _ in reports], reports[0][1]
+    if len(by_component) == 1:
         return [dict(params) for _, params in reports]
+    what = f"asset {first['asset_key']!r}"
+    if len(by_component) < len(names):
+        what = f"asset check {first['check_name']!r} of {first['asset_key']!r}" if "check_name" in first else what
+        twice = next(component for component in names if names.count(component) > 1)
+        raise ValueError(f"component {twice!r} reports {what} twice, and another component reports it, too; report it once")
+    own = {component: params["metadata"] or {} for component, params in by_component.items()}
+    # Values are compared as JSON, in which they came, because 1, 1.0 and True are equal in Python.
+    metadata = merge_metadata(own, lambda _, values: len({json.dumps(value, sort_keys=True) for value in values}) == 1)
+    if "check_name" in first:
+        failed = [params for params in by_component.values() if not params["passed"]]
+        severity = max((params["severity"] for params in failed or by_component.values()), key=_SEVERITIES.index)
+        return [{**first, "passed": not failed, "severity": severity, "metadata": metadata}]
     versions: dict[str, str] = {}
     for component, params in by_component.items():
         if params["data_version"] is not None:
             versions.setdefault(params["data_version"], component)
     if len(versions) > 1:
         each = " and ".join(f"{version!r} in component {component!r}" for version, component in versions.items())
-        raise ValueError(f"asset {asset_key!r} has data_version {each}; report it in one of them")
-    return [{"asset_key": asset_key, "metadata": _merged_metadata(by_component), "data_version": next(iter(versions), None)}]
-
-
-def merge_checks(reports: Reports) -> list[Message]:
-    """Merges the results of one asset check into one; returns reports that all come from one component unchanged.
-
-    The check passed if it passed in all components. If it did not, the severity is the worst of the components that failed.
-    Raises ValueError if one component reports twice.
-    """
-    first = reports[0][1]
-    by_component = _by_component(reports, f"asset check {first['check_name']!r} of {first['asset_key']!r}")
-    if by_component is None:
-        return [dict(params) for _, params in reports]
-    failed = [params for params in by_component.values() if not params["passed"]]
-    severity = max((params["severity"] for params in failed or by_component.values()), key=_SEVERITIES.index)
-    return [{**first, "passed": not failed, "severity": severity, "metadata": _merged_metadata(by_component)}]
-
-
-# How to merge the kept messages of several components, by method.
-_MERGE: dict[str, Callable[[Reports], list[Any]]] = {
-    "report_asset_materialization": merge,
-    "report_asset_check": merge_checks,
-    "closed": lambda same: [params for _, params in same],
-}
-
-
-def _by_component(reports: Reports, what: str) -> dict[str, Mapping[str, Any]] | None:
-    """Returns the report of each component; None if all reports come from one component."""
-    by_component, names = dict(reports), [component for component, _ in reports]
-    twice = next((component for component in names if names.count(component) > 1), None)
-    if len(by_component) > 1 and twice is not None:
-        raise ValueError(f"component {twice!r} reports {what} twice, and another component reports it, too; report it once")
-    return by_component if len(by_component) > 1 else None
-
-
-def _merged_metadata(by_component: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what all components report as metadata; keys with different values get the component's name."""
-    own = {component: params["metadata"] or {} for component, params in by_component.items()}
-    # Values are compared as JSON, in which they came, because 1, 1.0 and True are equal in Python.
-    return merge_metadata(own, lambda _, values: len({json.dumps(value, sort_keys=True) for value in values}) == 1)
+        raise ValueError(f"{what} has data_version {each}; report it in one of them")
+    return [{"asset_key": first["asset_key"], "metadata": metadata, "data_version": next(iter(versions), None)}]
 
 
 def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[str, list[Any]], bool]) -> dict[str, Any]:
-    """Merges the metadata of all components: a value that they share appears once, any other under "key (component)".
-
-    `is_shared` says whether the values that components have for a key appear once.
-    """
+    """Merge metadata of all components: a value that `is_shared` appears once, any other under "key (component)"."""
     taken = {key for metadata in own.values() for key in metadata}
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metadata in own.values() for key in metadata):
@@ -168,10 +126,7 @@ def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[st
 
 
 def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
-    """Returns the verdict on the run: success if all payloads succeeded, else the kind of the first failure and a sentence.
-
-    The sentence names each failure that no other failure caused.
-    """
+    """The verdict on the run: success, or the kind of the first failure, and a sentence on each that no other one caused."""
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     if not failed or None in failed:
         return failed[None].verdict if failed else SUCCESS
@@ -227,10 +182,7 @@ def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], m
 
 
 def failures_metadata(judged: Mapping[Any, Judged], run_dir: str | None) -> Metadata:
-    """Returns the metadata of a failed run: last output and logs of each payload that failed by itself.
-
-    `run_dir` is the path of the run directory, with its host; None if the directory was removed.
-    """
+    """The metadata of a failed run: last output and logs of each payload that failed by itself; `run_dir` if it stays."""
     if None in judged:
         return failure_metadata(judged[None].evidence, run_dir)
     own = {component: failure_metadata(each.evidence, None) for component, each in root_failures(judged).items()}
@@ -246,7 +198,6 @@ def _named(components: Sequence[str]) -> str:
 
 
 def _row(component: str, job_id: str | None, end: Record) -> dict[str, Any]:
-    """Returns the row of a component in the table of components; unknown values are empty."""
     context: Mapping[str, Any] = end.get("context") or {}
     usage: Mapping[str, Any] = end.get("usage") or {}
     allocation: Mapping[str, Any] = context.get("allocation") or {}

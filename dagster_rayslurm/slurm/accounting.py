@@ -24,14 +24,15 @@ _UNKNOWN_JOB = b"Invalid job id specified"
 _ACCOUNTING_DISABLED = b"accounting storage is disabled"
 
 _SACCT_FORMAT = "JobID,State,ExitCode,Reason,ElapsedRaw,TimelimitRaw,NNodes,NodeList,ReqMem,MaxRSS"
+# The columns of `sacct --format`. No column has a text that a user chooses, so "|" separates them safely.
 SACCT_FIELDS = tuple(_SACCT_FORMAT.split(","))
-"""The columns of `sacct --format`. No column has a text that a user chooses, so "|" separates them safely."""
+# The column JobID of sacct, such as "12", "12+1" or "12.batch".
 _JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
-"""The column JobID of sacct, such as "12", "12+1" or "12.batch"."""
+# The parts of scontrol's output whose text users choose: job name, command, comment.
 _TEXTS_OF_USERS = re.compile(r"(?s) JobName=.*?\n(?=   (?:UserId|HetJobIdSet)=)|\n   Command=.*")
-"""The parts of scontrol's output whose text users choose: job name, command, comment."""
 
 _OUT_OF_MEMORY_SIGNAL = 125  # The signal of a job in the state OUT_OF_MEMORY (SIG_OOM in slurm.h).
+# The final state that each reason of slurmctld stands for (job_reason_string in slurm_protocol_defs.c).
 _STATE_OF_REASON = {
     "DeadLine": "DEADLINE",
     "NodeDown": "NODE_FAIL",
@@ -40,37 +41,36 @@ _STATE_OF_REASON = {
     "RaisedSignal": "FAILED",
     "TimeLimit": "TIMEOUT",
 }
-"""The final state that each reason of slurmctld stands for (job_reason_string in slurm_protocol_defs.c)."""
+# Final states of components, the state that explains least of a heterogeneous job's end first; UNKNOWN is not final.
 _BY_SEVERITY = (
     *("COMPLETED", "FAILED", "UNKNOWN", "CANCELLED", "DEADLINE", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
     "NODE_FAIL",
 )
-"""Final states of components, the state that explains least of a heterogeneous job's end first; UNKNOWN is not final."""
+# Pending reasons that Slurm still shows for a cancelled job; they do not explain the cancellation.
 _REASONS_FOR_WAITING = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
-"""Pending reasons that Slurm still shows for a cancelled job; they do not explain the cancellation."""
+# How a job lost its nodes, by its state.
 _LOST_NODES = {
     "BOOT_FAIL": "its nodes did not boot",
     "NODE_FAIL": "one of its nodes failed",
     "PREEMPTED": "another job took its place",
     "REVOKED": "another cluster took it over",
 }
-"""How a job lost its nodes, by its state."""
 
 _MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
+# Messages of slurmstepd, bash and dash if the environment's Python cannot be started.
 _NOT_STARTED = re.compile(
     r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+(?:: exec)?|rayslurm: \d+: exec): (/.*?)(?:: cannot execute)?"
     r": (No such file .*|not found|Permission denied|Exec format error)$",
     re.MULTILINE,
 )
-"""Messages of slurmstepd, bash and dash if the environment's Python cannot be started."""
 _STEP = re.compile(r"StepId=([0-9]+)")
+# Lines of a log in which Slurm comments on its own actions.
 _NOISE = re.compile(
     r"srun: (cluster configuration lacks support for cpu binding|launch/slurm: |Job step aborted|forcing job termination"
     r"|got SIGCONT|Terminating |Force Terminated |error: Timed out waiting for job step to complete)"
     # If Slurm itself cancelled the job, the line goes on with the cause, such as "DUE TO TIME LIMIT".
     r"|slurmstepd[^:]*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ \*\*\*"
 )
-"""Lines of a log in which Slurm comments on its own actions."""
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.*\S)")
 
 
@@ -80,8 +80,8 @@ class JobFacts:
 
     job_id: int  # The number of a heterogeneous job is that of its first component.
     state: str  # Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
+    # Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself.
     cancelled_by: int | None = None
-    """Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself."""
     reason: str = ""
     exit_code: int | None = None  # The batch script's. sacct alone shows an exit code above 128 less 128.
     signal: int | None = None
@@ -93,8 +93,8 @@ class JobFacts:
     restarts: int = 0
     max_rss: int | None = None  # Largest memory of one task.
     step_out_of_memory: bool = False  # Whether a step was ended for its memory.
+    # Of a heterogeneous job, in order; all facts of the job but id and nodes are those of the one that explains its end.
     components: tuple[JobFacts, ...] = ()
-    """Of a heterogeneous job, in order; all facts of the job but id and nodes are those of the one that explains its end."""
     component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
 
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
@@ -138,11 +138,7 @@ def severity(component: JobFacts) -> int:
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     """Ask slurmctld, and accounting if there is any, what they know of a job; None if Slurm does not know the job.
 
-    Without accounting Slurm forgets a job MinJobAge after its end.
-
-    Raises:
-        SlurmUnanswered: neither knows the job, and one of them did not answer.
-        OSError: the commands cannot be run.
+    Raises SlurmUnanswered if neither knows the job and one of them did not answer, and OSError.
     """
     # A job in a hidden partition shows with --all only.
     show = ["scontrol", "--all", "show", "job", str(job_id)]
@@ -294,16 +290,6 @@ def failed_tasks(log: str) -> list[tuple[str, int, str]]:
             nodes = [match["nodes"]] * len(numbers)
         tasks += [(node, number, match["how"]) for node, number in zip(nodes, numbers, strict=True)]
     return tasks
-
-
-def node_number(node: str, task: int, nodes: Sequence[str] | None) -> int | None:
-    """The number of the node on which a task failed, for the name of the node's log; None if it is not known.
-
-    `nodes` are all nodes of a heterogeneous job, where srun counts tasks from 0 in each component; None for any other job.
-    """
-    if nodes is None:
-        return task
-    return nodes.index(node) if node in nodes else None
 
 
 def memory_kill(output: str) -> str | None:

@@ -34,62 +34,47 @@ def _check_gpus(value: object) -> Any:
 class SlurmQueueConfig(StrictConfig):
     """An allocation: its size, and where to request it. None leaves a choice to Slurm or the launcher."""
 
-    partition: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Partition (`--partition`); None for the cluster's default."
-    )
-    account: Annotated[Optional[str], plain_text] = Field(default=None, description="Account that is charged (`--account`).")
-    qos: Annotated[Optional[str], plain_text] = Field(default=None, description="Quality of service (`--qos`).")
-    reservation: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Reservation to run in (`--reservation`)."
-    )
-    constraint: Annotated[Optional[str], plain_text] = Field(
-        default=None, description='Required node features (`--constraint`), such as "a100&nvlink".'
-    )
-    num_nodes: Annotated[int, at_least(1)] = Field(default=1, description="Number of nodes (`--nodes`).")
-    cpus_per_node: Annotated[Optional[int], at_least(1)] = Field(
-        default=None,
-        description="CPUs on each node (`--cpus-per-task` of the one task per node); None asks for what the launcher names, and "
-        "if that names none, leaves it to Slurm (usually 1).",
-    )
-    gpus_per_node: Annotated[Optional[int], checked(_check_gpus)] = Field(
-        default=None, description="GPUs on each node (`--gpus-per-node`); None asks for what the launcher names."
-    )
-    gpu_type: Annotated[Optional[str], plain_text] = Field(
-        default=None, description='Type of GPU as the cluster names it, such as "a100".'
-    )
-    mem: Annotated[Optional[str], slurm_memory] = Field(
-        default=None, description='Memory of each node (`--mem`), such as "64G"; MiB without a unit.'
-    )
-    mem_per_cpu: Annotated[Optional[str], slurm_memory] = Field(
-        default=None, description='Memory for each CPU (`--mem-per-cpu`), such as "4G"; MiB without a unit.'
-    )
-    time_limit: Annotated[str, slurm_time] = Field(
-        default="01:00:00", description="Time limit (`--time`): minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED."
-    )
-    exclusive: bool = Field(default=False, description="Share the nodes with no other job (`--exclusive`).")
-    nodelist: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Nodes that must be in the allocation (`--nodelist`)."
-    )
-    exclude: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Nodes that must not be in the allocation (`--exclude`)."
-    )
-    switches: Annotated[Optional[str], plain_text] = Field(
-        default=None, description='Most leaf switches to span and how long to wait for that (`--switches`), such as "1@00:30:00".'
-    )
-    requeue: bool = Field(
-        default=False,
-        description="Let Slurm requeue the job after a node failure or preemption (`--requeue`); never done with a session.",
-    )
-    signal_before_timeout: Annotated[Optional[str], checked(check_signal)] = Field(
-        default=None,
-        description='Signal to the payload ahead of the time limit, as SECONDS or SIGNAL@SECONDS ("USR1@300"); the runtime\'s '
-        "own clock sends it, so Ray is not hit.",
-    )
-    extra_sbatch: Annotated[list[str], checked(check_sbatch_options)] = Field(
-        default=[],
-        description='Long options of sbatch that have no field, as --NAME or --NAME=VALUE, such as ["--licenses=matlab:1"]; '
-        "those on which the runtime depends (--job-name, --output, --chdir, --array, --ntasks and such) are refused.",
-    )
+    partition: Annotated[Optional[str], plain_text] = None
+    """Partition (`--partition`); None for the cluster's default."""
+    account: Annotated[Optional[str], plain_text] = None
+    """Account that is charged (`--account`)."""
+    qos: Annotated[Optional[str], plain_text] = None
+    """Quality of service (`--qos`)."""
+    reservation: Annotated[Optional[str], plain_text] = None
+    """Reservation to run in (`--reservation`)."""
+    constraint: Annotated[Optional[str], plain_text] = None
+    """Required node features (`--constraint`), such as "a100&nvlink"."""
+    num_nodes: Annotated[int, at_least(1)] = 1
+    """Number of nodes (`--nodes`)."""
+    cpus_per_node: Annotated[Optional[int], at_least(1)] = None
+    """CPUs on each node (`--cpus-per-task` of the one task per node); None asks for what the launcher names, and if that names
+    none, leaves it to Slurm (usually 1)."""
+    gpus_per_node: Annotated[Optional[int], checked(_check_gpus)] = None
+    """GPUs on each node (`--gpus-per-node`); None asks for what the launcher names."""
+    gpu_type: Annotated[Optional[str], plain_text] = None
+    """Type of GPU as the cluster names it, such as "a100"."""
+    mem: Annotated[Optional[str], slurm_memory] = None
+    """Memory of each node (`--mem`), such as "64G"; MiB without a unit."""
+    mem_per_cpu: Annotated[Optional[str], slurm_memory] = None
+    """Memory for each CPU (`--mem-per-cpu`), such as "4G"; MiB without a unit."""
+    time_limit: Annotated[str, slurm_time] = "01:00:00"
+    """Time limit (`--time`): minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED."""
+    exclusive: bool = False
+    """Share the nodes with no other job (`--exclusive`)."""
+    nodelist: Annotated[Optional[str], plain_text] = None
+    """Nodes that must be in the allocation (`--nodelist`)."""
+    exclude: Annotated[Optional[str], plain_text] = None
+    """Nodes that must not be in the allocation (`--exclude`)."""
+    switches: Annotated[Optional[str], plain_text] = None
+    """Most leaf switches to span and how long to wait for that (`--switches`), such as "1@00:30:00"."""
+    requeue: bool = False
+    """Let Slurm requeue the job after a node failure or preemption (`--requeue`); never done with a session."""
+    signal_before_timeout: Annotated[Optional[str], checked(check_signal)] = None
+    """Signal to the payload ahead of the time limit, as SECONDS or SIGNAL@SECONDS ("USR1@300"); the runtime's own clock sends
+    it, so Ray is not hit."""
+    extra_sbatch: Annotated[list[str], checked(check_sbatch_options)] = []
+    """Long options of sbatch that have no field, as --NAME or --NAME=VALUE, such as ["--licenses=matlab:1"]; those on which the
+    runtime depends (--job-name, --output, --chdir, --array, --ntasks and such) are refused."""
 
     def having(self, **values: Any) -> SlurmQueueConfig:
         """A copy with other values of some fields."""
@@ -99,21 +84,16 @@ class SlurmQueueConfig(StrictConfig):
 class SlurmResource(StrictResource):
     """A Slurm cluster: how to reach it, the default footprint, and where files go."""
 
-    ssh: Optional[SSHConnectionResource] = Field(
-        default=None, description="SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."
-    )
-    queue: SlurmQueueConfig = Field(default=SlurmQueueConfig(), description="Default footprint of allocations.")
-    remote_base: Annotated[str, plain_text] = Field(
-        default="~/.dagster_rayslurm",
-        description="Directory for run directories and caches, on a file system that the edge and the compute nodes share.",
-    )
-    site: dict[str, str] = Field(
-        default={}, description="Environment variables that every job at this site gets, such as proxies or NCCL settings."
-    )
-    poll_interval: Annotated[int, at_least(1, "seconds")] = Field(
-        default=30,
-        description="Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it.",
-    )
+    ssh: Optional[SSHConnectionResource] = None
+    """SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."""
+    queue: SlurmQueueConfig = SlurmQueueConfig()
+    """Default footprint of allocations."""
+    remote_base: Annotated[str, plain_text] = "~/.dagster_rayslurm"
+    """Directory for run directories and caches, on a file system that the edge and the compute nodes share."""
+    site: dict[str, str] = {}
+    """Environment variables that every job at this site gets, such as proxies or NCCL settings."""
+    poll_interval: Annotated[int, at_least(1, "seconds")] = 30
+    """Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it."""
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:
@@ -130,12 +110,11 @@ def split_signal(text: str | None) -> tuple[str, float | None]:
 class HetComponent(StrictConfig):
     """One component of a heterogeneous job: equal nodes, for a Ray cluster across all components or for one of their own."""
 
-    component_id: Annotated[str, identifier] = Field(description="Name of the component; Ray nodes carry it as a label.")
-    queue: SlurmQueueConfig = Field(description="What the component asks Slurm for.")
-    launcher: Union[RayLauncher, BashLauncher] = Field(
-        default=RayLauncher(),
-        discriminator="kind",
-        description='What its nodes are to the one Ray cluster (a RayLauncher); with topology "separate" what starts its own '
-        "payload.",
-    )
-    head: bool = Field(default=False, description="Whether the Ray head sits in this component; otherwise it is the first one's.")
+    component_id: Annotated[str, identifier]
+    """Name of the component; Ray nodes carry it as a label."""
+    queue: SlurmQueueConfig
+    """What the component asks Slurm for."""
+    launcher: Union[RayLauncher, BashLauncher] = Field(default=RayLauncher(), discriminator="kind")
+    """What its nodes are to the one Ray cluster (a RayLauncher); with topology "separate" what starts its own payload."""
+    head: bool = False
+    """Whether the Ray head sits in this component; otherwise it is the first one's."""

@@ -23,13 +23,13 @@ _NOISE = re.compile(r"^(sbatch: (warning:|Slurm .*retrying|error: get_addr_info:
 _OPTION = re.compile(r"(?:option '--|for --|Invalid --)([a-z][a-z-]*)")
 _MAX_WORDS = 400  # Most characters of sbatch's own errors that a sentence quotes.
 
+# Errors of sbatch that are no objection to the request, see `is_temporary`.
 _TEMPORARY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Communication (connection|shutdown) failure"
     r"|Unable to (resolve \"|establish control(ler)? machine address)|getaddrinfo\(\) failed"
     r"|Message (send|receive) failure|Munge encode failed|Protocol authentication error|standby mode|Rate limit exceeded"
     r"|MaxJobCount limit|job queue full|MaxSubmitJob|GrpSubmitJob"
 )
-"""Errors of sbatch that are no objection to the request, see `is_temporary`."""
 
 # How a user finds out what the cluster has and allows; parts of the advice below.
 _NODES = '`sinfo -N -o "%N %P %c %m %G %f"` shows what each node has'
@@ -40,6 +40,7 @@ _LIMITS = "`sacctmgr show qos` and `sacctmgr show associations user=$USER` show 
 _PARTITION = "`scontrol show partition` shows what it allows"
 _PARTITIONS = "set SlurmQueueConfig.partition to one that `sinfo -s` lists"
 
+# Advice for each error of sbatch, by a pattern of the error; the first match counts.
 _ADVICE = (
     (r"partition specified|\(inactive or drain\)|not permitted to use this partition|Access/permission denied", _PARTITIONS),
     (r"reservation", f"check SlurmQueueConfig.reservation; {_RESERVATIONS}"),
@@ -72,8 +73,8 @@ _ADVICE = (
     (r"violates accounting/QOS policy", f"ask for less, or set SlurmQueueConfig.qos or account to others; {_LIMITS}"),
     (r"license|wckey|dependency|mutually exclusive|unrecognized option", "check SlurmQueueConfig.extra_sbatch"),
 )
-"""Advice for each error of sbatch, by a pattern of the error; the first match counts."""
 
+# By the word in Slurm's reason: what a limit counts, and the fields of `SlurmQueueConfig` that ask for it.
 _QUANTITIES = {
     "Cpu": ("CPUs", "num_nodes or cpus_per_node"),
     "GRES": ("GPUs", "num_nodes or gpus_per_node"),
@@ -82,10 +83,10 @@ _QUANTITIES = {
     "Node": ("nodes", "num_nodes"),
     "WallDuration": ("time", "time_limit"),
 }
-"""By the word in Slurm's reason: what a limit counts, and the fields of `SlurmQueueConfig` that ask for it."""
+# Pending reasons, and errors of sbatch, that name a limit on single jobs.
 _LIMIT = re.compile(r"(QOS|Assoc)(?:Max([A-Za-z]+?)(?:Minutes)?Per(?:Job|Node)(?:Limit)?|Min([A-Za-z]+?)(?:NotSatisfied)?)")
-"""Pending reasons, and errors of sbatch, that name a limit on single jobs."""
 
+# Sentences for pending reasons that stay true while the request and the limits stay as they are, by a pattern of the reason.
 _NEVER = (
     (r"PartitionTimeLimit", f"SlurmQueueConfig.time_limit is longer than the partition allows; {_TIMES}"),
     (
@@ -109,11 +110,10 @@ _NEVER = (
     (r"Reservation(Deleted|Invalid)", f"the reservation in SlurmQueueConfig.reservation is gone; {_RESERVATIONS}"),
     (r"DependencyNeverSatisfied", "what --dependency in SlurmQueueConfig.extra_sbatch waits for can no longer come"),
 )
-"""Sentences for pending reasons that stay true while the request and the limits stay as they are, by a pattern of the reason."""
 
 _UNINFORMATIVE = ("", "None", "Priority", "Resources")  # Reasons that say only that the job waits for its turn.
+# Beginnings of reasons that name what a job waits for; other reasons name what is wrong with it.
 _AWAITED = ("BeginTime", "Dependency", "Licenses", "Priority", "Reservation", "Resources")
-"""Beginnings of reasons that name what a job waits for; other reasons name what is wrong with it."""
 _TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time of day, without the date.
 
 

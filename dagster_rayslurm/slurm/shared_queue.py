@@ -23,11 +23,9 @@ from ..ssh.local import LocalConnection
 
 T = TypeVar("T")
 
-SNAPSHOT = "squeue"
-"""Name of the file with the shared answer."""
+SNAPSHOT = "squeue"  # Name of the file with the shared answer.
 
-_TIMEOUT = 120.0
-"""Seconds for one squeue; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
+_TIMEOUT = 120.0  # Seconds for one squeue; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times).
 _PAUSE = 2.0  # Least seconds between two looks at an answer that another process is renewing.
 
 _ROW, _UNIT = "\x1e", "\x1f"
@@ -53,8 +51,7 @@ def run_slurm(
     options: Sequence[Any] = (),
 ) -> Completed:
     """As `Connection.run`, for a command that is or runs a program of Slurm; `keep` names `SBATCH_*` variables for it."""
-    of_dagster = isinstance(connection, LocalConnection)
-    return connection.run(command, stdin, timeout, function, (list(keep), of_dagster, *options))
+    return connection.run(command, stdin, timeout, function, (list(keep), *options))
 
 
 def stderr_of(done: Completed) -> str:
@@ -73,12 +70,15 @@ def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
 def ask_patiently(
     ask: Callable[[], T], patience: float, unanswered_too: bool = False, warn: Callable[[str], None] = lambda _: None
 ) -> T:
-    """What `ask` returns, which is called again for `patience` seconds while the edge node, or Slurm too, is out of reach."""
+    """What `ask` returns, which is called again for `patience` seconds while the edge node is out of reach.
+
+    With `unanswered_too` so it is while Slurm, or a file there, does not answer.
+    """
     outage, warned = Backoff(), False
     while True:
         try:
             return ask()
-        except (ConnectionFailed, SlurmUnanswered) as error:
+        except OSError as error:
             pause, again = outage.pause(), error.temporary if isinstance(error, ConnectionFailed) else unanswered_too
             if not again or outage.seconds + pause > patience:
                 raise
@@ -269,12 +269,7 @@ class SharedQueue:
 
 
 def fetch_queue(connection: Connection) -> QueueSnapshot:
-    """The queue right now, from a `squeue` of its own; for the few decisions that must not rest on the shared snapshot.
-
-    Raises:
-        SlurmUnanswered: Slurm did not answer.
-        OSError: Slurm cannot be asked.
-    """
+    """The queue right now, from a `squeue` of its own, for the few decisions that must not rest on the shared snapshot."""
     _, snapshot = _ask(connection)
     assert snapshot
     return snapshot

@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from ..runtime.protocol.messages import TextEnum
 from .shared_queue import QueueRow
 
+# States that a job does not leave, unless Slurm requeues it. COMPLETING, STAGE_OUT and REVOKED are not among them.
 TERMINAL = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
 )
-"""States that a job does not leave, unless Slurm requeues it. COMPLETING, STAGE_OUT and REVOKED are not among them."""
 
+# Terminal states after which Slurm requeues a job that allows it, under the same id.
 MAY_REQUEUE = frozenset({"BOOT_FAIL", "NODE_FAIL", "PREEMPTED"})
-"""Terminal states after which Slurm requeues a job that allows it, under the same id."""
 
+# States in which nothing of the job runs, but may run later. In CONFIGURING nodes are being powered up.
 WAITING = frozenset(["CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"])
-"""States in which nothing of the job runs, but may run later. In CONFIGURING nodes are being powered up."""
 
+# States in which the job has its nodes, or is being cleaned up there.
 ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"})
-"""States in which the job has its nodes, or is being cleaned up there."""
 
 
 class JobPhase(TextEnum):
@@ -38,10 +38,9 @@ class JobPhase(TextEnum):
     LOST = "lost"  # The job left the queue without a report of its end.
 
 
+# Seconds for which a job must be missing from the queue until it counts as lost, and if Slurm may requeue it.
 ABSENCE, REQUEUE_ABSENCE = 60.0, 300.0
-"""Seconds for which a job must be missing from the queue until it counts as lost, and if Slurm may requeue it."""
-SNAPSHOTS = 2
-"""Number of snapshots in a row without the job, at least, until it counts as lost."""
+SNAPSHOTS = 2  # Number of snapshots in a row without the job, at least, until it counts as lost.
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class JobStatus:
     phase: JobPhase
     state: str = ""  # Slurm's last word for it; "" if there is none.
     reason: str = ""  # Why it waits or ended, in Slurm's word; "" for none.
+    # When Slurm expects a pending job to start, in seconds of the epoch; None if it does not say.
     expected_start: float | None = None
-    """When Slurm expects a pending job to start, in seconds of the epoch; None if it does not say."""
     exit_code: int | None = None  # The batch script's; None if it is not known.
 
     @property
@@ -72,11 +71,11 @@ class JobWatch:
     requeue: bool = False  # Whether Slurm may requeue the job.
     final: JobStatus | None = None
     newest: float = -math.inf  # When the newest snapshot began.
+    # What Slurm said last of the job, in the snapshot that began at `reported_at`.
     reported: JobStatus = JobStatus(JobPhase.UNKNOWN)
-    """What Slurm said last of the job, in the snapshot that began at `reported_at`."""
     reported_at: float = -math.inf
+    # Since when the job is out of the queue without a break, in `absent_snapshots` snapshots.
     absent_since: float | None = None
-    """Since when the job is out of the queue without a break, in `absent_snapshots` snapshots."""
     absent_snapshots: int = 0
     started_at: float | None = None
     exit_code: int | None = None

@@ -22,20 +22,18 @@ from .states import TERMINAL
 
 JOB_SCRIPT = "job.sh"
 _FOUND = re.compile(r"(?P<job>[0-9]+)(?:\+[0-9]+)?\|(?P<state>.*)")
+# State and reason of a job that Slurm refused, and of components before the refused one (tried on 22.05 and 24.11).
 _REFUSED, _GIVEN_UP = "FAILED|BadConstraints", "CANCELLED|None"
-"""State and reason of a job that Slurm refused, and of components before the refused one (tried on 22.05 and 24.11)."""
 _SBATCH_ERROR = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
 # `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1), Slurm 22.05); a site's own sbatch may print more before it.
 _ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
 _TIMEOUT = 600.0  # Seconds for making the directory and for sbatch, which retries for minutes if slurmctld is slow.
 _ATTEMPTS = 5  # Most submissions of one job.
-_PAUSE = 3.0
-"""Seconds between two searches for a job whose submission was cut off, as slurmctld may still be at work on it."""
+_PAUSE = 3.0  # Seconds between two searches for a job whose submission was cut off, as slurmctld may still be at work on it.
 
-ASK_INTERVAL = 1.0
-"""Seconds between two direct queries of the queue for a job that is being cancelled."""
+ASK_INTERVAL = 1.0  # Seconds between two direct queries of the queue for a job that is being cancelled.
+# Seconds in which Slurm must confirm that a cancelled job is over; KillWait, after which it sends SIGKILL, is 30.
 _GONE_DEADLINE = 60.0
-"""Seconds in which Slurm must confirm that a cancelled job is over; KillWait, after which it sends SIGKILL, is 30."""
 _LATE_SUBMISSION = 2.0  # Seconds for which a job may still appear in the queue after its submission was cut off.
 
 
@@ -95,11 +93,9 @@ def submit(
 ) -> SubmittedJob:
     """Make a run directory, an absolute path, with its `files`, and submit its `job.sh` exactly once.
 
-    Args:
-        request: the options in `job.sh`; the job name is unique.
-        warn: receives a warning if the answer of a submission was lost.
-        claim: whether other processes may make the same directory; only one of them submits.
-        patience: seconds for which the edge node may be out of reach once the job may exist.
+    `job.sh` has the options of `request`, whose job name is unique. With `claim` other processes may make the same directory, and
+    only one of them submits. Once the job may exist, the edge node may be out of reach for `patience` seconds. `warn` receives a
+    warning if the answer of a submission was lost.
 
     Raises:
         ClaimTaken: another process has made the directory and submits the job.

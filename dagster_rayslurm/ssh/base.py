@@ -12,6 +12,7 @@ import posixpath
 import random
 import re
 import shlex
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -23,13 +24,12 @@ from ..edge import files, processes
 from ..edge.agent import PART
 
 T = TypeVar("T")
+# Called during a file transfer with the number of bytes that have arrived and the total number of bytes.
 Progress = Callable[[int, int], None]
-"""Called during a file transfer with the number of bytes that have arrived and the total number of bytes."""
+# Starts a function of `edge` with some arguments, and returns a function that waits for its result.
 Submit = Callable[..., Callable[[], Any]]
-"""Starts a function of `edge` with some arguments, and returns a function that waits for its result."""
 
-_WINDOW = 12
-"""Number of parts in flight during a transfer: 3 MiB, somewhat more than the window of an OpenSSH channel."""
+_WINDOW = 12  # Number of parts in flight during a transfer: 3 MiB, somewhat more than the window of an OpenSSH channel.
 _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
 
@@ -62,31 +62,6 @@ class Completed:
     stderr: bytes
 
 
-@dataclass(frozen=True)
-class Stat:
-    """Owner (user id) of a file, and the time of its last change in whole seconds, by the clock of the machine that holds it."""
-
-    owner: int
-    modified: float
-
-
-@dataclass
-class Forward:
-    """A TCP port that leads to a port behind the connection. Several clients may use it at once."""
-
-    host: str
-    port: int
-
-    def close(self) -> None:
-        """Stop listening and disconnect all clients."""
-
-    def __enter__(self) -> Forward:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
 class Connection(ABC):
     """Access to the files and commands of one machine: this machine, or an edge node behind SSH.
 
@@ -111,8 +86,8 @@ class Connection(ABC):
         """
 
     @abstractmethod
-    def forward(self, host: str, port: int) -> Forward:
-        """Return a local port that is forwarded to `host:port`, an address that the machine behind the connection can reach."""
+    def connect(self, host: str, port: int, timeout: float) -> socket.socket:
+        """A stream to `host:port`, an address that the machine can reach. By SSH it just ends if nothing listens there."""
 
     @abstractmethod
     def close(self) -> None:
@@ -121,12 +96,8 @@ class Connection(ABC):
     def call(self, function: Callable[..., T], *args: Any, repeat: bool = False, timeout: float | None = None) -> T:
         """The result of a function of a module of `edge`, called on the machine; with `repeat` again after a lost connection.
 
-        Arguments and results are bytes or JSON, or a tuple of them as the result.
-
-        Raises:
-            TimeoutError: the call took over `timeout` seconds; commands that it runs are killed.
-            ConnectionLost: the connection broke, and the function may have been called.
-            OSError: as the function raised it.
+        Arguments and results are bytes or JSON, or a tuple of them as the result. Raises TimeoutError if the call took over
+        `timeout` seconds, and its commands were killed; ConnectionLost if the function may have been called; and its own OSError.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]
@@ -145,11 +116,8 @@ class Connection(ABC):
         the command leaves behind, and drops their output. `function` is the function of `edge` that runs the command, as
         `processes.run` does, with `options` as further arguments.
 
-        Raises:
-            ValueError: a word contains a NUL character.
-            TimeoutError: the command took longer than `timeout` seconds; it was killed, with all processes that it started.
-            ConnectionLost: the connection broke, and the command may have run.
-            ConnectionFailed: there is no connection, and the command did not run.
+        Raises TimeoutError if the command took longer than `timeout` seconds, and was killed with all processes that it started;
+        ConnectionLost if the connection broke, and the command may have run; ConnectionFailed if it did not run for lack of one.
         """
         if not command or any("\0" in word for word in command):
             raise ValueError("a command needs a word at least, and no NUL character")
@@ -161,8 +129,6 @@ class Connection(ABC):
 
         try:
             code, out, err = self.attempt("", operation, False, deadline)
-        except ConnectionFailed:
-            raise
         except TimeoutError:
             code = None
         if code is None:
@@ -171,23 +137,17 @@ class Connection(ABC):
 
     def home(self) -> str:
         """The home directory of the user who is logged in."""
-        home = self._account[1]
-        if not home.startswith("/"):
+        if not self._home.startswith("/"):
             raise OSError(f"{self.place}: the login has no HOME; the account needs a home directory")
-        return home
-
-    def user_id(self) -> int:
-        """The numeric id of the user who is logged in."""
-        return self._account[0]
+        return self._home
 
     @property
-    def _account(self) -> tuple[int, str]:
-        return self.call(files.account, repeat=True)
+    def _home(self) -> str:
+        return self.call(files.home, repeat=True)
 
-    def stat(self, path: str) -> Stat | None:
-        """Owner and modification time of a file or directory, or None if the path does not exist. Links are followed."""
-        found = self._on_file(f"looking at {path}", files.stat, path)
-        return Stat(*found) if found else None
+    def modified(self, path: str) -> float | None:
+        """When a file or directory changed last, by the clock of its machine; None if the path does not exist."""
+        return self._on_file(f"looking at {path}", files.modified, path)
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         """At most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist."""

@@ -14,9 +14,7 @@ from pydantic import Field
 
 from ..config import StrictResource, at_least, check_text, checked, choice, plain_text
 
-_INTEGERS = ("port", "connect_timeout", "keepalive")
-"""Fields whose variables hold an integer."""
-_WITH_USER_OR_PORT = re.compile(r"(?:ssh://)?(?:(?P<user>[^@/]+)@)?(?P<host>[^@:/]+|\[[^]]+\])(?::(?P<port>\d+))?/?")
+_INTEGERS = ("port", "connect_timeout", "keepalive")  # Fields whose variables hold an integer.
 
 
 def check_port(value: object) -> int:
@@ -37,13 +35,9 @@ def check_name(value: object) -> str:
 def check_host(value: object) -> str:
     """Validate a host name or address, which may not contain a user or port. Returns the host."""
     text = check_name(value)
-    parts = _WITH_USER_OR_PORT.fullmatch(text)
-    if parts is None or parts["host"] == text:
-        return text
-    fields = [f"host={parts['host'].strip('[]')!r}"]
-    fields += [f"user={parts['user']!r}"] if parts["user"] else []
-    fields += [f"port={parts['port']}"] if parts["port"] else []
-    raise ValueError(f"{text!r} is more than a host; write {', '.join(fields)}")
+    if re.search(r"[@/[]|^[^:]*:\d+$", text):
+        raise ValueError(f"{text!r} is more than a host; write the host alone, and `user` and `port` in fields of their own")
+    return text
 
 
 def check_host_key(value: object) -> str:
@@ -70,56 +64,40 @@ def check_python(value: object) -> str:
 class SSHConnectionResource(StrictResource):
     """An SSH server and how to log in: by key, agent, certificate or password, directly or through jump hosts."""
 
-    host: Annotated[str, checked(check_host)] = Field(description="Name or address of the edge (login) node.")
-    port: Annotated[int, checked(check_port)] = Field(default=22, description="Port of its SSH server.")
-    user: Annotated[Optional[str], checked(check_name)] = Field(
-        default=None,
-        description="User to log in as; None for the user that runs Dagster, or with client=openssh what its configuration says.",
-    )
-    key_path: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Private key file; None for the agent and the default keys."
-    )
-    key_passphrase: Optional[str] = Field(
-        default=None, repr=False, description="Passphrase of the private key; give it as an EnvVar."
-    )
-    password: Optional[str] = Field(
-        default=None, repr=False, description="Password; give it as an EnvVar. Keys are the better choice."
-    )
-    certificate_path: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="OpenSSH user certificate that goes with the key."
-    )
-    jump_host: Optional[SSHConnectionResource] = Field(
-        default=None, description="Host to go through, itself an SSH connection, which may have a jump host of its own."
-    )
-    host_key_checking: Annotated[str, choice("accept-new", "strict", "off")] = Field(
-        default="accept-new",
-        description='"accept-new" learns the key of an unknown host and refuses a changed one, "strict" knows all hosts '
-        'beforehand, "off" checks nothing.',
-    )
-    host_key: Annotated[Optional[str], checked(check_host_key)] = Field(
-        default=None,
-        description='The only host key to accept, as "ssh-ed25519 AAAA…"; then no file of host keys is looked at.',
-    )
-    known_hosts_file: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Host keys; None for those of OpenSSH: `~/.ssh/known_hosts`, `/etc/ssh/ssh_known_hosts`."
-    )
-    client: Annotated[str, choice("paramiko", "openssh")] = Field(
-        default="paramiko",
-        description='SSH implementation: "paramiko", or "openssh" for the `ssh` program with its own configuration.',
-    )
-    require_existing_master: bool = Field(
-        default=False, description="Only use an OpenSSH master connection that a person opened (two-factor sites); never log in."
-    )
-    connect_timeout: Annotated[int, at_least(1, "seconds")] = Field(
-        default=30, description="Seconds until a login that hangs has failed, at each host on the way."
-    )
-    keepalive: Annotated[int, at_least(0, "seconds")] = Field(
-        default=15, description="Seconds between keepalive messages; 0 for none."
-    )
+    host: Annotated[str, checked(check_host)]
+    """Name or address of the edge (login) node."""
+    port: Annotated[int, checked(check_port)] = 22
+    """Port of its SSH server."""
+    user: Annotated[Optional[str], checked(check_name)] = None
+    """User to log in as; None for the user that runs Dagster, or with client=openssh what its configuration says."""
+    key_path: Annotated[Optional[str], plain_text] = None
+    """Private key file; None for the agent and the default keys."""
+    key_passphrase: Optional[str] = Field(default=None, repr=False)
+    """Passphrase of the private key; give it as an EnvVar."""
+    password: Optional[str] = Field(default=None, repr=False)
+    """Password; give it as an EnvVar. Keys are the better choice."""
+    certificate_path: Annotated[Optional[str], plain_text] = None
+    """OpenSSH user certificate that goes with the key."""
+    jump_host: Optional[SSHConnectionResource] = None
+    """Host to go through, itself an SSH connection, which may have a jump host of its own."""
+    host_key_checking: Annotated[str, choice("accept-new", "strict", "off")] = "accept-new"
+    """"accept-new" learns the key of an unknown host and refuses a changed one, "strict" knows all hosts beforehand, "off"
+    checks nothing."""
+    host_key: Annotated[Optional[str], checked(check_host_key)] = None
+    """The only host key to accept, as "ssh-ed25519 AAAA…"; then no file of host keys is looked at."""
+    known_hosts_file: Annotated[Optional[str], plain_text] = None
+    """Host keys; None for those of OpenSSH: `~/.ssh/known_hosts`, `/etc/ssh/ssh_known_hosts`."""
+    client: Annotated[str, choice("paramiko", "openssh")] = "paramiko"
+    """SSH implementation: "paramiko", or "openssh" for the `ssh` program with its own configuration."""
+    require_existing_master: bool = False
+    """Only use an OpenSSH master connection that a person opened (two-factor sites); never log in."""
+    connect_timeout: Annotated[int, at_least(1, "seconds")] = 30
+    """Seconds until a login that hangs has failed, at each host on the way."""
+    keepalive: Annotated[int, at_least(0, "seconds")] = 15
+    """Seconds between keepalive messages; 0 for none."""
 
-    python: Annotated[str, checked(check_python)] = Field(
-        default="python3", description="Python 3.6 or newer on the server: a name on the PATH of a login there, or a path."
-    )
+    python: Annotated[str, checked(check_python)] = "python3"
+    """Python 3.6 or newer on the server: a name on the PATH of a login there, or a path."""
 
     def hops(self) -> list[SSHConnectionResource]:
         """All servers to log in to, in order: the jump hosts first, the server of this resource last."""

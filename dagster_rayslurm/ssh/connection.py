@@ -22,20 +22,17 @@ from typing import Any, Protocol, TypeVar
 from .. import edge
 from ..edge.agent import Sender, command_line, messages, program
 from . import errors
-from .base import Backoff, Connection, ConnectionFailed, ConnectionGone, ConnectionLost, Forward, ServerBusy, Submit
+from .base import Backoff, Connection, ConnectionFailed, ConnectionGone, ConnectionLost, ServerBusy, Submit
 from .config import SSHConnectionResource
 
 T = TypeVar("T")
 
+# Seconds for which a failed first login is tried again; if it still fails, the configuration is probably wrong.
 _FIRST_LOGIN_PATIENCE = 3.0
-"""Seconds for which a failed first login is tried again; if it still fails, the configuration is probably wrong."""
-_PROGRESS = 5.0
-"""Seconds that an attempt must last before it breaks, so that its end counts as the start of a new outage."""
-_MAX_NOISE = 1024 * 1024
-"""Most bytes of output of the shell's start-up files before the agent's hello."""
+_PROGRESS = 5.0  # Seconds that an attempt must last before it breaks, so that its end counts as the start of a new outage.
+_MAX_NOISE = 1024 * 1024  # Most bytes of output of the shell's start-up files before the agent's hello.
 _MIN_PYTHON = (3, 6)
-_GRACE = 5.0
-"""Seconds after the deadline of a request in which the agent should have said so itself."""
+_GRACE = 5.0  # Seconds after the deadline of a request in which the agent should have said so itself.
 _BUFFER = 256 * 1024
 
 
@@ -215,8 +212,8 @@ class SSHConnection(Connection):
         return errors.address(self.ssh)
 
     @functools.cached_property
-    def _account(self) -> tuple[int, str]:
-        return super()._account
+    def _home(self) -> str:
+        return super()._home
 
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:
         outage: Backoff | None = None
@@ -293,8 +290,14 @@ class SSHConnection(Connection):
                 each.close()
         self._agent = self._transport = None
 
-    def forward(self, host: str, port: int) -> Forward:
-        def tunnel(client: socket.socket) -> None:
+    def connect(self, host: str, port: int, timeout: float) -> socket.socket:
+        stream, client = socket.socketpair()
+        stream.settimeout(timeout)
+        threading.Thread(target=self._tunnel, args=(host, port, client), name="rayslurm-tunnel", daemon=True).start()
+        return stream
+
+    def _tunnel(self, host: str, port: int, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError, EOFError, Refused):  # A failure ends the stream.
             for last in (False, True):
                 with self._lock:
                     transport = self._logged_in()
@@ -307,43 +310,6 @@ class SSHConnection(Connection):
                         if self._transport is transport:
                             self._log_out()
 
-        return ListeningForward(tunnel)
-
     def close(self) -> None:
         with self._lock:
             self._log_out()
-
-
-class ListeningForward(Forward):
-    """A port on 127.0.0.1, open to all users of this machine. `tunnel` copies the bytes of one client over SSH, both ways."""
-
-    def __init__(self, tunnel: Callable[[socket.socket], None]) -> None:
-        self._tunnel = tunnel
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        super().__init__(*self._listener.getsockname())
-        self._clients: set[socket.socket] = set()
-        self._closed = threading.Event()
-        threading.Thread(target=self._accept, name="rayslurm-forward", daemon=True).start()
-
-    def close(self) -> None:
-        self._closed.set()
-        for each in (self._listener, *tuple(self._clients)):  # A close alone does not wake the thread that waits for it.
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                self._closed.wait(0.1)  # The listener is closed, or file descriptors have run out for now.
-                continue
-            self._clients.add(client)
-            threading.Thread(target=self._serve, args=(client,), name="rayslurm-forward", daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        # A failure closes the client's connection, as a direct connection would fail.
-        with client, contextlib.suppress(OSError, EOFError, Refused):
-            self._tunnel(client)
-        self._clients.discard(client)

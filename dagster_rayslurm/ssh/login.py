@@ -28,18 +28,14 @@ from . import errors
 from .config import SSHConnectionResource, certificate_path, key_path, known_hosts_path
 from .local import locked
 
+# Number of logins to one SSH server that this user's processes on this machine may have in progress at once.
+# sshd drops connections beyond `MaxStartups` unauthenticated ones (10:30:100 by default, sshd_config(5) of OpenSSH 9.2):
+# of 60 simultaneous logins it refused 20.
 SLOTS = 4
-"""Number of logins to one SSH server that this user's processes on this machine may have in progress at once.
-
-sshd drops connections beyond `MaxStartups` unauthenticated ones (10:30:100 by default, sshd_config(5) of OpenSSH 9.2):
-of 60 simultaneous logins it refused 20.
-"""
-WAIT_FACTOR = 10
-"""How long a login waits for a slot, as a multiple of its `connect_timeout`."""
-_AGENT_TIMEOUT = 5.0
-"""Seconds to wait for the agent to list its keys."""
+WAIT_FACTOR = 10  # How long a login waits for a slot, as a multiple of its `connect_timeout`.
+_AGENT_TIMEOUT = 5.0  # Seconds to wait for the agent to list its keys.
+# Matches prompts for a second factor, which may contain the word "password" too.
 _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b", re.IGNORECASE)
-"""Matches prompts for a second factor, which may contain the word "password" too."""
 
 
 @contextlib.contextmanager
@@ -276,14 +272,10 @@ def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
 def check_host_key(ssh: SSHConnectionResource, key_type: str, key: str) -> None:
     """Refuse a host key that the configuration does not trust. With "accept-new" a new key is added to the known hosts."""
     shown = f"{key_type} {key}"
-    trust = judge(expected_keys(ssh), key_type, key)
-    if trust is Trust.NEW and ssh.host_key_checking == "accept-new" and not ssh.host_key:
-        try:
-            trust = _learn(ssh, key_type, key)
-        except OSError as error:
-            raise errors.failed(
-                ssh, f"its new host key cannot be kept ({error}); make that file writable, or name another as `known_hosts_file`"
-            ) from None
+    with locked("known-hosts"):  # Another process may be about to add this key.
+        trust = judge(expected_keys(ssh), key_type, key)
+        if trust is Trust.NEW and ssh.host_key_checking == "accept-new" and not ssh.host_key:
+            return _learn(ssh, shown)
     if trust is Trust.KNOWN or (ssh.host_key_checking == "off" and not ssh.host_key):
         return
     if ssh.host_key:
@@ -295,16 +287,16 @@ def check_host_key(ssh: SSHConnectionResource, key_type: str, key: str) -> None:
     raise errors.host_key_unknown(ssh, f": {shown}")
 
 
-def _learn(ssh: SSHConnectionResource, key_type: str, key: str) -> Trust:
-    """Add a host's key to the known hosts, unless another process has just added one; returns whether the key is known then."""
+def _learn(ssh: SSHConnectionResource, shown: str) -> None:
+    """Add a host's key to the known hosts."""
     path = known_hosts_path(ssh)
-    with locked("known-hosts"):
-        trust = judge(expected_keys(ssh), key_type, key)
-        if trust is not Trust.NEW:
-            return trust
+    try:
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "a+b") as file:
             if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
                 file.write(b"\n")
-            file.write(f"{_host_name(ssh.host, ssh.port)} {key_type} {key}\n".encode())
-        return Trust.KNOWN
+            file.write(f"{_host_name(ssh.host, ssh.port)} {shown}\n".encode())
+    except OSError as error:
+        raise errors.failed(
+            ssh, f"its new host key cannot be kept ({error}); make that file writable, or name another as `known_hosts_file`"
+        ) from None

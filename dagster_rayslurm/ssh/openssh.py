@@ -29,27 +29,25 @@ from .connection import Refused
 from .local import locked, private_dir
 from .login import Prompts, asks_password, check_files, check_keys, login_slot
 
+# Largest number of master connections to one server. A further one is opened when the others allow no more sessions.
 _MAX_MASTERS = 8
-"""Largest number of master connections to one server. A further one is opened when the others allow no more sessions."""
 # Messages of ssh(1) as a multiplexing client, OpenSSH 8.4 to 10.0. Each is on a line of its own.
 _REFUSED = re.compile(r"^mux_client_request_session: session request failed|^Session open refused by peer", re.MULTILINE)
 _NO_MASTER = re.compile(
     r"^Control socket connect\(|^ControlSocket .* already exists|^Connection closed by UNKNOWN|^mux_client_\w+: ", re.MULTILINE
 )
-_PERSIST = 60
-"""Seconds that a master keeps running after its last session, so that the next process finds it."""
-_ATTEMPT = 10
-"""Seconds for one TCP connection attempt, and for the server's first answer on it."""
+_PERSIST = 60  # Seconds that a master keeps running after its last session, so that the next process finds it.
+_ATTEMPT = 10  # Seconds for one TCP connection attempt, and for the server's first answer on it.
+# Seconds for `ssh` to answer a question that needs no network; a `Match exec` in its configuration runs commands of the user.
 _QUESTION_TIMEOUT = 30.0
-"""Seconds for `ssh` to answer a question that needs no network; a `Match exec` in its configuration runs commands of the user."""
+# Options in the command for a person, who answers what others are about.
 _TYPED = ("Port", "User", "IdentityFile", "CertificateFile", "UserKnownHostsFile", "ProxyCommand")
-"""Options in the command for a person, who answers what others are about."""
+# Script that passes a prompt of `ssh` to this process and prints its answer (SSH_ASKPASS, ssh(1)); 0 is the directory.
 _ASKPASS = """#!/bin/sh
 printf %s "$1" > {0}/prompt
 {{ read -r answered; IFS= read -r answer; }} < {0}/answer
 [ "$answered" = yes ] && printf '%s\\n' "$answer"
 """
-"""Script that passes a prompt of `ssh` to this process and prints its answer (SSH_ASKPASS, ssh(1)); 0 is the directory."""
 
 
 def log_in(ssh: SSHConnectionResource) -> OpenSSHTransport:
@@ -178,7 +176,7 @@ def options(ssh: SSHConnectionResource, scratch: str = "") -> list[str]:
     if certificate := certificate_path(ssh):
         values["CertificateFile"] = _file(certificate)
     if ssh.host_key and scratch:
-        pinned = _file(_pinned(scratch, len(ssh.hops())))
+        pinned = _file(f"{scratch}/pinned-{len(ssh.hops())}")
         values |= {"UserKnownHostsFile": pinned, "GlobalKnownHostsFile": "/dev/null", "StrictHostKeyChecking": "yes"}
         values |= {"IgnoreUnknown": "KnownHostsCommand", "KnownHostsCommand": "none"}  # OpenSSH 8.5.
     elif ssh.host_key_checking == "off":
@@ -190,17 +188,8 @@ def options(ssh: SSHConnectionResource, scratch: str = "") -> list[str]:
     if jump := ssh.jump_host:
         words = ["ssh", *options(jump, scratch), *(("-o", "ControlMaster=no", "-o", "ControlPath=none") if scratch else ())]
         command = f"{_plain(shlex.join(words))} -W '[%h]:%p' -- {_plain(shlex.quote(jump.host))}"
-        values["ProxyCommand"] = command + (f" 2>> {_plain(shlex.quote(_log(scratch)))}" if scratch else "")
+        values["ProxyCommand"] = command + (f" 2>> {_plain(shlex.quote(f'{scratch}/log'))}" if scratch else "")
     return [word for name, value in values.items() if scratch or name in _TYPED for word in ("-o", f"{name}={value}")]
-
-
-def _pinned(scratch: str, number: int) -> str:
-    """The known hosts file with the configured `host_key` of a server, by its position among the hops, from 1 on."""
-    return os.path.join(scratch, f"pinned-{number}")
-
-
-def _log(scratch: str) -> str:
-    return os.path.join(scratch, "log")
 
 
 def _plain(text: str) -> str:
@@ -252,7 +241,7 @@ def _master_runs(path: str) -> bool:
 
 
 def _ask(command: list[str]) -> str | None:
-    """The output of a command of `ssh`; None if it fails or does not end."""
+    """The output of a command line of `ssh` that only asks, such as `ssh -O check`; None if it fails or takes too long."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_QUESTION_TIMEOUT)
         return None if done.returncode else done.stdout
@@ -273,7 +262,7 @@ def _open_master(ssh: SSHConnectionResource, path: str, scratch: str) -> None:
     hops, askpass = ssh.hops(), os.path.join(scratch, "askpass")
     for number, hop in enumerate(hops, 1):
         if hop.host_key:
-            _write(_pinned(scratch, number), f"* {hop.host_key}\n")
+            _write(f"{scratch}/pinned-{number}", f"* {hop.host_key}\n")
     _write(askpass, _ASKPASS.format(shlex.quote(scratch)), 0o700)
     command = ["ssh", "-M", "-S", path, "-o", f"ControlPersist={_PERSIST}", "-fN", *options(ssh, scratch), "--", ssh.host]
     environ = {
@@ -285,7 +274,7 @@ def _open_master(ssh: SSHConnectionResource, path: str, scratch: str) -> None:
         "DISPLAY": os.environ.get("DISPLAY", ":0"),
     }
     prompts, deadline = Prompts(hops), time.monotonic() + ssh.connect_timeout * len(hops)
-    with open(_log(scratch), "a+b") as log, _pipe(scratch, "prompt") as asked, _pipe(scratch, "answer") as answers:
+    with open(f"{scratch}/log", "a+b") as log, _pipe(scratch, "prompt") as asked, _pipe(scratch, "answer") as answers:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True)
         while process.poll() is None:
             if select.select([asked], [], [], 0.02)[0]:
@@ -339,6 +328,7 @@ def _login_refused(ssh: SSHConnectionResource, methods: str) -> Exception:
     return errors.login_refused(ssh, tried, offered=f"; it takes {methods.replace(',', ', ')}")
 
 
+# What ssh(1) prints, and the exception for it: of the server that failed, and of the group of the pattern or its match.
 _FAILURES: dict[str, Callable[[SSHConnectionResource, str], Exception]] = {
     "(?i)REVOKED HOST KEY|is marked as revoked": errors.host_key_revoked,
     "HOST IDENTIFICATION HAS CHANGED|No matching host key": _host_key,
@@ -353,4 +343,3 @@ _FAILURES: dict[str, Callable[[SSHConnectionResource, str], Exception]] = {
     "(?i)kex_exchange_identification: (?:read: )?Connection (?:closed|reset)|banner exchange.*(?:closed|reset)": errors.busy,
     "(?i)kex_exchange_identification: (?:banner line|client sent)|Bad remote protocol|invalid format": errors.not_ssh,
 }
-"""What ssh(1) prints, and the exception for it: of the server that failed, and of the group of the pattern or its match."""

@@ -6,7 +6,6 @@ Each process has one login for each configured connection.
 from __future__ import annotations
 
 import contextlib
-import functools
 import getpass
 import os
 import socket
@@ -17,52 +16,36 @@ from typing import Any
 
 import paramiko
 
-from . import errors
+from . import errors, login
 from .base import ConnectionFailed
 from .config import SSHConnectionResource, key_path
 from .connection import Refused
-from .login import (
-    Prompts,
-    agent_keys,
-    asks_password,
-    check_files,
-    check_host_key,
-    expected_keys,
-    load_key,
-    login_name,
-    login_slot,
-)
 from .openssh import master_command
 
-_LOG = "dagster_rayslurm.paramiko"
-"""Name of paramiko's logger, which is silenced."""
+_LOG = "dagster_rayslurm.paramiko"  # Name of paramiko's logger, which is silenced.
+# Seconds for one TCP connection attempt. TCP repeats a lost packet later and later, so a new attempt succeeds earlier.
 _ATTEMPT = 4.0
-"""Seconds for one TCP connection attempt. TCP repeats a lost packet later and later, so a new attempt succeeds earlier."""
-_OPEN_TIMEOUT = 60.0
-"""Seconds for the server to open a channel."""
-_SETTLE = 0.3
-"""Seconds that paramiko may take from the end of the channels to the end of the transport."""
-_WINDOW, _PACKET = 8 * 1024 * 1024, 64 * 1024
-"""Bytes that the server may send ahead on a channel, and in one message."""
-_BUFFER = 65536
-"""Bytes to receive at once."""
+_OPEN_TIMEOUT = 60.0  # Seconds for the server to open a channel.
+_SETTLE = 0.3  # Seconds that paramiko may take from the end of the channels to the end of the transport.
+_WINDOW, _PACKET = 8 * 1024 * 1024, 64 * 1024  # Bytes that the server may send ahead on a channel, and in one message.
+_BUFFER = 65536  # Bytes to receive at once.
 _ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED = 1, 2  # RFC 4254, section 5.1
 
+# Private keys to try if no key is configured, after those of the agent.
 _DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
-"""Private keys to try if no key is configured, after those of the agent."""
+# Number of keys of the agent to try: sshd disconnects after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2).
 _MAX_AGENT_KEYS = 4
-"""Number of keys of the agent to try: sshd disconnects after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2)."""
+# Names by which a server offers a host key, where they differ from the key's type in known_hosts.
 _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
-"""Names by which a server offers a host key, where they differ from the key's type in known_hosts."""
 
 
 def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
     """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`."""
-    check_files(ssh)
+    login.check_files(ssh)
     transport: ParamikoTransport | None = None
     for hop in ssh.hops():
         try:
-            with login_slot(hop):
+            with login.login_slot(hop):
                 transport = _log_in_to(hop, transport)
         finally:
             if transport is not None and transport.ssh is not hop:
@@ -87,7 +70,7 @@ def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> Pa
         if not transport.initial_kex_done:
             raise errors.no_answer(ssh)
         shown = transport.get_remote_server_key()
-        check_host_key(ssh, shown.get_name(), shown.get_base64())
+        login.check_host_key(ssh, shown.get_name(), shown.get_base64())
         transport.auth_timeout = _left(deadline)
         _authenticate(transport, ssh, ssh.user or getpass.getuser())
     except BaseException as error:
@@ -138,7 +121,7 @@ def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> C
 
 def _prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
     """Make the transport ask for a known host key first, because a host with several keys may seem to have changed its key."""
-    types = [key.key_type for key in expected_keys(ssh) if not key.revoked]
+    types = [key.key_type for key in login.expected_keys(ssh) if not key.revoked]
     known = [name for each in types for name in _SIGNATURES.get(each, (each,))]
     options = transport.get_security_options()
     options.key_types = tuple(sorted(options.key_types, key=lambda name: name not in known))
@@ -150,71 +133,68 @@ def _prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
 def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None:
     """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them."""
     tried: list[str] = []
-    offered: list[str] = []
+    offered: list[str] = []  # The methods that the server takes next; empty after an accepted one if the login is complete.
+    prompts = login.Prompts([ssh])
+
+    def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
+        """Whether the server accepts a method, perhaps as one of several factors; None if it does not take this method."""
+        nonlocal offered
+        try:
+            offered = method(user, *arguments)
+        except paramiko.BadAuthenticationType as error:
+            offered = error.allowed_types
+            return None
+        except paramiko.AuthenticationException:
+            return False
+        return True
+
+    def answers(title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG001
+        return [prompts.answer(f"({login.login_name(ssh)}) {prompt}") or "" for prompt, _ in fields]
+
     for name, key in _keys(ssh):
         tried.append(name)
-        try:
-            offered = transport.auth_publickey(user, key)
-        except paramiko.BadAuthenticationType as error:
-            offered = error.allowed_types
-            break
-        except paramiko.AuthenticationException:
-            if transport.is_active():
-                continue
-            break  # The server allows no more tries.
-        if not offered:
+        accepted = accepts(transport.auth_publickey, key)
+        if accepted and not offered:
             return
-        break  # The key was the first factor; `offered` names the next ones.
-    prompts = Prompts([ssh])
-    methods: list[Callable[[], list[str]]] = []
+        if accepted is not False or not transport.is_active():  # An inactive transport: the server allows no more tries.
+            break
+    methods: list[tuple[Any, ...]] = []
     if ssh.password is not None or "keyboard-interactive" in offered:
-        methods.append(lambda: transport.auth_interactive(user, functools.partial(_answers, prompts)))
+        methods.append((transport.auth_interactive, answers))
     if ssh.password is not None:
         tried.append("the password")
-        methods.append(lambda: transport.auth_password(user, ssh.password, fallback=False))
+        methods.append((transport.auth_password, ssh.password, None, False))
     for method in methods if transport.is_active() else ():
-        try:
-            offered = method()
-        except paramiko.BadAuthenticationType as error:
-            offered = error.allowed_types
-        except paramiko.AuthenticationException:
+        accepted = accepts(*method)
+        if accepted and not offered:
+            return
+        if accepted is False:
             break
-        else:
-            if not offered:
-                return
-    if prompts.unanswered and not asks_password(prompts.unanswered):
+    if prompts.unanswered and not login.asks_password(prompts.unanswered):
         raise errors.prompt_unanswered(ssh, prompts.unanswered, command=master_command(ssh))
     if not offered:
-        try:
-            transport.auth_none(user)
-        except paramiko.BadAuthenticationType as error:
-            offered = error.allowed_types
-        except (paramiko.SSHException, EOFError, OSError):
-            pass
+        with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
+            accepts(transport.auth_none)
     takes = offered and f"; it takes {', '.join(offered)}"
     nothing = "nothing, for no key, agent or password is there"
     raise errors.login_refused(ssh, " and ".join(tried) or nothing, offered=takes or "")
-
-
-def _answers(prompts: Prompts, title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG001
-    return [prompts.answer(f"({login_name(prompts.servers[0])}) {prompt}") or "" for prompt, _ in fields]
 
 
 def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
     """The keys to try in a login, in order, each after its name for messages."""
     path = key_path(ssh)
     if path:
-        key = load_key(ssh, path)
+        key = login.load_key(ssh, path)
         if key is None:
             raise errors.failed(ssh, f'the key {path} is of a kind that paramiko does not know; use client="openssh"')
         yield f"the key {path}", key
         return
-    for key in agent_keys()[:_MAX_AGENT_KEYS]:
+    for key in login.agent_keys()[:_MAX_AGENT_KEYS]:
         yield f"the agent's key {key.comment or key.fingerprint}", key
     for default in map(os.path.expanduser, _DEFAULT_KEYS):
         if os.path.exists(default):
             with contextlib.suppress(ConnectionFailed):  # The user did not configure this key.
-                if (key := load_key(ssh, default)) is not None:
+                if (key := login.load_key(ssh, default)) is not None:
                     yield f"the key {default}", key
 
 

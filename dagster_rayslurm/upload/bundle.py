@@ -1,29 +1,301 @@
-"""Bundles: directories that are uploaded to the cluster, never changed there, and named by the hash of their content."""
+"""Bundles: files of this machine that become directories on the cluster, never changed there, and named by their content.
+
+Of a directory only the ignore files are read at first. Left out are the files that Ray leaves out of a `runtime_env` working_dir,
+and files that no cluster needs, such as caches.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
 import hashlib
 import os
+import posixpath
+import stat
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO
 
-from .tree import Entry, EntryKind, Manifest, scan, scan_files
+from pathspec import GitIgnoreSpec
 
+from ..runtime.protocol.messages import TextEnum
+
+# Files with patterns in the syntax of gitignore(5). Ray 2.60 reads both, in every directory of the tree.
+IGNORE_FILES = (".gitignore", ".rayignore")
+# Names of files and directories that no cluster needs.
+_LEFT_OUT = frozenset(
+    {
+        *(".git", ".venv", "venv", "__pycache__"),  # By Ray 2.60 too (RAY_RUNTIME_ENV_DEFAULT_EXCLUDES).
+        *(".DS_Store", ".dagster_home", ".hg", ".hypothesis", ".ipynb_checkpoints", ".mypy_cache", ".nox", ".pixi"),
+        *(".pytest_cache", ".ruff_cache", ".svn", ".tox", "node_modules"),
+    }
+)
+# Entries of virtual and conda environments, which are left out, as they would not work on another machine.
+_ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
+# Errors of stat(2) for a link whose target does not exist.
+_DANGLING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_UNSUPPORTED = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+# The largest bundle that is accepted; Ray 2.60 has the same limit of bytes. Too many entries suggest a wrong directory.
+MAX_BYTES, MAX_ENTRIES = 500 * 2**20, 100_000
+
+# The ignore files that count for a directory, the deepest first: name, the directory that has it in the bundle, patterns.
+_Rules = tuple[tuple[str, str, GitIgnoreSpec], ...]
+
+
+class EntryKind(TextEnum):
+    """The type of an entry in a bundle."""
+
+    FILE = "file"
+    DIR = "dir"
+    LINK = "link"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file, directory or symbolic link of a bundle."""
+
+    name: str  # The path in the bundle.
+    kind: EntryKind
+    source: str  # The path on this machine, without links but the entry itself; "" for a directory only in the bundle.
+    executable: bool = False  # By its owner; no other mode bit is kept.
+    size: int = 0
+    target: str = ""  # Of a link; relative to the link if the target is in the bundle.
+    stamp: tuple[int, ...] = ()  # Stat fields of a file that change whenever the file does.
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The entries of a bundle, sorted by the bytes of their names, before their content is read."""
+
+    argument: str  # The argument of `run()` or the launcher that named the files, for error messages.
+    entries: tuple[Entry, ...]
+    root: str | None = None  # The bundled directory, without links; None for files that were named one by one.
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.entries)
+
+
+def scan(directory: str) -> Manifest:
+    """The manifest of a directory, without the files that its ignore files name or that no cluster needs.
+
+    A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces it, as in Ray. Raises
+    ValueError if the files exceed the limits, or a file cannot be read or copied; the sentence says what to do.
+    """
+    root = os.path.abspath(directory)
+    found = _Scan("working_dir", f"list what payloads do not need in {root}/.rayignore", root)
+    found.walk(os.path.realpath(directory), "", ())
+    return found.manifest(os.path.realpath(directory))
+
+
+def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Manifest:
+    """The manifest of single files and directories, which are paths on this machine by path in the bundle.
+
+    Ignore files do not count; `__pycache__`, `.git` and the like are left out. Raises ValueError as `scan`, or if a path in the
+    bundle is absolute, not normalized, or below another one.
+    """
+    found = _Scan(argument)
+    for name, path in sorted(files.items()):
+        parts = name.split("/")
+        above = ["/".join(parts[:length]) for length in range(1, len(parts))]
+        taken = next((parent for parent in above if parent in files), None)
+        if taken is not None:
+            raise ValueError(f"{argument}: {name!r} would stand in {taken!r}, which is a file or directory of its own")
+        if any(part in ("", ".", "..") for part in parts) or "\0" in name:
+            raise ValueError(f"{argument}: {name!r} is not the name of a file in a bundle")
+        for parent in above:
+            found.add(Entry(parent, EntryKind.DIR, ""))
+        found.follow(path, name, None)
+    return found.manifest(None)
+
+
+def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
+    """Whether an entry is left out. Among the ignore files of one name, the deepest with a matching pattern decides, as in git.
+
+    Ray treats links to directories as directories.
+    """
+    base = posixpath.basename(name)
+    if base in _LEFT_OUT or base.endswith(".pyc"):
+        return True
+    for kind in IGNORE_FILES:
+        below = ((name[len(top) + 1 :] if top else name, spec) for each, top, spec in rules if each == kind)
+        verdicts = (spec.check_file(f"{path}/" if is_dir else path).include for path, spec in below)
+        if next((verdict for verdict in verdicts if verdict is not None), False):
+            return True
+    return False
+
+
+@dataclass
+class _Scan:
+    """Collects the entries of one bundle; raises `ValueError` if they exceed the limits."""
+
+    argument: str
+    remedy: str = "leave it out"
+    root: str = "the files"
+    _entries: dict[str, Entry] = field(default_factory=dict)
+    _places: dict[str, str] = field(default_factory=dict)  # Names in the bundle by path on this machine, without links.
+    _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)  # Path and name; their directory's rules.
+
+    def manifest(self, root: str | None) -> Manifest:
+        """The manifest of all collected entries. Links are resolved here, when all other entries are known."""
+        if root is not None:
+            self._places[root] = ""
+        while self._links:
+            links, self._links = sorted(self._links, key=lambda link: os.fsencode(link[1])), []
+            for link in links:
+                self._resolve(*link)
+        self._check_limits()
+        return Manifest(self.argument, tuple(sorted(self._entries.values(), key=lambda entry: os.fsencode(entry.name))), root)
+
+    def add(self, entry: Entry) -> None:
+        self._entries[entry.name] = entry
+        if entry.kind is not EntryKind.LINK:
+            self._places.setdefault(entry.source, entry.name)
+        if len(self._entries) > MAX_ENTRIES:
+            self._check_limits()
+
+    def walk(self, top: str, name: str, rules: _Rules | None) -> None:
+        """Add a directory, except ignored entries; its links wait for `manifest`. Rules None read no ignore file."""
+        waiting = [(top, name, rules)]
+        while waiting:
+            path, name, rules = waiting.pop()
+            with self._readable(path), os.scandir(path) as listing:
+                items = {item.name: item for item in listing}
+            if path != top and any(mark in items for mark in _ENVIRONMENT_MARKERS):
+                continue
+            if name:
+                self.add(Entry(name, EntryKind.DIR, path))
+            if rules is not None:
+                rules = (*(self._ignore_file(kind, name, path) for kind in IGNORE_FILES if kind in items), *rules)
+            for item in items.values():
+                full = posixpath.join(name, item.name)
+                is_link = item.is_symlink()
+                is_dir = os.path.isdir(item.path) if is_link else item.is_dir()
+                if _ignored(rules or (), full, is_dir):
+                    continue
+                if is_link:
+                    self._links.append((item.path, full, rules))
+                elif is_dir:
+                    waiting.append((item.path, full, rules))
+                else:
+                    self._add_file(item.path, full)
+
+    def follow(self, path: str, name: str, rules: _Rules | None) -> None:
+        """Add the target of a link, or what the user named, to the bundle."""
+        real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(os.path.abspath(path)))
+        if not os.path.isdir(real):
+            return self._add_file(real, name)
+        if os.path.islink(path) and os.path.commonpath([real, parent]) == real:
+            raise ValueError(
+                f"{self.argument}: the link {path} leads to {real}, which contains it; remove it or list it in .rayignore"
+            )
+        self.walk(real, name, rules)
+
+    def _resolve(self, path: str, name: str, rules: _Rules | None) -> None:
+        """Add a link as a link if its target is in the bundle or does not exist; else add its target instead."""
+        target = ""
+        with self._readable(path):
+            try:
+                os.stat(path)
+            except OSError as error:
+                if error.errno not in _DANGLING:
+                    raise
+                target = os.readlink(path)
+            place = self._places.get(os.path.realpath(path))
+            if not target and place is None:
+                if not os.path.isdir(path) or not any(mark in os.listdir(path) for mark in _ENVIRONMENT_MARKERS):
+                    self.follow(path, name, rules)
+                return
+        target = target or posixpath.relpath(f"/{place}", f"/{posixpath.dirname(name)}")
+        self.add(Entry(name, EntryKind.LINK, path, target=target))
+
+    def _ignore_file(self, kind: str, directory: str, path: str) -> tuple[str, str, GitIgnoreSpec]:
+        """The ignore file of a directory on this machine, whose name in the bundle is `directory`."""
+        file = os.path.join(path, kind)
+        lines: list[str] = []
+        if os.path.isfile(file):
+            with self._readable(file), open(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as text:
+                lines = [line.rstrip("\r\n") for line in text]
+        try:
+            return kind, directory, GitIgnoreSpec.from_lines(lines)
+        except ValueError as error:
+            raise ValueError(f"{self.argument}: {file} has a pattern that means nothing: {error}") from None
+
+    def _add_file(self, path: str, name: str) -> None:
+        with self._readable(path):
+            found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            kind = _UNSUPPORTED.get(stat.S_IFMT(found.st_mode), "no file")
+            raise ValueError(f"{self.argument}: {path} is {kind}, which cannot be copied; {self.remedy}")
+        # Tools can set the mtime back, but not the ctime.
+        stamp = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        self.add(Entry(name, EntryKind.FILE, path, bool(found.st_mode & stat.S_IXUSR), found.st_size, stamp=stamp))
+
+    def _check_limits(self) -> None:
+        entries = self._entries.values()
+        total = sum(entry.size for entry in entries)
+        if len(entries) > MAX_ENTRIES:
+            directories = ((f"{posixpath.dirname(entry.name) or '.'}/", 1) for entry in entries)
+            most = ", ".join(f"{name} ({number})" for name, number in _largest(directories))
+            excess = f"more than {MAX_ENTRIES} files and directories, most of them in {most}"
+        elif total > MAX_BYTES:
+            files = ((entry.name, entry.size) for entry in entries)
+            most = ", ".join(f"{name} ({_amount(size)})" for name, size in _largest(files) if size)
+            excess = f"{_amount(total)}, more than {_amount(MAX_BYTES)}; the largest are {most}"
+        else:
+            return
+        raise ValueError(
+            f"{self.argument}: {self.root} would be {excess}; {self.remedy}, and keep data on the "
+            "cluster, in the directory that payloads find in RAYSLURM_DATA_DIR"
+        )
+
+    @contextlib.contextmanager
+    def _readable(self, path: str) -> Iterator[None]:
+        """Turn an `OSError` inside the block into a `ValueError` that names the file and the argument."""
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or path
+            raise ValueError(
+                f"{self.argument}: {where} cannot be read: {error.strerror}; make it readable, or {self.remedy}"
+            ) from None
+
+
+def _largest(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The five largest sums of sizes, by the first two parts of the names."""
+    sums: Counter[str] = Counter()
+    for name, size in sizes:
+        parts = name.split("/")
+        sums["/".join(parts[:2]) + "/" * (len(parts) > 2)] += size
+    return sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:5]
+
+
+def _amount(size: float) -> str:
+    """A number of bytes as text with a unit, such as "12 MiB"."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+# -- bundles -----------------------------------------------------------------------------------------------------------
+
+# First bytes of what is hashed for the name of a bundle; a change gives all bundles new names.
 _FORMAT = b"rayslurm bundle 1\n"
-"""First bytes of what is hashed for the name of a bundle; a change gives all bundles new names."""
-_BLOCK = 1024 * 1024
-"""Bytes that are read from a file at once."""
+_BLOCK = 1024 * 1024  # Bytes that are read from a file at once.
 _TAR_TYPES = {EntryKind.FILE: tarfile.REGTYPE, EntryKind.DIR: tarfile.DIRTYPE, EntryKind.LINK: tarfile.SYMTYPE}
+# Nanoseconds after which a further change of a file certainly gets another mtime, even on a file system with a coarse clock.
 _SETTLED = 2_000_000_000
-"""Nanoseconds after which a further change of a file certainly gets another mtime, even on a file system with a coarse clock."""
 
+# By path of a file that this process has read: its stamp (see `Entry`) at that time, and its SHA-256.
 _digests: dict[str, tuple[tuple[int, ...], str]] = {}
-"""By path of a file that this process has read: its stamp (see `Entry`) at that time, and its SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +308,7 @@ class Bundle:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The size of all files together, in bytes."""
         return self.manifest.size
 
     def name_of(self, path: str) -> str | None:

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.ssh.base import ConnectionFailed
+from dagster_rayslurm.ssh.local import close_connections, connection_to
 from dagster_rayslurm.ssh.openssh import control_path, master_command
-from dagster_rayslurm.ssh.pool import close_connections, connection_to
 
 from .fixtures import PASSWORD, Connect, end_master
 from .sshd import Sshd
@@ -202,8 +202,7 @@ def test_one_login_serves_everything(connect: Connect, server: Sshd, client: str
         connection.run(["true"])
         connection.write(f"/tmp/one-{os.getpid()}", b"x")
         connection.read(f"/tmp/one-{os.getpid()}", 0, 1)
-        with connection.forward("127.0.0.1", server.port):
-            pass
+        connection.connect("127.0.0.1", server.port, 5).close()
     connection.remove(f"/tmp/one-{os.getpid()}")
     assert server.logins() == 1
 

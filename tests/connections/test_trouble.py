@@ -256,11 +256,10 @@ def test_a_master_that_is_killed_is_opened_again(connect: Connect, server: Sshd,
         os.kill(int(pid.split("pid=")[1].split(")")[0]), 9)
         time.sleep(0.5)  # A command that is sent before this end notices may have run.
         use()
-    with connection.forward("127.0.0.1", server.port) as forward:
-        pid = subprocess.run(["ssh", "-S", path, "-O", "check", "host"], capture_output=True, text=True).stderr
-        os.kill(int(pid.split("pid=")[1].split(")")[0]), 9)
-        with socket.create_connection((forward.host, forward.port), timeout=20) as through:
-            assert through.recv(3) == b"SSH"
+    pid = subprocess.run(["ssh", "-S", path, "-O", "check", "host"], capture_output=True, text=True).stderr
+    os.kill(int(pid.split("pid=")[1].split(")")[0]), 9)
+    with connection.connect("127.0.0.1", server.port, 20) as through:
+        assert through.recv(3) == b"SSH"
 
 
 def test_a_lost_agent_costs_no_login(connect: Connect, server: Sshd, client: str) -> None:
@@ -393,7 +392,7 @@ def test_a_link_of_80_ms(connect: Connect, server: Sshd, client: str, tmp_path: 
 
 
 def test_a_forked_child_makes_its_own_connection(connect: Connect, server: Sshd) -> None:
-    from dagster_rayslurm.ssh.pool import close_connections, connection_to
+    from dagster_rayslurm.ssh.local import close_connections, connection_to
 
     ssh = connect.fields(server)
     try:

@@ -93,7 +93,9 @@ def end(state: State, job_id: int, final: str, now: float, reason: str = "None",
     for job in components(state, job_id):
         if job["state"] in TERMINAL or job["ends_as"] is not None:
             continue
-        job |= {"reason": reason, "cancelled_by": by, "ends_as": final, "state": "COMPLETING" if job["live"] else final}
+        if job["state"] != "PENDING":  # A job that never ran keeps the reason why it waited.
+            job["reason"] = reason
+        job |= {"cancelled_by": by, "ends_as": final, "state": "COMPLETING" if job["live"] else final}
         job["end"] = now
         if job["state"] == "REQUEUED":
             _requeue(job, now)

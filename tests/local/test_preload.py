@@ -49,7 +49,7 @@ def preload_processes_of(run: Any) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(run.metadata["parent"]).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # A zombie counts as one.
-            found += [child] if child.cmdline()[:1] == ["rayslurm-preload"] else []
+            found += [child] if any(word.endswith("/preload/python.py") for word in child.cmdline()) else []
     return found
 
 

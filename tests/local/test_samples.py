@@ -115,14 +115,12 @@ def test_the_resource_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.Mon
     """It has no environment, and its version of Ray has no tokens."""
     monkeypatch.setenv("SLURM_EDGE_NODE_HOST", "edge")
     write_entrypoint(tmp_path, monkeypatch)
-    with pytest.raises((RunFailure, ValueError)) as refused:
-        load(RESOURCE)["compute"].job_script(payload_path="python -m train.entrypoint")
-    assert "pre_deployed_env_path=" in str(refused.value)
-    made = load(RESOURCE.replace("enable_cluster_reuse", 'pre_deployed_env_path="/opt/ray", enable_cluster_reuse'))["compute"]
     with pytest.raises(RunFailure, match=r'Ray 2\.9\.3 has no token authentication.* set auth="disabled"'):
-        made.job_script(payload_path="python -m train.entrypoint")
-    text = RESOURCE.replace("enable_cluster_reuse", 'pre_deployed_env_path="/opt/ray", enable_cluster_reuse')
-    made = load(text.replace("ray_version=", 'auth="disabled", ray_version='))["compute"]
+        load(RESOURCE)["compute"].job_script(payload_path="python -m train.entrypoint")
+    text = RESOURCE.replace("ray_version=", 'auth="disabled", ray_version=')
+    with pytest.raises(RunFailure, match="pre_deployed_env_path="):
+        load(text)["compute"].job_script(payload_path="python -m train.entrypoint")
+    made = load(text.replace("enable_cluster_reuse", 'pre_deployed_env_path="/opt/ray", enable_cluster_reuse'))["compute"]
     script = made.job_script(payload_path="python -m train.entrypoint")
     assert "--cpus-per-task=32" in script and "--qos=normal" in script
 

@@ -63,7 +63,7 @@ class Command:
             target = pool.pids()[0] if what == "preload" else pid
             loop.call_later(delay, lambda target=target, signum=signum: processes.signal_group(target, signum))
         if self.order.get("orphans"):
-            loop.call_later(self.order["orphans"], lambda: processes.kill_orphans(loop.children()))
+            loop.call_later(self.order["orphans"], lambda: processes.StrayProcesses(loop).end(""))
 
     def copy(self, fd, name):
         data = os.read(fd, 65536)

@@ -185,10 +185,11 @@ def test_a_session_goes_on_when_a_fresh_cluster_loses_a_node(runtime: Runtime) -
     """The next cluster may have it again."""
     runtime.add("one", NAP % 0.5, uses_ray=True, ray=SMALL)
     said = runtime.run("""
+        from dagster_rayslurm.runtime.ray.membership import NodeLost, Ready
         class Cluster(supervisor.RayCluster):
             def start(self):
-                self.listener.on_node_lost("n2")
-                self.listener.on_ready()
+                self.tell(self, NodeLost("n2"))
+                self.tell(self, Ready({}))
         supervisor.RayCluster = Cluster
         session()
         submit("one")
@@ -213,7 +214,7 @@ def test_cluster_directories_are_removed_once_the_processes_are_gone(tmp_path: P
         remove = place.remove
         left = ["a process that still writes"]
         place.remove = lambda: left.pop() if left else remove()  # type: ignore[assignment, func-returns-value]
-        ray_node.clean_up_cluster(Timers(), place, "nobody")  # type: ignore[arg-type]
+        place.remove_later(Timers())  # type: ignore[arg-type]
         due.pop()[1]()
         assert os.path.exists(place.path) and due[0][0] == 10.0
         due.pop()[1]()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from dagster_rayslurm.runtime.node.resources import NodeResources
+from dagster_rayslurm.runtime.node.worker_nodes import WorkerNodes
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.ray.cluster import HeadNode, LeakCheck, RayCluster, RayListener, left_when_idle
+from dagster_rayslurm.runtime.ray.agent import NodeAgent
+from dagster_rayslurm.runtime.ray.cluster import RayCluster, left_when_idle
 
 ACTOR = {"kind": "actor", "id": "a1", "job": "01", "name": "model", "namespace": "mine", "class": "Model", "since": 0.0}
 GROUP = {"kind": "group", "id": "ab12", "job": "02", "title": "ab12", "since": 0.0}
@@ -39,14 +42,24 @@ class Clock:
     def cancel(self) -> None:
         pass
 
-    def query_tables(self, _: float, done: Callable[[Any], None]) -> None:
-        done(self.tables)
+
+def cluster_of(clock: Clock) -> RayCluster:
+    machine, scratch = NodeResources("n1", 1, 0, 2**30, None), SimpleNamespace(join=lambda name: name)
+    agent = NodeAgent(clock, RuntimeSpec("c", RaySpec()), machine, scratch)  # type: ignore[arg-type]
+    return RayCluster(agent, WorkerNodes(agent.loop, {}, lambda *_: None), None, lambda *_: None)
+
+
+def with_tables(clock: Clock) -> RayCluster:
+    """A cluster that answers each query at once with the tables that the clock has then."""
+    cluster = cluster_of(clock)
+    cluster.query_tables = lambda timeout, done: done(clock.tables)  # type: ignore[method-assign]
+    return cluster
 
 
 def left_by(clock: Clock, nonce: str) -> list[str]:
     """What a payload that starts now leaves in the tables, as it is told at its end."""
     told: list[str] = []
-    LeakCheck(clock, lambda: clock).at_end(nonce)(told.extend)  # type: ignore[arg-type, return-value]
+    with_tables(clock).leak_check(nonce)(told.extend)
     return told
 
 
@@ -88,9 +101,8 @@ def test_resources_that_are_not_free() -> None:
 def test_an_answer_that_comes_too_late_is_ignored() -> None:
     clock = Clock()
     answers: list[Any] = []
-    head = HeadNode(NodeResources("n1", 1, 0, 2**30, None))
-    cluster = RayCluster(clock, RuntimeSpec("c", RaySpec()), head, None, RayListener())  # type: ignore[arg-type]
-    cluster._ray = type("Ray", (), {"request": lambda *_, **__: True})()
+    cluster = cluster_of(clock)
+    not_started, cluster._ray = cluster._ray, SimpleNamespace(request=lambda **_: True)  # type: ignore[assignment]
     for _ in range(2):
         cluster.query_tables(0.3, answers.append)
     cluster.on_event({"event": "tables", "id": 2, "tables": tables()})
@@ -98,26 +110,26 @@ def test_an_answer_that_comes_too_late_is_ignored() -> None:
     cluster.on_event({"event": "tables", "id": 1, "tables": tables()})
     clock.timers[1][1]()
     assert answers == [tables(), None] and clock.timers[0][0] == 0.3
-    cluster._ray = None
+    cluster._ray = not_started
     cluster.query_tables(0.3, answers.append)
     assert clock.timers[2][0] == 0.0
 
 
 def test_a_session_forgets_leaks_that_a_later_payload_has_removed() -> None:
     clock = Clock()
-    check = LeakCheck(clock, lambda: clock)  # type: ignore[arg-type, return-value]
+    cluster = with_tables(clock)
     clock.tables = tables(ACTOR, GROUP, total={"CPU": 4.0}, available={"CPU": 2.0})
-    check.check_when_idle(lambda: True)
+    cluster.check_when_idle(lambda: True)
     clock.timers.pop()[1]()
-    assert len(check.found) == 3 and next(iter(check.found)) == "CPU: 2 of 4 are not free although no payload runs"
+    assert len(cluster.leaks) == 3 and next(iter(cluster.leaks)) == "CPU: 2 of 4 are not free although no payload runs"
     ended: list[list[str]] = []
     other = {**ACTOR, "id": "a2", "name": "other"}  # A running payload's.
     clock.tables = tables(other, GROUP, total={"CPU": 4.0}, available={"CPU": 1.0})
-    check.at_end("n3")(ended.append)
-    assert [message.split()[0] for message in check.found] == ["CPU:", "placement"]
+    cluster.leak_check("n3")(ended.append)
+    assert [message.split()[0] for message in cluster.leaks] == ["CPU:", "placement"]
     clock.tables = tables(total={"CPU": 4.0}, available={"CPU": 4.0})
-    check.at_end("n3")(ended.append)
-    assert check.found == {} and ended == [[], []]
+    cluster.leak_check("n3")(ended.append)
+    assert cluster.leaks == {} and ended == [[], []]
     clock.tables = None
-    check.at_end("n3")(ended.append)
+    cluster.leak_check("n3")(ended.append)
     assert ended[-1] == []

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.node import memory, resources
-from dagster_rayslurm.runtime.node.memory import KILL, WARN, Group, GroupKind, Sample, State, decide, needs_groups, pause
+from dagster_rayslurm.runtime.node.memory import KILL, WARN, Group, GroupKind, Sample, State, decide, pause
 from dagster_rayslurm.runtime.node.usage import Shared, memory_of
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.loop import Loop
-from dagster_rayslurm.runtime.protocol.spec import RaySpec
-from dagster_rayslurm.runtime.supervisor.supervisor import Supervisor
+from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.ray.agent import NodeAgent
 
 from .test_clusters import SESSION, Nodes
 
@@ -95,13 +95,6 @@ def test_samples_are_closer_near_the_limit(used: int, limit: int) -> None:
     assert pause(used, limit) >= pause(used + MIB, limit)
 
 
-@given(st.booleans(), st.floats(0, 1.3))
-def test_processes_are_looked_at_only_where_it_matters(warned: bool, share: float) -> None:
-    seen = Sample(int(share * 2500 * MIB), 2500 * MIB, [HOG])
-    if decide("c1", State(warned), seen, 0.0)[1]:
-        assert needs_groups(State(warned), seen.used, seen.limit)
-
-
 # ---- What is counted
 
 
@@ -122,7 +115,7 @@ def test_memory_is_counted_as_slurmd_does(gather: str, params: str, shared: Shar
 
 
 def test_slurm_that_does_not_answer_enforces_nothing() -> None:
-    assert not memory.memory_accounting(None).enforced
+    assert not memory.memory_accounting(None)[1]
 
 
 def test_memory_of_processes() -> None:
@@ -206,11 +199,13 @@ def test_processes_count_for_the_worker_or_payload_that_started_them(family: Cal
 
 
 def test_a_cluster_may_be_left_alone() -> None:
-    def cluster(pid: int | None, **fields: Any) -> Any:
-        return SimpleNamespace(spec=RaySpec(**fields), pid=pid)
+    def ray(pid: int | None, **fields: Any) -> Any:
+        return SimpleNamespace(cluster=RaySpec(**fields), pid=pid)
 
-    here: Any = SimpleNamespace(_clusters=[cluster(1), cluster(2), cluster(3, memory_guard=False), cluster(None)])
-    assert Supervisor.guarded_pids(here) == [1, 2]
+    nothing: Any = None
+    here = NodeAgent(nothing, RuntimeSpec("c"), nothing, nothing)
+    here.rays.update({"a": ray(1), "b": ray(2), "c": ray(3, memory_guard=False), "d": ray(None)})
+    assert here.guarded_pids() == [1, 2]
 
 
 # ---- On a node

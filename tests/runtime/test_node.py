@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import stat
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,9 +21,9 @@ from dagster_rayslurm.runtime.node.network import interface_address
 from dagster_rayslurm.runtime.node.resources import footprint_error, node_footprint
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.protocol.messages import ClusterError
-from dagster_rayslurm.runtime.protocol.spec import RaySpec
+from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_version
-from dagster_rayslurm.runtime.ray.ray_node import start_arguments
+from dagster_rayslurm.runtime.ray.ray_node import RayNode, start_arguments
 
 HERE = resources.NodeResources("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
 
@@ -172,6 +175,24 @@ def test_an_unknown_interface_names_those_there_are() -> None:
     assert interface_address("lo") == "127.0.0.1"
     with pytest.raises(ClusterError, match=r"network_interface='ib7'.*lo"):
         interface_address("ib7")
+
+
+def test_a_second_attempt_of_symmetric_run_waits_for_its_own_command(scratch_base: Path) -> None:
+    orders: list[dict[str, Any]] = []
+
+    class Node(RayNode):
+        def _spawn(self, argv: list[str], *_: Any, **__: Any) -> None:
+            orders.append(json.loads(argv[-1]))
+
+    loop: Any = SimpleNamespace(on_readable=lambda *_: None)
+    private, spec = scratch.Scratch(), RaySpec(launch_style="symmetric-run", dashboard=False)
+    ray = Node(loop, RuntimeSpec("c", spec), spec, "", HERE, private, 1, lambda _: None)
+    for _ in range(2):
+        ray.start()
+        assert not os.path.exists(orders[-1]["entrypoint"])
+        Path(orders[-1]["entrypoint"]).touch()
+    ray.end()
+    private.remove()
 
 
 def test_scratch_is_short_private_and_goes() -> None:

@@ -25,7 +25,7 @@ from dagster_rayslurm.runtime.node import usage
 from dagster_rayslurm.runtime.node.usage import Attribution
 from dagster_rayslurm.runtime.payload import environment
 from dagster_rayslurm.runtime.payload.payload import Awaited, PayloadProcess
-from dagster_rayslurm.runtime.payload.record import OutputSearch
+from dagster_rayslurm.runtime.payload.results import OutputSearch
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.processes import Process
 from dagster_rayslurm.runtime.protocol import spec
@@ -243,7 +243,8 @@ def test_the_archive_has_sub_packages(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("__init__.py", "sub/__init__.py", "sub/deep/__init__.py"):
         (package / name).write_text("")
     (package / "sub" / "deep" / "part.py").write_text("from ... import __name__ as above")
-    monkeypatch.setattr(archive, "_sources", lambda: archive.sources_below(package))
+    monkeypatch.setattr(archive, "runtime", SimpleNamespace(__file__=str(package / "__init__.py")))
+    monkeypatch.setattr(archive, "_sources", archive._sources.__wrapped__)
     built = tmp_path / "runtime.pyz"
     built.write_bytes(build_runtime())
     code = f"from {archive.PACKAGE}.sub.deep.part import above; print(above)"

@@ -404,17 +404,10 @@ def test_secrets_stay_with_their_payload(write: Write, tmp_path: Path) -> None:
     assert second["out"] == "None None []\n"
 
 
-def test_a_forked_payload_is_no_orphan_and_has_its_own_command(write: Write, tmp_path: Path) -> None:
-    script = write(
-        "a.py",
-        """
-        import sys, time
-        time.sleep(0.5)
-        print(open("/proc/self/cmdline").read().rstrip(chr(0)) == " ".join([sys.executable, *sys.argv]))
-        """,
-    )
-    (told,) = run(tmp_path / "r", [{"argv": ["python", script, "x"], "orphans": 0.3}], ["json"])["results"]
-    assert (told["code"], told["out"]) == (0, "True\n")
+def test_a_forked_payload_is_no_orphan(write: Write, tmp_path: Path) -> None:
+    script = write("a.py", "import time\ntime.sleep(0.5)\nprint('done')")
+    (told,) = run(tmp_path / "r", [{"argv": ["python", script], "orphans": 0.3}], ["json"])["results"]
+    assert (told["code"], told["out"]) == (0, "done\n")
 
 
 def test_relative_entries_of_the_search_path(write: Write, tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ def test_a_worker_is_idle_until_its_log_names_a_job(tmp_path: Path, worker: subp
     # The test itself is none of Ray's, one had a job from the start, and of one there is only the log.
     for other in (f"ffffffff-{os.getpid()}", f"01000000-{worker.pid}", "ffffffff-999999999"):
         (tmp_path / f"worker-ab12-{other}.out").touch()
-    assert started_ahead(str(tmp_path)).idle == {worker.pid}
+    assert started_ahead(str(tmp_path))[1] == {worker.pid}
     log.write_text(":job_id:01000000\n:task_name:f\n")
-    assert started_ahead(str(tmp_path)).idle == set()
+    assert started_ahead(str(tmp_path))[1] == set()
 
 
 class Raylet:
@@ -147,7 +147,7 @@ def test_the_first_task_finds_an_idle_worker(base: Path, scratch_base: Path, scr
 
     def waiting() -> set[int]:
         """The waiting workers, once they are two."""
-        found = [started_ahead(str(logs)).idle for logs in scratch_base.glob("**/session_latest/logs")]
+        found = [started_ahead(str(logs))[1] for logs in scratch_base.glob("**/session_latest/logs")]
         return found[0] if found and len(found[0]) == 2 else set()
 
     run_asset(compute, script("pass\n", "idle.py"))  # It waits for the cluster, and uses none of its workers.

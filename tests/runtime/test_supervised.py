@@ -19,7 +19,10 @@ from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, LineReade
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, to_json
 from dagster_rayslurm.runtime.supervisor.time_limit import signal_number
 
-BEGIN = """
+from .test_supervisor import STUB_CLUSTER
+
+BEGIN = (
+    """
 import sys
 from dataclasses import replace
 from dagster_rayslurm.runtime.process import processes
@@ -33,6 +36,8 @@ processes.become_subreaper()
 loop, run_dir = Loop(), sys.argv[1]
 runner = supervisor.Supervisor(loop, RuntimeSpec("c", None), scratch.Scratch())
 """
+    + STUB_CLUSTER
+)
 
 
 def supervised(run_dir: Path, program: str, argv: list[str], **env: str) -> tuple[list[dict[str, Any]], str]:
@@ -54,17 +59,7 @@ def squeue(tmp_path: Path) -> str:
 
 
 WARN = """
-class Cluster:
-    ready = False
-    pid = None
-    class scratch: ray_temp_dir = None
-    def start(self): pass
-    def end(self): pass
-    def prestart(self): pass
-    def query_tables(self, _, done): done(None)
-    def facts(self): return {}
-    environment = {}
-runner.cluster = Cluster()
+runner.cluster = StubCluster()
 runner.spec = replace(runner.spec, warn_before_limit=60, warn_signal=%r)
 payload = runner.submit(run_dir)
 time_limit.watch(runner, "12")
@@ -268,9 +263,9 @@ def test_a_defect_in_handling_one_payload_ends_only_that_payload(tmp_path: Path,
 def test_endless_messages_do_not_delay_the_time_limit(tmp_path: Path) -> None:
     """A payload that writes messages faster than they are copied still has its time limit."""
     program = """
-        from dagster_rayslurm.runtime.payload.record import PayloadRecord
-        copy = PayloadRecord.copy_messages
-        PayloadRecord.copy_messages = lambda self: copy(self) or True
+        from dagster_rayslurm.runtime.payload.payload import Payload
+        copy = Payload.copy_chunk
+        Payload.copy_chunk = lambda self: copy(self) or True
         payload = runner.submit(run_dir)
         loop.call_later(0.5, lambda: payload.end_early(End("timeout", "enough"), 0))
         runner.run()
@@ -334,13 +329,13 @@ def test_a_process_left_by_nvidia_smi_does_not_delay_the_end(tmp_path: Path) -> 
 def test_a_defect_in_one_end_does_not_prevent_other_ends(tmp_path: Path) -> None:
     program = """
         import os, shutil
-        from dagster_rayslurm.runtime.payload.record import PayloadRecord
-        write, other = PayloadRecord.end, run_dir + "/other"
+        from dagster_rayslurm.runtime.payload.payload import Payload
+        write, other = Payload.end, run_dir + "/other"
         def broken(self, end):
-            if self.files.run_dir == run_dir:
+            if self.run_dir == run_dir:
                 raise KeyError("broken")
             write(self, end)
-        PayloadRecord.end = broken
+        Payload.end = broken
         os.mkdir(other)
         text = open(run_dir + "/payload.json").read().replace('"n"', '"m"')
         open(other + "/payload.json", "w").write(text)

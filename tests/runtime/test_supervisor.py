@@ -17,7 +17,20 @@ from dagster_rayslurm.archive import install_runtime
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, LineReader
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, to_json
 
-BEGIN = """
+STUB_CLUSTER = '''
+class StubCluster:
+    """A warm Ray cluster; it is up when `ready` is set."""
+    ready, environment, key, leaks = False, {}, "", {}
+    def start(self): pass
+    def end(self): pass
+    def prestart(self): pass
+    def leak_check(self, _): return lambda done: done([])
+    def check_when_idle(self, _): pass
+    def facts(self): return {}
+'''
+
+BEGIN = (
+    """
 import json, os, sys, time
 from dagster_rayslurm.runtime.node import resources as machine
 from dagster_rayslurm.runtime.process import processes
@@ -52,6 +65,8 @@ def when_done(call):
 def end():
     loop.stop()
 """
+    + STUB_CLUSTER
+)
 
 
 class Runtime:
@@ -234,15 +249,8 @@ def test_a_payload_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -
     runtime.add("other", NAP % 0.3, run_id="a")
     runtime.run("""
         session()
-        class Cluster:
-            ready, pid, environment = False, None, {"RAY_ADDRESS": "x:1"}
-            class scratch: ray_temp_dir = None
-            def start(self): pass
-            def end(self): pass
-            def prestart(self): pass
-            def query_tables(self, _, done): done(None)
-            def facts(self): return {}
-        runner.cluster = Cluster()
+        runner.cluster = StubCluster()
+        runner.cluster.environment = {"RAY_ADDRESS": "x:1"}
         for name in ("ray", "plain", "other"):
             submit(name)
         def up():
@@ -300,15 +308,15 @@ def test_orphans_are_ended_once_nothing_runs(runtime: Runtime, tmp_path: Path) -
 
 LARGE = "open('large.bin', 'wb').write(bytes(5 * 2**20)); open('small.txt', 'w').write('x')"
 SLOW_SEARCH = """
-from dagster_rayslurm.runtime.payload import record
-run = record.OutputSearch.run
+from dagster_rayslurm.runtime.payload import results
+run = results.OutputSearch.run
 def slowly(search):
     until = loop.now() + %g
     while loop.now() < until:
         time.sleep(0.02)
         yield
     yield from run(search)
-record.OutputSearch.run = slowly
+results.OutputSearch.run = slowly
 ticks = []
 def tick():
     ticks.append(loop.now())
@@ -359,16 +367,11 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
     runtime.add("ray", NAP % 1.0, uses_ray=True)
     runtime.run("""
         session(max_concurrent_payloads=2)
-        class Cluster:
-            ready, environment = True, {}
+        class Cluster(StubCluster):
+            ready = True
             class scratch: ray_temp_dir = base
             pid = loop.spawn(["sh", "-c", "while :; do :; done"], lambda *_: None)
-            def start(self): pass
-            def end(self): pass
-            def prestart(self): pass
-            def query_tables(self, _, done): done(None)
-            def facts(self): return {}
-        runner.cluster = Cluster()
+        runner.cluster = runner.agent.rays[""] = Cluster()
         submit("plain")
         when_done(lambda: (submit("ray"), when_done(end)))
     """)

@@ -32,8 +32,8 @@ from dagster_rayslurm.runtime.protocol.messages import ClusterError
 from dagster_rayslurm.runtime.protocol.rpc import Channel, Listener, Role, listen
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.agent import NodeAgent
-from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster, RayListener
-from dagster_rayslurm.runtime.ray.membership import nodes_expected
+from dagster_rayslurm.runtime.ray.cluster import RayCluster
+from dagster_rayslurm.runtime.ray.membership import Action, Say, nodes_expected
 from dagster_rayslurm.runtime.ray.ray_node import start_arguments, symmetric_arguments
 from dagster_rayslurm.runtime.supervisor.time_limit import parse_time_left
 
@@ -334,7 +334,7 @@ def test_usage_of_nodes_on_one_host_is_kept_apart(head: Head) -> None:
     two, _, _ = head.worker(node_id=2)
     head.until(lambda: len(head.heard) == 2)
     for member, hostname in zip(head.team.members.values(), (socket.gethostname(), "other"), strict=True):
-        member.machine = {"hostname": hostname}
+        member.machine = resources.NodeResources(hostname, 1, 0, 2**30, None)
     figures: list[dict[str, Any]] = []
     head.team.collect("p", figures.append)
     one.send(event="usage", id="p", usage={"cpu_seconds": 1})
@@ -346,24 +346,10 @@ def test_usage_of_nodes_on_one_host_is_kept_apart(head: Head) -> None:
     two.close()
 
 
-class Told(RayListener):
-    """Keeps what becomes of a cluster."""
-
-    def __init__(self) -> None:
-        self.failed: list[ClusterError] = []
-        self.phases: list[tuple[str, str]] = []
-
-    def on_failed(self, error: ClusterError) -> None:
-        self.failed.append(error)
-
-    def on_phase(self, phase: str, message: str) -> None:
-        self.phases.append((phase, message))
-
-
-def head_cluster(head: Head, private: scratch.Scratch, listener: RayListener, spec: RaySpec) -> RayCluster:
-    """A cluster with the head's workers; its own Ray does not matter."""
-    node = HeadNode(resources.NodeResources("host0", 1, 0, 2**30, None), head.team, "127.0.0.1")
-    cluster = RayCluster(head.loop, RuntimeSpec("c", spec), node, private, listener)
+def head_cluster(head: Head, private: scratch.Scratch, told: list[Action], spec: RaySpec) -> RayCluster:
+    """A cluster with the head's workers, which tells a list what follows; its own Ray does not matter."""
+    agent = NodeAgent(head.loop, RuntimeSpec("c", spec), resources.NodeResources("host0", 1, 0, 2**30, None), private)
+    cluster = RayCluster(agent, head.team, "127.0.0.1", lambda _, action: told.append(action))
     head.passed_on = cluster.handle
     return cluster
 
@@ -385,10 +371,9 @@ def test_a_worker_that_reconnects_in_time_is_not_gone(head: Head, monkeypatch: p
 
 def test_a_worker_joins_a_cluster(head: Head, scratch_base: Any) -> None:
     private = scratch.Scratch()
-    listener = Told()
-    cluster = head_cluster(head, private, listener, RaySpec(min_nodes=2))
+    actions: list[Action] = []
+    cluster = head_cluster(head, private, actions, RaySpec(min_nodes=2))
     cluster.start()
-    assert cluster._ray is not None
     cluster._ray.end()  # What Ray says is made up here.
     one, told, _ = head.worker()
     head.until(lambda: told)
@@ -396,8 +381,8 @@ def test_a_worker_joins_a_cluster(head: Head, scratch_base: Any) -> None:
     common = {"alive": True, "address": "127.0.0.1", "resources": {}, "component": None}
     nodes = {name: {**common, "hostname": name, "head": name == "host0"} for name in ("host0", "host1")}
     cluster.on_event({"event": "nodes", "nodes": nodes, "ray_version": "2.60.0"})
-    assert cluster.ready and "cluster-ready" in [name for name, _ in listener.phases]
-    cluster.stop()
+    assert cluster.ready and "cluster-ready" in [action.phase for action in actions if isinstance(action, Say)]
+    cluster.end()
     private.remove()
     one.close()
 
@@ -406,11 +391,11 @@ def test_ray_that_cannot_be_set_up_fails_in_one_sentence(head: Head, scratch_bas
     private = scratch.Scratch()
     with open(private.ray_temp_dir, "w"):
         pass  # Where a directory is to be.
-    told = Told()
+    told: list[Action] = []
     head_cluster(head, private, told, RaySpec()).start()
-    failed = told.failed
-    assert [error.reason for error in failed] == ["cluster-start"]
-    assert str(failed[0]).startswith("node host0: Ray cannot be started: [Errno 17] File exists")
+    [error] = told
+    assert isinstance(error, ClusterError) and error.reason == "cluster-start"
+    assert str(error).startswith("node host0: Ray cannot be started: [Errno 17] File exists")
     private.remove()
 
 
@@ -421,7 +406,7 @@ def test_a_failure_is_reported_again_after_a_reconnection(head: Head, scratch_ba
     told: list[dict[str, Any]] = []
     spec = RuntimeSpec("c", RaySpec(health_check="echo unwell; false", min_nodes=1), control_key=KEY)
 
-    worker = NodeAgent(head.loop, spec, node, lambda **event: told.append(event), own)
+    worker = NodeAgent(head.loop, spec, node, own, send=lambda **event: told.append(event))
     order = {"op": "ray", "cluster": "", "gcs": "127.0.0.1:1", "attempt": 1, "nodes": 2}
     worker.handle(order)
     head.until(lambda: told)

@@ -22,7 +22,7 @@ from .world import EPOCH, Host, Process, World
 
 NOTICED = 15.0
 """Seconds after which a client notices that its connection is dead, and after which the edge node does, at most."""
-QUICK = ("files", "sessions", "sweep", "delivery")
+QUICK = ("files", "sessions", "base_directory")
 """Modules of `edge` whose functions take no time on the edge node."""
 PROGRAMS = {"sbatch", *model.PROGRAMS}
 
@@ -93,7 +93,7 @@ class View:
         """A client of NFS knows its own changes."""
         for path in paths:
             for name in (path, os.path.dirname(path)) if isinstance(path, str) else ():
-                for what in ("read", "stat", "names"):
+                for what in ("read", "modified", "names"):
                     self._seen.pop((name, what), None)
 
 
@@ -246,7 +246,7 @@ class Cluster:
             return self.edge_view.read(*arguments)
         if function is _run:
             return self.run(*arguments)
-        if function in (files.stat, files.names):
+        if function in (files.modified, files.names):
             found = self.edge_view.look(arguments[0], function.__name__, lambda path: _outcome(function, path))
             if isinstance(found, OSError):
                 raise found

@@ -282,7 +282,7 @@ class Sessions(SlurmMode):
             mock.patch.object(execution, "_has_terminal", lambda: False),
             mock.patch("dagster_rayslurm.upload.deliver.build_runtime", _build_runtime),
             mock.patch(f"{backend}.pack", lambda plan, *_: PayloadFiles(plan, {})),
-            mock.patch(f"{backend}.data_dir_of", lambda *_: "/data"),
+            mock.patch("dagster_rayslurm.backends.batch.data_dir_of", lambda *_: "/data"),
             mock.patch(f"{backend}.check_environment_on", lambda *_: Interpreter("/env/bin/python")),
             mock.patch(f"{backend}.send_request", self.send),
             mock.patch("dagster_rayslurm.backends.sessions.listing.send_request", self.send),
@@ -359,7 +359,7 @@ class Sessions(SlurmMode):
 
     def send(self, connection: Any, to: Any, request: Mapping[str, Any], *_: Any) -> dict[str, Any]:
         """Carry a request to a session; stands for `send_request`."""
-        connection.call(files.account, repeat=True)
+        connection.call(files.home, repeat=True)
         said = to.announcement
         if said is None:
             raise Unreachable(f"the session in {to.directory} does not say where it is")

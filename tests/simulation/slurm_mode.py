@@ -26,12 +26,12 @@ from dagster_rayslurm import BashLauncher, SlurmQueueConfig, SlurmResource, arch
 from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.backends.batch import BatchBackend
 from dagster_rayslurm.backends.payload_files import PayloadFiles
+from dagster_rayslurm.compute_fields import ComputeFields
 from dagster_rayslurm.edge import processes
 from dagster_rayslurm.environments import Interpreter, PreDeployedEnvironment
 from dagster_rayslurm.errors import RunFailure
 from dagster_rayslurm.execution import reattach
 from dagster_rayslurm.execution import run as execution
-from dagster_rayslurm.execution.cleanup import RunSettings
 from dagster_rayslurm.execution.run import PayloadRun, start_errors
 from dagster_rayslurm.outcome import Verdict
 from dagster_rayslurm.plan import Plan, make_plan
@@ -215,13 +215,13 @@ def execute(step: Any, attempt: Attempt, backend: Any, plan: Plan, cluster: Clus
     )
     backend.__dict__["connection"] = cluster.connection()
     backend.__dict__["layout"] = Layout(Path(f"{cluster.directory}/base"))
-    settings = RunSettings("slurm", True, "failed", 7.0, 3600.0, 600.0, Layout(Path(home)))
+    resource = ComputeFields(mode="slurm", connection_loss_timeout=3600, local_base=home)
     handler = SimpleNamespace(handle_message=lambda message: attempt.messages.append(message["params"]["label"]))
     pipes: Any = {"partition_key_range": None}
     with start_errors():
         plan = replace(plan, payload=replace(plan.payload, nonce=cluster.world.random.randbytes(6).hex()))
-        launch = reattach.reattach_or_new(context, plan, backend, settings.home)
-    run = PayloadRun(context, backend, settings, launch, {None: launch.plan})
+        launch = reattach.reattach_or_new(context, plan, backend, Layout(Path(home)))
+    run = PayloadRun(context, backend, resource, launch, {None: launch.plan})
     run.follow(lambda register: backend.start(launch.plan, run.run_dir, pipes, launch.step, register), lambda _: handler)
     judged = run.judge(run.first)
     attempt.verdict = judged.verdict

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.runtime.protocol.record import EXIT
 from dagster_rayslurm.slurm.refusals import explain, impossible
-from dagster_rayslurm.slurm.request import FIELD_OF_OPTION, JobRequest, make_request
-from dagster_rayslurm.slurm.script import LOG, render_script
+from dagster_rayslurm.slurm.request import FIELD_OF_OPTION, LOG, JobRequest, make_request, render_script
 
 from ..fake_slurm import job_request
 from ..stack.access import Stack

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource
-from dagster_rayslurm.execution import cleanup
+from dagster_rayslurm.execution import run as execution
 from dagster_rayslurm.ssh.connection import SSHConnection
-from dagster_rayslurm.ssh.pool import close_connections
+from dagster_rayslurm.ssh.local import close_connections
 
 from ..conftest import pipes_script, run_asset
 from .fixtures import Site
@@ -45,7 +45,7 @@ def test_a_warm_step_runs_no_command(
     assert ran == []
     site.connection.write(f"{site.base}/.swept", b"")  # When it was swept first, there was nothing yet.
     close_connections()
-    cleanup._last_sweep.clear()
+    execution._last_sweep.clear()
     step("third")
     assert ran == []
     assert site.sh('ls -A "$1/runs"', site.base) == ""

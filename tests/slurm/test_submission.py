@@ -4,7 +4,6 @@ import os
 import shlex
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.slurm import submit as submit_module
 from dagster_rayslurm.slurm.accounting import fetch_job_facts
-from dagster_rayslurm.slurm.script import parse_exit, render_script
+from dagster_rayslurm.slurm.request import parse_exit, render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue, run_slurm
 from dagster_rayslurm.slurm.submit import SubmissionRefused, SubmittedJob, submit
 from dagster_rayslurm.ssh.base import Completed, Connection
@@ -178,8 +177,8 @@ def test_an_sbatch_that_does_not_come_back(sender: Sender, site: Site, monkeypat
 
 
 def test_a_refused_heterogeneous_job_is_named_with_the_values_of_all_components(sender: Sender, site: Site) -> None:
-    request = job_request(sender.name, "", gpus_per_node=1, component_id="a")
-    request = replace(request, further_components=(replace(request, gpus_per_node=64, component_id="b"),))
+    further = job_request(sender.name, "", "b", gpus_per_node=64)
+    request = job_request(sender.name, "", "a", (further,), gpus_per_node=1)
     login = site.login(SBATCH_PARTITION="gpu")
     job = render_script(request, ["true"], sender.run_dir, {}).encode()
     with pytest.raises(SubmissionRefused, match=r"^Slurm refused the job .*gpus_per_node=64 of 'b'\)$"):

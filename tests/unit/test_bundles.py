@@ -21,13 +21,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm import archive
-from dagster_rayslurm.edge import delivery
+from dagster_rayslurm.edge import base_directory
 from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.upload import bundle
-from dagster_rayslurm.upload import tree as tree_module
-from dagster_rayslurm.upload.bundle import Bundle, bundle_directory, bundle_files, make_bundle
+from dagster_rayslurm.upload.bundle import Bundle, bundle_directory, bundle_files, make_bundle, scan, scan_files
 from dagster_rayslurm.upload.deliver import install, place_of, runtime_place
-from dagster_rayslurm.upload.tree import scan, scan_files
 
 from ..conftest import small_disk
 
@@ -499,14 +497,14 @@ def test_too_large_a_bundle_is_refused(tree: Callable[..., Path], monkeypatch: p
         "find in RAYSLURM_DATA_DIR"
     )
     with monkeypatch.context() as patch:
-        patch.setattr(tree_module, "MAX_BYTES", 2**30)
+        patch.setattr(bundle, "MAX_BYTES", 2**30)
         assert scan(str(source)).size > 600 * 2**20
     (source / ".rayignore").write_text("*.bin")
     assert scan(str(source)).size < 2**20
 
 
 def test_too_many_entries_are_refused(tree: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_module, "MAX_ENTRIES", 30)
+    monkeypatch.setattr(bundle, "MAX_ENTRIES", 30)
     source = tree({f"runs/{number}": "" for number in range(40)} | {"a": ""})
     with pytest.raises(ValueError, match=r"would be more than 30 files and directories, most of them in runs/ \(\d+\)"):
         scan(str(source))
@@ -560,7 +558,7 @@ def test_names_below_one_another() -> None:
 # -- how they get there ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_there_costs_one_small_command(tree: Callable[..., Path], there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_costs_one_small_command(tree: Callable[..., Path], there: Path) -> None:
     source = tree({"a.py": "x"})
     (source / "big").write_bytes(os.urandom(3 * 2**20))
     made, small = bundle_directory(str(source)), bundle_files({"a.py": str(source / "a.py")})
@@ -571,11 +569,6 @@ def test_what_is_there_costs_one_small_command(tree: Callable[..., Path], there:
     assert progress[-1][1] >= 3 * 2**20 and progress[-1][0] == progress[-1][1]
     install(second, str(there), [made, small])
     assert (second.commands, second.uploads) == (1, 0)
-    install(second, str(there), [made, small])
-    assert second.commands == 1  # This process knows.
-    monkeypatch.setattr("dagster_rayslurm.upload.deliver._KNOWN_FOR", 0)
-    install(second, str(there), [made, small])
-    assert second.commands == 2
 
 
 def test_the_runtime_is_installed_with_bundles(there: Path) -> None:
@@ -746,7 +739,7 @@ def test_a_call_that_is_repeated_after_a_lost_connection(tree: Callable[..., Pat
 
 
 @pytest.mark.parametrize(
-    ("function", "limit", "doing"), [(delivery.look, 300, "looking at"), (delivery.install_file, 600, "making")]
+    ("function", "limit", "doing"), [(base_directory.look, 300, "looking at"), (base_directory.install_file, 600, "making")]
 )
 def test_a_file_system_that_does_not_answer(function: Any, limit: int, doing: str, there: Path) -> None:
     class Hangs(LocalConnection):

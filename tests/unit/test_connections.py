@@ -20,10 +20,9 @@ from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.ssh.base import Backoff, ConnectionFailed
-from dagster_rayslurm.ssh.local import private_dir
+from dagster_rayslurm.ssh.local import connection_to, private_dir
 from dagster_rayslurm.ssh.login import SLOTS, KnownKey, Prompts, Trust, check_host_key, judge, known_keys, login_slot
 from dagster_rayslurm.ssh.openssh import control_path, explain, master_command, options
-from dagster_rayslurm.ssh.pool import connection_to
 
 # -- known hosts ---------------------------------------------------------------------------------------------------------
 
@@ -261,6 +260,6 @@ def test_messages_of_ssh_become_sentences(output: str, message: str) -> None:
     assert message in str(explain(resource(client="openssh", jump_host=resource(host="jump", client="openssh")), output))
 
 
-def test_a_local_connection_needs_no_forward() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, connection_to(None).forward(*server.getsockname()) as forward:
-        assert (forward.host, forward.port) == server.getsockname()
+def test_a_local_connection_connects_directly() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, connection_to(None).connect(*server.getsockname(), 5) as stream:
+        assert stream.getpeername() == server.getsockname()

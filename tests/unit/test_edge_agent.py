@@ -185,7 +185,7 @@ def test_an_agent_that_is_gone_raises_before_a_command(connect: Any) -> None:
     stream.close()
     assert wait_until(lambda: client.lost, 5)
     with pytest.raises(ConnectionGone):
-        client.submit(None, files.account)
+        client.submit(None, files.home)
     stream.process.wait(10)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dagster_rayslurm.slurm.accounting import SACCT_FIELDS, JobFacts, fetch_job_facts, merge_facts, parse_sacct, parse_scontrol
 from dagster_rayslurm.slurm.refusals import explain
-from dagster_rayslurm.slurm.script import parse_exit, render_script
+from dagster_rayslurm.slurm.request import parse_exit, render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue, run_slurm
 from dagster_rayslurm.slurm.submit import SubmissionRefused, submit, wait_until_gone
 
@@ -23,6 +23,13 @@ def send(slurm: FakeSlurm, run_dir: Path, command: list[str], **fields: Any) -> 
     warnings: list[str] = []
     sent = submit(slurm.connection, str(run_dir), {"job.sh": script}, request, ClusterClock(slurm.connection), warnings.append)
     return int(sent.job_id)
+
+
+def test_directories_of_components_are_made(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    run_dir, request = tmp_path / "base" / "runs" / "one", job_request("rayslurm-test", "a comment")
+    files = {"job.sh": render_script(request, ["true"], str(run_dir), {}).encode(), "components/a/payload.json": b"{}"}
+    assert submit(fake_slurm.connection, str(run_dir), files, request, ClusterClock(fake_slurm.connection), print).job_id
+    assert (run_dir / "components/a/payload.json").read_bytes() == b"{}"
 
 
 def facts_once(slurm: FakeSlurm, job_id: int) -> JobFacts:

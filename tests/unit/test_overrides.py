@@ -20,6 +20,9 @@ from dagster_rayslurm import (
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.plan import make_plan, merge
+from dagster_rayslurm.run_call import Call, _log_origins
+
+from .lines import Log
 
 QUEUE = SlurmQueueConfig(partition="gpu", account="study", mem="2G", time_limit="05:00:00")
 
@@ -148,3 +151,28 @@ def test_a_session_job_has_the_changes_of_the_call() -> None:
     assert "num_nodes=3" in (larger.misfit(plan) or "")
     queue = larger.own(plan).queue
     assert (queue.num_nodes, queue.partition, queue.mem, queue.time_limit) == (3, "gpu", "2G", "08:00:00")
+
+
+def test_a_run_logs_where_values_come_from(tmp_path: Any) -> None:
+    compute = ComputeResource(local_base=str(tmp_path), default_launcher=BashLauncher(grace_period=3))
+
+    @dg.op(required_resource_keys={"compute"})
+    def op(context: dg.OpExecutionContext) -> None:
+        context.resources.compute.run(context=context, payload_path=["true"], launcher=BashLauncher(num_cpus=1), uses_pipes=False)
+
+    @dg.job(resource_defs={"compute": compute})
+    def job() -> None:
+        op()
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = job.execute_in_process(instance=instance)
+        lines = [record.user_message for record in instance.all_logs(result.run_id)]
+    assert "[rayslurm] launcher: num_cpus=1 from run(launcher=…); grace_period=3 from default_launcher" in lines
+
+
+def test_values_that_the_call_rules_out_come_from_nowhere() -> None:
+    compute = ComputeResource(mode="slurm", slurm=SlurmResource(queue=QUEUE), environment=InheritedEnvironment())
+    log = Log()
+    _log_origins(Call(compute, payload_path=["true"], queue={"mem_per_cpu": "1G"}, launcher=RayLauncher()), log)
+    kept = "partition='gpu', account='study', time_limit='05:00:00' from the resource"
+    assert log.lines == [f"[rayslurm] queue: mem_per_cpu='1G' from run(queue=…); {kept}"]

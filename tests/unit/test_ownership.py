@@ -47,7 +47,7 @@ def later(run_dir: Path, run_id: str = "run-b", connection: LocalConnection | No
 
 def test_the_owner_steps_back_once_another_attempt_has_taken_the_payload_over(run_dir: Path) -> None:
     a, b = first(run_dir), later(run_dir)
-    assert b.take_over() and not a.confirm() and not a.confirm_or_assume() and not a.confirm(remove=True)
+    assert b.take_over() and not a.confirm() and not a.confirm_or_assume() and not a.confirm()
     assert a.new_owner is not None and a.new_owner.startswith("run run-b (process ")
     assert run_dir.exists() and b.confirm() and b.confirm_or_assume() and b.new_owner is None
 
@@ -63,14 +63,11 @@ def test_the_last_of_several_attempts_owns_the_payload(run_dir: Path) -> None:
     assert b.new_owner is not None and b.new_owner.startswith("run run-c ")
 
 
-def test_the_owner_removes_the_run_directory(run_dir: Path) -> None:
+def test_a_payload_whose_owner_removed_the_run_directory_cannot_be_taken_over(run_dir: Path) -> None:
     a, b = first(run_dir), later(run_dir)
-    assert a.confirm(remove=True) and not run_dir.exists() and not b.take_over()
-
-
-def test_the_owner_removes_the_run_directory_after_it_has_ended_the_payload(run_dir: Path) -> None:
-    a = first(run_dir)
-    assert a.confirm() and run_dir.exists() and a.confirm(remove=True) and not run_dir.exists()
+    assert a.confirm()
+    shutil.rmtree(run_dir)
+    assert a.confirm() and not b.take_over()
 
 
 @pytest.mark.parametrize(("successor", "new_owner"), [("run-b", "run run-b"), (None, None)])
@@ -79,12 +76,11 @@ def test_a_run_directory_that_is_gone_was_removed_by_a_successor_or_by_hand(
 ) -> None:
     a = first(run_dir, successor)
     shutil.rmtree(run_dir)
-    assert a.confirm(remove=True) is (new_owner is None) and a.new_owner == new_owner
+    assert a.confirm() is (new_owner is None) and a.new_owner == new_owner
 
 
-@pytest.mark.parametrize("remove", [True, False])
-def test_a_lost_answer_changes_nothing(run_dir: Path, remove: bool) -> None:
-    assert first(run_dir, connection=AnswersLost()).confirm(remove) and run_dir.exists() is not remove
+def test_a_lost_answer_changes_nothing(run_dir: Path) -> None:
+    assert first(run_dir, connection=AnswersLost()).confirm()
 
 
 def test_a_takeover_with_a_lost_answer_succeeds(run_dir: Path) -> None:
@@ -115,7 +111,7 @@ class Job:
         self.log, self.directory, self.job_id, self.place = Log(), directory, "7", ""
         self.status = self
         self.phase, self.over, self.cancelled = JobPhase.RUNNING, False, False
-        self.confirmed = 0
+        self.confirmed, self.requeue = 0, False
 
     def cancel_until_gone(self, *_: Any) -> None:
         self.confirmed += 1
@@ -137,4 +133,4 @@ def test_a_job_that_another_attempt_has_taken_over_is_not_ended(run_dir: Path, s
     attempt.kill()
     attempt.release(evidence)
     assert not job.confirmed and not job.cancelled and not (run_dir / "cancel.json").exists()
-    assert step.new_owner is not None
+    assert step.owner.new_owner is not None

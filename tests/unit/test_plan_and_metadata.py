@@ -9,7 +9,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.follow import Evidence
@@ -194,6 +194,8 @@ def test_run_directories_have_harmless_names(step: str, run_id: str) -> None:
     assert "/" not in name and name.startswith(run_id) and name.endswith("-n0") and len(name) < 80 and name.isascii()
 
 
+@example(["'`"])  # The quotes of one kind within those of the other.
+@example(['"$x'])
 @given(st.lists(st.text(min_size=1).filter(lambda word: "\0" not in word), min_size=1))
 def test_any_words_survive_a_shells_quoting(words: list[str]) -> None:
     import shlex

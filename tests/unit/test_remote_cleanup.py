@@ -238,9 +238,8 @@ def test_leftovers_of_killed_processes_are_removed(
         for name in names
     ]
     made[0].chmod(0o500)
-    make("queue/claim-1795282828000", 99)
     assert sweep(base) == [] and all(path.exists() for path in made)  # They came to be just now.
-    monkeypatch.setattr("dagster_rayslurm.edge.sweep._LEFTOVER", -1.0)
+    monkeypatch.setattr("dagster_rayslurm.edge.base_directory._LEFTOVER", -1.0)
     assert sweep_remote(LocalConnection(), str(base), -14 * 1e4, every_minutes=0)
     assert not any(path.exists() for path in made) and os.listdir(base / "queue") == []
 
@@ -270,14 +269,6 @@ def test_a_sweep_that_is_not_due_starts_no_command(base: Path, age: float, comma
     connection = LocalConnection()
     connection.call = lambda *_, **__: ran.append(1) or []  # type: ignore
     assert sweep_remote(connection, str(base), 14) == [] and len(ran) == commands
-
-
-def test_the_claim_of_a_killed_sweep_expires(base: Path, make: Callable[..., Path]) -> None:
-    make("runs/0123abcd-a-0123456789ab", 99)
-    (base / ".sweeping").mkdir()
-    assert sweep(base, every_minutes=60) == [] and not (base / ".swept").exists()
-    os.utime(base / ".sweeping", (time.time() - 20 * 60,) * 2)
-    assert sweep(base, every_minutes=60) == ["runs/0123abcd-a-0123456789ab"]
 
 
 def test_nothing_to_sweep(tmp_path: Path) -> None:

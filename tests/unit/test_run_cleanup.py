@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.edge.sweep import sweep_runs
-from dagster_rayslurm.execution.cleanup import fetch_outputs
+from dagster_rayslurm.edge.base_directory import sweep_runs
+from dagster_rayslurm.execution.run import fetch_outputs
 from dagster_rayslurm.ssh.local import LocalConnection
 
 

@@ -29,7 +29,7 @@ from dagster_rayslurm import (
     UvEnvironment,
 )
 from dagster_rayslurm.edge import environment as edge
-from dagster_rayslurm.edge.sweep import sweep
+from dagster_rayslurm.edge.base_directory import sweep
 from dagster_rayslurm.environments import SentEnvironment, path_on_cluster, resolve_environment, send, uv
 from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.errors import StartError

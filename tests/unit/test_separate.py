@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SlurmQueueConfig
 from dagster_rayslurm.backends.base import Layout, Step
 from dagster_rayslurm.components import Component, arrange, component_specs, request_for
+from dagster_rayslurm.compute_fields import ComputeFields
 from dagster_rayslurm.environments import Interpreter
-from dagster_rayslurm.errors import RETRYABLE, RunFailure
-from dagster_rayslurm.execution import RunSettings
+from dagster_rayslurm.errors import FailureKind, RunFailure, may_retry
 from dagster_rayslurm.execution.reattach import Launch
 from dagster_rayslurm.execution.run import PayloadRun
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
@@ -44,7 +44,6 @@ from dagster_rayslurm.separate.together import (
     failures_metadata,
     judge_components,
     merge,
-    merge_checks,
     metadata_of_all,
 )
 from dagster_rayslurm.slurm.accounting import JobFacts
@@ -284,11 +283,11 @@ def test_uses_pipes_of_one_payload_is_a_boolean(value: Any) -> None:
 def test_local_mode_refuses_components_that_no_job_can_have(tmp_path: Path, queue: Any, launcher: Any, words: str) -> None:
     bad = HetComponent(component_id="bad", queue=SlurmQueueConfig(**queue), launcher=launcher)
     components = arrange([HetComponent(component_id="good", queue=SlurmQueueConfig()), bad])
-    backend = SeparateLocalBackend(Layout(tmp_path), Interpreter("python"), components)
+    backend = SeparateLocalBackend(layout=Layout(tmp_path), interpreter=Interpreter("python"), components=components)
     with pytest.raises(ValueError, match=f"component '(bad|good)': .*{words}"):  # The limit and the signal are the whole job's.
         backend.check(plans_of(components))
     fine = parts(a=RayLauncher(), b=BashLauncher())
-    SeparateLocalBackend(Layout(tmp_path), Interpreter("python"), fine).check(plans_of(fine))
+    SeparateLocalBackend(layout=Layout(tmp_path), interpreter=Interpreter("python"), components=fine).check(plans_of(fine))
 
 
 # ---- Output
@@ -359,11 +358,11 @@ def run_of(tmp_path: Path) -> PayloadRun:
     """A run of components a and b, neither of which has started."""
     components = parts(a=BashLauncher(grace_period=0), b=BashLauncher(grace_period=0))
     backend: Any = SimpleNamespace(layout=Layout(tmp_path), connection=Files(), cadence=Cadence(busy=0.0, idle=0.0, waiting=0.0))
-    settings = RunSettings("local", True, "none", 1, 60, 60, Layout(tmp_path))
+    resource = ComputeFields(keep_run_dirs="none", runtime_start_timeout=60, local_base=str(tmp_path))
     plans = plans_of(components)
     log = logging.getLogger("test")
     launch = Launch(Step("r", "s", None, log), plans["a"], "name")
-    return PayloadRun(SimpleNamespace(log=log), backend, settings, launch, plans)  # type: ignore[arg-type]
+    return PayloadRun(SimpleNamespace(log=log), backend, resource, launch, plans)  # type: ignore[arg-type]
 
 
 def test_the_last_line_is_shown_if_another_component_never_starts(tmp_path: Path, capsys: Any) -> None:
@@ -468,7 +467,7 @@ def test_a_component_that_reports_a_shared_asset_twice_is_refused() -> None:
     assert component == "gpu" and "component 'cpu' reports asset 'a' twice" in str(error)
     twice = [("gpu", check()), ("cpu", check()), ("gpu", check())]
     with pytest.raises(ValueError, match="component 'gpu' reports asset check 'good' of 'a' twice"):
-        merge_checks(twice)
+        merge(twice)
 
 
 def test_merged_keys_replace_no_other_key() -> None:
@@ -510,12 +509,12 @@ def check(passed: bool = True, severity: str = "ERROR", **metadata: Any) -> dict
 
 
 def test_checks_of_several_components_are_merged() -> None:
-    (one,) = merge_checks([("cpu", check(rows=1, both=0)), ("gpu", check(passed=False, severity="WARN", rows=2, both=0))])
+    (one,) = merge([("cpu", check(rows=1, both=0)), ("gpu", check(passed=False, severity="WARN", rows=2, both=0))])
     assert one == check(passed=False, severity="WARN", **{"rows (cpu)": 1, "rows (gpu)": 2, "both": 0})
-    (worst,) = merge_checks([(each, check(passed=False, severity=how)) for each, how in (("a", "ERROR"), ("b", "WARN"))])
+    (worst,) = merge([(each, check(passed=False, severity=how)) for each, how in (("a", "ERROR"), ("b", "WARN"))])
     assert worst["severity"] == "ERROR" and not worst["passed"]
-    assert merge_checks([("cpu", check()), ("gpu", check(severity="WARN"))])[0]["passed"] is True
-    assert merge_checks([("cpu", check(rows=1))]) == [check(rows=1)]
+    assert merge([("cpu", check()), ("gpu", check(severity="WARN"))])[0]["passed"] is True
+    assert merge([("cpu", check(rows=1))]) == [check(rows=1)]
 
 
 class Handler:
@@ -628,7 +627,7 @@ def test_the_first_failure_gives_the_kind_and_all_decide_on_retry() -> None:
     start = judged("cluster-start", None, 1.0, "no node")
     wrong = judged("environment", None, 2.0, "no ray")
     verdict = judge_components({"a": wrong, "b": start, "c": BY_OTHERS, "d": BY_OTHERS})
-    assert verdict.kind == "cluster-start" and verdict.retry is False and "cluster-start" in RETRYABLE
+    assert verdict.kind == "cluster-start" and verdict.retry is False and may_retry(FailureKind.CLUSTER_START)
     assert "component 'a': the environment" in verdict.sentence and "component 'b': the Ray cluster" in verdict.sentence
     assert verdict.sentence.endswith("components 'c' and 'd' were ended because of that")
     assert judge_components({"b": start, "c": BY_OTHERS}).retry is True
@@ -697,7 +696,7 @@ def test_every_failure_is_named(outcomes: dict[str, str]) -> None:
 
 def test_components_share_logs_of_the_job_but_not_of_their_records() -> None:
     class Job:
-        job_id, directory, log = "7", "/run", None
+        job_id, directory, log, requeue = "7", "/run", None, False
         asked = 0
 
         def explain(self, evidence: Evidence) -> None:

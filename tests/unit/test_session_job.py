@@ -151,7 +151,7 @@ def test_a_payload_without_ray() -> None:
 
 def key(one: SessionBackend, apart: bool = False) -> str:
     choice = one.choice(plan(one), "run", "/base", "/data")
-    return (choice.own() if apart else choice.shared()).key
+    return (choice.own if apart else choice.target).key
 
 
 def test_the_key_tells_sessions_apart() -> None:

@@ -116,7 +116,7 @@ def test_components_are_listed_from_the_manifest(base: Path) -> None:
     write(base, 1, job_id="12\n", offer_json=offer, session_json=json.dumps({**ANNOUNCED, "heterogeneous": True}))
     write(base, 2, job_id="13\n", session_json=json.dumps(ANNOUNCED))
     one, other = list_generations(LocalConnection(), str(base))
-    assert one.components == ("gpu", "cpu") and other.components == ()
+    assert one.manifest and one.manifest.capacity.components == ["gpu", "cpu"] and other.manifest is None
     assert one.announcement is not None and one.announcement.heterogeneous
     assert other.announcement is not None and not other.announcement.heterogeneous
 

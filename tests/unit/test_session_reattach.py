@@ -49,7 +49,7 @@ def test_a_retry_with_other_requirements_does_not_reattach(
 ) -> None:
     step = Step(run_id="r", step_key="s", partition_key=None, log=Log())
     first, plan = asking(tmp_path)
-    asked = session_backend._request(*first._packed(plan, step))
+    asked = first._packed(plan, step)[2]
     accepted = dataclasses.replace(plan.payload, run_id="r", step="s", ray=None, want_cpus=2, time_limit=60.0)
     run_dir = tmp_path / "runs" / "r-s-n"
     run_dir.mkdir(parents=True)

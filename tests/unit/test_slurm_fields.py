@@ -13,8 +13,8 @@ from dagster_rayslurm.slurm.request import (
     SBATCH_FIELDS,
     SbatchField,
     make_request,
+    render_script,
 )
-from dagster_rayslurm.slurm.script import render_script
 
 VALUES: dict[str, tuple[Any, Any]] = {
     "partition": ("gpu", "cpu"),

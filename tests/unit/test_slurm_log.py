@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.slurm.accounting import failed_tasks, node_number, relevant_lines
+from dagster_rayslurm.slurm.accounting import failed_tasks, relevant_lines
 
 NO_BINDING = "srun: cluster configuration lacks support for cpu binding\n"
 
@@ -95,10 +95,3 @@ def test_any_log_can_be_parsed(nodes: str, tasks: str, how: str) -> None:
     for text in (how, f"srun: error: {nodes}: tasks {tasks}: {how}"):
         assert all(isinstance(number, int) for _, number, _ in failed_tasks(text))
         relevant_lines(text)
-
-
-def test_the_node_of_a_task() -> None:
-    assert node_number("c2", 1, None) == 1
-    # srun counts the tasks of each component from 0, so without a word on the nodes it is not known which log is whose.
-    assert node_number("g1", 0, ["c1", "c2", "g1"]) == 2
-    assert node_number("g1", 0, []) is None

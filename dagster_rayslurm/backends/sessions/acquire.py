@@ -6,11 +6,13 @@ A session has one allocation at a time. Its allocations are numbered; each is a 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from dagster_pipes import PipesContextData
 
@@ -19,44 +21,70 @@ from ...follow import Cadence, Evidence
 from ...outcome import judge, judge_job
 from ...outcome.metadata import failure_metadata
 from ...plan import Plan
+from ...runtime.protocol.record import RUNTIME_LOG, tail_file
 from ...slurm.accounting import relevant_lines
+from ...slurm.shared_queue import ask_patiently
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.base import Connection
+from ...ssh.local import LocalConnection
 from ..base import Register, RunningPayload, Step, deferred_interrupts
+from ..slurm_job import SlurmJob
 from .matching import Target
 from .registry import TOUCH_INTERVAL, Generation, LiveSession, SessionRegistry
 
-CLAIM_TIMEOUT = 60.0
-"""Seconds in which the process that claimed a generation submits its job and writes the job's id down."""
-_CLAIM_INTERVAL = 0.5
-"""Seconds between two looks at a generation whose job another process is submitting."""
-_RETRY_INTERVAL = 3.0
-"""Seconds between two tries while the cluster, or Slurm, does not answer."""
-_MOST_ALLOCATIONS = 3
-"""Most allocations of a session for which one step waits; if none of them serves the step, the cause may be permanent."""
-_FINAL_STATE_TIMEOUT = 5.0
-"""Seconds in which the job of a session that has ended reaches its final state."""
+CLAIM_TIMEOUT = 60.0  # Seconds in which the process that claimed a generation submits its job and writes the job's id down.
+_CLAIM_INTERVAL = 0.5  # Seconds between two looks at a generation whose job another process is submitting.
+_FINAL_STATE_TIMEOUT = 5.0  # Seconds in which the job of a session that has ended reaches its final state.
 
 T = TypeVar("T")
 
 
-class Allocation(Protocol):
-    """The Slurm job of a session, or its process on this machine; see `SlurmJob`."""
+def is_alive(pid: int | None, directory: str) -> bool:
+    """Whether a process is the runtime of a session's directory; otherwise the runtime has ended, and the id may be reused."""
+    if pid is None:
+        return False
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return os.fsencode(directory) in file.read().split(b"\0")
+    except OSError:
+        if os.path.exists("/proc/self/cmdline"):
+            return False
+    return directory in LocalConnection().run(["ps", "-ww", "-o", "args=", "-p", str(pid)]).stdout.decode("utf-8", "replace")
+
+
+@dataclass(eq=False)
+class LocalProcess:
+    """The process of a session on this machine, with what a step asks of a `SlurmJob`."""
 
     job_id: str
     directory: str
-    cancelled: bool
+    cancelled = False
+    place = ""
+    status = JobStatus(JobPhase.RUNNING)
 
-    @property
-    def place(self) -> str: ...
-    @property
-    def status(self) -> JobStatus: ...
-    def observe(self, started_at: float | None = None, ask: bool = True) -> bool: ...
+    def observe(self, started_at: float | None = None, ask: bool = True) -> bool:  # noqa: ARG002
+        if not is_alive(int(self.job_id), self.directory):
+            self.status = JobStatus(JobPhase.ENDED)
+        return True
+
     def check_waiting(self) -> None: ...
-    def end_description(self, started: bool, recorded: bool = True) -> str | None: ...
-    def explain(self, evidence: Evidence, timeout: float = ...) -> None: ...
-    def metadata(self, evidence: Evidence) -> dict[str, Any]: ...
-    def cancel_until_gone(self) -> None: ...
+
+    def end_description(self, started: bool, recorded: bool = True) -> str | None:  # noqa: ARG002
+        return "its runtime ended" if self.status.over else None
+
+    def explain(self, evidence: Evidence, timeout: float = 0.0) -> None:  # noqa: ARG002
+        evidence.runtime_log = tail_file(os.path.join(self.directory, RUNTIME_LOG))
+
+    def metadata(self, evidence: Evidence) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+    def cancel_until_gone(self) -> None:
+        if is_alive(int(self.job_id), self.directory):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(self.job_id), signal.SIGTERM)
+
+
+Allocation = SlurmJob | LocalProcess  # What holds a session.
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,8 +108,8 @@ class Site:
     members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the run request.
     needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 
-    def deliver(self, recheck: bool) -> None:
-        """Upload the bundles, again if they vanished."""
+    def deliver(self) -> None:
+        """Upload the bundles that are missing on the cluster."""
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
         """Claim a generation, by making its directory, and start its allocation. Returns False if another process was faster.
@@ -95,7 +123,7 @@ class Site:
         raise NotImplementedError
 
     def cancel(self, creator: str) -> None:
-        """Cancel the allocation that the named creator of a generation may have made."""
+        """Cancel the allocation of a generation; `creator` is the name in the file of that name: the job's name."""
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
         """Whether an allocation lives; None if that cannot be found out now."""
@@ -151,7 +179,6 @@ class SessionAcquisition:
     site: Site
     target: Target
     _jobs: dict[int, Allocation] = field(default_factory=dict, init=False)  # Those that this step waited for, by generation.
-    _unserved: int = field(default=0, init=False)  # Number of those that served others and then ended.
 
     def __post_init__(self) -> None:
         self.registry = SessionRegistry(self.site.connection, self.site.base, self.target.key)
@@ -206,19 +233,16 @@ class SessionAcquisition:
         """Called when a session that announced itself does not accept the payload and never will.
 
         Raises RunFailure if this step waited for that session, and the session never accepted any payload: the next one would do
-        no better. So it is after several sessions that served others.
+        no better.
         """
         job = self._jobs.get(number)
         if job is None:
             return  # The session served other steps before, so its end is nothing unusual.
         announcement = self._retry(lambda: self.registry.announcement(number))
         problem = (announcement and announcement.closing) or reason
-        sentence = f"the session did not come up, it ended before it took anything: {problem}"
         if announcement is None or announcement.served > 0:
-            self._unserved += 1
-            if self._unserved < _MOST_ALLOCATIONS:
-                return
-            sentence = f"{self._unserved} sessions that were waited for took nothing; the last one: {problem}"
+            return
+        sentence = f"the session did not come up, it ended before it took anything: {problem}"
         evidence = Evidence(runtime_exit=problem, started_at=0.0)  # The job wrote an announcement, so its files are there.
         job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
         verdict = judge_job(evidence)
@@ -269,19 +293,8 @@ class SessionAcquisition:
             time.sleep(self.site.cadence.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T]) -> T:
-        """Return the result of an action, which is repeated for `patience` seconds while the cluster does not answer."""
-        deadline = time.monotonic() + self.site.patience
-        logged = ""
-        while True:
-            try:
-                return action()
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise
-                if str(error) != logged:
-                    logged = str(error)
-                    self._log.warning(f"[rayslurm] the session cannot be looked for, trying again: {error}")
-            time.sleep(_RETRY_INTERVAL)
+        """The result of an action, which is repeated for `patience` seconds while the cluster or its files do not answer."""
+        return ask_patiently(action, self.site.patience, True, self._log.warning)
 
     def _stop_waiting(self, number: int, job: Allocation) -> None:
         """Record that this step no longer waits, and cancel the job if no other process waits for the session."""

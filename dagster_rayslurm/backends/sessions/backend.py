@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from dagster_pipes import PipesContextData
@@ -32,25 +31,13 @@ from ...runtime.protocol.messages import Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec, to_json
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
-from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
-from ...slurm.script import parse_exit
+from ...slurm.request import JobRequest, is_job_of, job_comment, job_name, parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
-from ...ssh.base import Connection
-from ...ssh.pool import connection_to
-from ..base import Layout, Register, RunningPayload, Step, deferred_interrupts, run_files
-from ..batch import (
-    CLUSTER,
-    absolute,
-    check_paths,
-    cluster_nonce,
-    data_dir_of,
-    example_script,
-    job_script,
-    runtime_spec,
-    sweep_in_background,
-)
+from ...ssh.local import connection_to
+from .. import batch
+from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from ..slurm_job import SlurmJob
@@ -61,8 +48,8 @@ from .payload import SessionPayload
 from .registry import MOST_BYTES, Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import RunRequest, send_request
 
+# Pauses between two looks at a payload's record; the first are short, as a warm step may be over in no time.
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
-"""Pauses between two looks at a payload's record; the first are short, as a warm step may be over in no time."""
 
 
 def start_in_session(site: Site, choice: Choice) -> RunningPayload:
@@ -81,7 +68,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
 
     plan, apart, number = site.plan, choice.problem is not None, 0
     request = RunRequest(site, on_accepted, run_files(plan, site.context)[SECRETS] if plan.secret_env else b"")
-    acquisition = SessionAcquisition(site, choice.own() if apart else choice.shared())
+    acquisition = SessionAcquisition(site, choice.target)
     try:
         while True:
             acquired = acquisition.acquire(after=number)
@@ -98,7 +85,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
                 if apart or choice.strict:
                     raise StartError(FailureKind.CONFIGURATION, problem if apart else misfit_error(problem))
                 site.step.log.info(f"[rayslurm] another session is needed: {problem}")
-                acquisition, apart, number = SessionAcquisition(site, choice.own()), True, 0
+                acquisition, apart, number = SessionAcquisition(site, choice.own), True, 0
                 continue
             name = f"{site.noun} {session.announcement.job_id}"
             if answer["error"] not in (Refusal.CLOSING, Refusal.GONE):
@@ -123,61 +110,36 @@ def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, st
 
 
 @dataclass(frozen=True)
-class SessionBackend:
-    """Runs payloads in the Slurm allocations of sessions.
+class SessionBackend(batch.ClusterBackend):
+    """Runs payloads in the Slurm allocations of sessions."""
 
-    Attributes:
-        own_queue: what this run changes in the queue configuration of sessions; None for nothing.
-        launcher: the launcher for which sessions are created.
-        reuse: whether the Ray cluster stays warm between payloads.
-        components: the components of a session's job, instead of the cluster's queue; empty where all nodes are alike.
-        own_components: the components of this run; None for those of sessions.
-        own_launcher: the launcher of this run; None for that of sessions.
-        queue_timeout: seconds after which a run no longer waits for a session that is still in the queue; None waits for ever.
-        start_timeout: seconds in which a session announces itself once its job runs.
-        patience: seconds for which the cluster may be out of reach once a session or a job may have been started.
-    """
-
-    slurm: SlurmResource
-    own_queue: SlurmQueueConfig | None
+    own_queue: SlurmQueueConfig | None  # What this run changes in the queue configuration of sessions.
     environment: Environment
     session: SessionConfig
-    launcher: Launcher
-    reuse: bool
-    components: tuple[HetComponent, ...] = ()
-    own_components: tuple[HetComponent, ...] | None = None
-    own_launcher: Launcher | None = None
-    queue_timeout: float | None = None
-    start_timeout: float = 60.0
-    patience: float = 60.0
+    launcher: Launcher  # For which sessions are created.
+    reuse: bool  # Whether the Ray cluster stays warm between payloads.
+    components: tuple[HetComponent, ...] = ()  # Of a session's job; empty where all nodes are alike.
+    own_components: tuple[HetComponent, ...] | None = None  # Of this run; None for those of sessions.
+    own_launcher: Launcher | None = None  # Of this run; None for that of sessions.
+    queue_timeout: float | None = None  # Seconds for which a run waits for a session in the queue; None waits for ever.
+    start_timeout: float = 60.0  # Seconds in which a session announces itself once its job runs.
+    patience: float = 60.0  # Seconds for which the cluster may be out of reach once a job may have been started.
     cadence: Cadence = _CADENCE
 
-    @cached_property
-    def connection(self) -> Connection:
-        return connection_to(self.slurm.ssh)
-
-    @cached_property
-    def layout(self) -> Layout:
-        return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
-
     def check(self, plan: Plan) -> None:
-        check_paths(self.slurm, self.environment, plan)
+        batch.check_paths(self.slurm, self.environment, plan)
         if problem := self.misfit(plan):
             if self.session.on_misfit == "error":
                 raise ValueError(misfit_error(problem))
             if problem := misfit(self.required(plan), self.own(plan).capacity(self.reuse)):
                 raise ValueError(problem)
 
-    def sweep(self, retention_days: float) -> None:
-        sweep_in_background(self.connection, str(self.layout.base), retention_days)
-
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         began = time.monotonic()
-        upload, choice = self._packed(plan, step)
-        base = str(self.layout.base)
+        upload, choice, request = self._packed(plan, step)
         site = SlurmSite(
             connection=self.connection,
-            base=base,
+            base=str(self.layout.base),
             plan=upload.plan,
             run_dir=run_dir,
             context=context,
@@ -185,18 +147,20 @@ class SessionBackend:
             register=register,
             start_timeout=self.start_timeout,
             patience=self.patience,
-            files={REQUEST_FILE: _request(upload, choice), **({} if step.reattached else {FIRST_OWNER: b""})},
-            needs=upload.places(base),
+            files={REQUEST_FILE: request, **({} if step.reattached else {FIRST_OWNER: b""})},
+            needs=upload.places(str(self.layout.base)),
             backend=self,
             upload=upload,
             began=began,
         )
         return start_in_session(site, choice)
 
-    def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice]:
-        base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
+    def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes]:
+        """The files of a plan, the session for it, and the content of `REQUEST_FILE`."""
+        base, data_dir = str(self.layout.base), batch.data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
-        return upload, self.choice(upload.plan, step.run_id, base, data_dir, self.located(step.log))
+        choice = self.choice(upload.plan, step.run_id, base, data_dir, self.located(step.log))
+        return upload, choice, fingerprint(to_json(upload.plan.payload), choice.text())
 
     def located(self, log: Any) -> Environment:
         """The environment on the cluster, where it is sent if need be."""
@@ -205,7 +169,7 @@ class SessionBackend:
             return send_environment(self.connection, self.environment, base, log)
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        upload, choice = self._packed(plan, step)
+        _, _, request = self._packed(plan, step)
 
         def job_of(start: Record | None) -> str | None:
             generations = list_generations(self.connection, str(self.layout.base)) if start is not None else []
@@ -216,20 +180,18 @@ class SessionBackend:
                     return said.job_id
             return None
 
-        return (
-            reattachable_job(self.connection, run_dir, plan.payload.nonce, _request(upload, choice), job_of, step.log) is not None
-        )
+        return reattachable_job(self.connection, run_dir, plan.payload.nonce, request, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         required = self.default if self.misfit(plan) is None else self.own(plan)
         request = required.job_request(job_name(f"session-{self.name}", "NONCE"), job_comment("RUN", "STEP", None))
-        return example_script(request, self.slurm, "session", f"sessions/{self.name}-FINGERPRINT/GENERATION")
+        return batch.example_script(request, self.slurm, "session", f"sessions/{self.name}-FINGERPRINT/GENERATION")
 
     # ---- Which session a payload gets. Pure
 
     @property
     def name(self) -> str:
-        """The name of the session, without its fingerprint."""
+        """The session's name as configured, or "default". Its directory is called NAME-FINGERPRINT, as settings differ."""
         return self.session.name or "default"
 
     @cached_property
@@ -295,20 +257,16 @@ class SessionBackend:
         def target(created_with: Requirements, apart: bool) -> Target:
             more = {"site": self.slurm.site} if self.session.name is None or apart else {}
             key = session_key(self.session, run_id, {**what, **more}, created_with, apart)
-            return Target(key, created_with, created_with.capacity(self.reuse))
+            return Target(key, created_with)
 
-        return Choice(
-            self.required(plan),
-            self.misfit(plan),
-            lambda: target(self.default, False),
-            lambda: target(self.own(plan), True),
-            self.session.on_misfit == "error",
-        )
+        problem, own = self.misfit(plan), target(self.own(plan), True)
+        first = own if problem else target(self.default, False)
+        return Choice(self.required(plan), problem, first, own, self.session.on_misfit == "error")
 
     def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
         """What the runtime of a session reads when it starts."""
         return replace(
-            runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
+            batch.runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
             ray=required.ray if self.reuse else None,
             idle_timeout=self.session.idle_timeout,
             yield_when_idle=self.session.yield_when_idle,
@@ -319,10 +277,6 @@ class SessionBackend:
 
 def _component_of(launcher: Launcher) -> str | None:
     return launcher.component_id if isinstance(launcher, RayLauncher) else None
-
-
-def _request(upload: PayloadFiles, choice: Choice) -> bytes:
-    return fingerprint(to_json(upload.plan.payload), choice.fingerprint().decode())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -341,13 +295,13 @@ class SlurmSite(Site):
         self._poll_interval = self.backend.slurm.poll_interval
         self._queue: SharedQueue = shared_queue(self.connection, str(self.backend.layout.queue), self._poll_interval)
 
-    def deliver(self, recheck: bool) -> None:
+    def deliver(self) -> None:
         with remote_base_errors(self.base):
-            deliver(self.connection, self.base, self.upload, self.step.log, recheck=recheck)
+            deliver(self.connection, self.base, self.upload, self.step.log)
 
     def running(self, session: LiveSession, reused: bool) -> SessionPayload:
         announcement, capacity = session.announcement, session.manifest.capacity
-        name = job_name(f"session-{self.backend.name}", announcement.cluster_id.removeprefix(CLUSTER))
+        name = job_name(f"session-{self.backend.name}", announcement.cluster_id.removeprefix(batch.CLUSTER))
         parts = [JobRequest(name, "", SlurmQueueConfig(**queue), part) for part, queue in capacity.queues.items()]
         request = replace(parts[0], further_components=tuple(parts[1:]))
         job = self._slurm_job(request, SubmittedJob(announcement.job_id, 0.0), session.directory)
@@ -366,11 +320,12 @@ class SlurmSite(Site):
         name = job_name(f"session-{backend.name}", nonce)
         request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
         directory = registry.generation_dir(number)
-        script = job_script(request, interpreter, runtime, directory, backend.slurm, "session")
+        script = batch.job_script(request, interpreter, runtime, directory, backend.slurm, "session")
+        manifest = SessionManifest(number, created_with.capacity(backend.reuse), tuple(interpreter.start("-I", runtime, "ask")))
         files = {
-            RUNTIME: to_json(backend.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
+            RUNTIME: to_json(backend.runtime_spec(f"{batch.CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
             JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
-            MANIFEST: SessionManifest(number, target.capacity, tuple(interpreter.start("-I", runtime, "ask"))).to_json(),
+            MANIFEST: manifest.to_json(),
             SESSION: b"",
             EXIT: b"",
         }
@@ -434,10 +389,10 @@ def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
 
     Raises StartError if Slurm does not confirm the end, and OSError.
     """
-    nonce = cluster_nonce(cluster_id)
+    nonce = batch.cluster_nonce(cluster_id)
     if nonce is None:
         return False
     connection = connection_to(slurm.ssh)
-    generations = list_generations(connection, absolute(connection, slurm.remote_base))
+    generations = list_generations(connection, batch.absolute(connection, slurm.remote_base))
     own = [each for each in generations if is_job_of(each.job_name, nonce)]
     return bool(own) and end_generations(connection, own)

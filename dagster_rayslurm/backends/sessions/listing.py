@@ -8,55 +8,43 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from ...edge.sessions import ABANDONED
 from ...errors import FailureKind, StartError
-from ...runtime.protocol.messages import Operation, Refusal
-from ...runtime.protocol.record import SESSION
+from ...runtime.protocol.messages import Operation, Refusal, TextEnum
 from ...runtime.protocol.rpc import AnswerLost
 from ...slurm.shared_queue import QueueRow, QueueSnapshot, fetch_queue
 from ...slurm.states import TERMINAL, WAITING
 from ...slurm.submit import cancel_named, wait_until_gone
 from ...ssh.base import Connection
 from .matching import run_suffix
-from .registry import MOST_BYTES, Generation, list_generations, parse_announcement
+from .registry import Generation, list_generations
 from .request import Unreachable, send_request
 
+# Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled.
 _END_TIMEOUT = 45.0
-"""Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled."""
 
-_WAITS_FOR_NODES = ("Resources", "Priority")
-"""Slurm's pending reasons for a job that starts as soon as other jobs end."""
-_SESSION_JOBS = "rayslurm-session-"
-"""Prefix of the job names of sessions, see `job_name`."""
-_INTERVAL = 3.0
-"""Seconds between two checks for an idle session; each check is one small read per session."""
+_WAITS_FOR_NODES = ("Resources", "Priority")  # Slurm's pending reasons for a job that starts as soon as other jobs end.
+_SESSION_JOBS = "rayslurm-session-"  # Prefix of the job names of sessions, see `job_name`.
+_INTERVAL = 3.0  # Seconds between two checks for an idle session; each check reads the files of all sessions.
+# Seconds in which the waiting job may start after one session has yielded, before the next session is asked.
 _START_TIMEOUT = 20.0
-"""Seconds in which the waiting job may start after one session has yielded, before the next session is asked."""
 _STOP = {"op": Operation.STOP}
 _log = logging.getLogger("rayslurm")
 
 
-class SessionState(str, Enum):
+class SessionState(TextEnum):
     """The state of a session, derived from its files, Slurm's queue, and the session's own description."""
 
     PENDING = "pending"
     STARTING = "starting"
-    UP = "up"
-    """The session announces itself; only its own description says whether it is ready."""
+    UP = "up"  # The session announces itself; only its own description says whether it is ready.
     READY = "ready"
-    DRAINING = "draining"
-    """The session runs its payloads to their end, and accepts no more."""
-    SILENT = "silent"
-    """The session announces itself but does not answer."""
+    DRAINING = "draining"  # The session runs its payloads to their end, and accepts no more.
+    SILENT = "silent"  # The session announces itself but does not answer.
     ENDED = "ended"
-    DEAD = "dead"
-    """The session's job ended without withdrawing the announcement."""
-
-    def __str__(self) -> str:
-        return self.value
+    DEAD = "dead"  # The session's job ended without withdrawing the announcement.
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
@@ -122,8 +110,6 @@ class IdleSessions:
     connection: Connection
     base: str
     log: Any
-    _holders: list[tuple[Generation, str]] = field(default_factory=list, init=False)  # Running sessions with their nodes.
-    _snapshot_began: float = 0.0  # When the snapshot of the queue began from which `_holders` was made.
     _next_check: float = 0.0
     _keep: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have refused to yield.
 
@@ -134,23 +120,16 @@ class IdleSessions:
         if not wanted or now < self._next_check:
             return
         self._next_check = now + _INTERVAL
-        if snapshot.began != self._snapshot_began:
-            self._holders, self._snapshot_began = self._find(snapshot, wanted), snapshot.began
-        for generation, nodes in self._holders:
-            announced = self.connection.read(os.path.join(generation.directory, SESSION), 0, MOST_BYTES)
-            said = parse_announcement(announced)
-            idle = said is not None and said.idle and said.closing is None
-            if idle and generation.job_id not in self._keep and self._yields(generation, nodes):
-                self._next_check = now + _START_TIMEOUT
-                return
-
-    def _find(self, snapshot: QueueSnapshot, partitions: set[str]) -> list[tuple[Generation, str]]:
         nodes: dict[str, list[str]] = {}
         for row in snapshot.rows:
-            if row.name.startswith(_SESSION_JOBS) and row.state == "RUNNING" and row.partition in partitions:
+            if row.name.startswith(_SESSION_JOBS) and row.state == "RUNNING" and row.partition in wanted:
                 nodes.setdefault(row.leader_label, []).append(row.nodes)
-        found = list_generations(self.connection, self.base) if nodes else []
-        return [(each, ",".join(nodes[str(each.job_id)])) for each in found if each.announcement and str(each.job_id) in nodes]
+        for each in list_generations(self.connection, self.base) if nodes else ():
+            said, held = each.announcement, nodes.get(str(each.job_id))
+            idle = said is not None and said.idle and said.closing is None
+            if held and idle and each.job_id not in self._keep and self._yields(each, ",".join(held)):
+                self._next_check = now + _START_TIMEOUT
+                return
 
     def _yields(self, generation: Generation, nodes: str) -> bool:
         """Ask an idle session to end for this job; returns whether it will. It refuses if a payload has come meanwhile."""

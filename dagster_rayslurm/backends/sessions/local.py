@@ -11,7 +11,6 @@ import fcntl
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -29,40 +28,32 @@ from ...follow import Cadence, Evidence
 from ...plan import Plan
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.messages import Operation
-from ...runtime.protocol.record import LOCK, RUNTIME, RUNTIME_LOG, SESSION, tail_file
+from ...runtime.protocol.record import LOCK, RUNTIME, SESSION
 from ...runtime.protocol.rpc import AnswerLost
 from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
-from ...slurm.states import JobPhase, JobStatus
 from ...ssh.local import LocalConnection
 from ..base import Layout, Register, RunningPayload, Step, delayed_interrupts
 from ..local import LocalBackend, reap_later, runtime_command, start_process
-from .acquire import Allocation, Site
+from .acquire import Allocation, LocalProcess, Site, is_alive
 from .backend import start_in_session
 from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
 from .payload import SessionPayload
 from .registry import Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import Unreachable, send_request
 
-_START_TIMEOUT = 60.0
-"""Seconds in which a session that was started announces itself."""
+_START_TIMEOUT = 60.0  # Seconds in which a session that was started announces itself.
+# Seconds in which a session ends after a stop request, with its payloads' grace periods and the end of its Ray cluster.
 _END_TIMEOUT = 120.0
-"""Seconds in which a session ends after a stop request, with its payloads' grace periods and the end of its Ray cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSessionBackend(LocalBackend):
-    """Runs payloads with Ray in warm sessions on this machine.
-
-    Args:
-        offered: the warm Ray cluster as configured; None makes a cluster as each payload requires.
-        components: the requirements of the warm cluster's components; empty if all its nodes are alike.
-        head: the component in which the payload must run; None for the component with the head of the Ray cluster.
-    """
+    """Runs payloads with Ray in warm sessions on this machine."""
 
     session: SessionConfig
-    offered: RaySpec | None = None
-    components: Sequence[ComponentSpec] = ()
-    head: str | None = None
+    offered: RaySpec | None = None  # The warm Ray cluster as configured; None makes a cluster as each payload requires.
+    components: Sequence[ComponentSpec] = ()  # Of the warm cluster; empty if all its nodes are alike.
+    head: str | None = None  # The component in which the payload must run; None for the one with the head of the Ray cluster.
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         if plan.ray is None:
@@ -98,11 +89,10 @@ class LocalSessionBackend(LocalBackend):
 
         def target(cluster: RaySpec, apart: bool) -> Target:
             created_with = Requirements(cluster, ())
-            key = session_key(self.session, run_id, what, created_with, apart)
-            return Target(key, created_with, Capacity(cluster, True))
+            return Target(session_key(self.session, run_id, what, created_with, apart), created_with)
 
-        required, strict = Requirements(ray, plan.footprint, head=self.head), self.session.on_misfit == "error"
-        return Choice(required, problem, lambda: target(shared, False), lambda: target(ray, True), strict)
+        required, own = Requirements(ray, plan.footprint, head=self.head), target(ray, True)
+        return Choice(required, problem, own if problem else target(shared, False), own, self.session.on_misfit == "error")
 
     def sweep(self, retention_days: float) -> None:
         oldest = time.time() - retention_days * 86400
@@ -141,7 +131,7 @@ class LocalSite(Site):
             preload=self.plan.payload.preload,
             components=[ComponentSpec(node.component_id) for node in ray.components],
         )
-        manifest = SessionManifest(number, target.capacity, ())
+        manifest = SessionManifest(number, Capacity(ray, True), ())
         files = {RUNTIME: to_json(spec).encode(), MANIFEST: manifest.to_json(), SESSION: b"", CREATOR: b"process\n"}
         command = runtime_command(backend.layout, backend.interpreter, "serve", directory)
         self.connection.make_dir(registry.directory)
@@ -173,51 +163,6 @@ class LocalSite(Site):
 
     def running(self, session: LiveSession, reused: bool) -> LocalSessionPayload:  # noqa: ARG002
         return LocalSessionPayload(self, session, LocalProcess(session.announcement.job_id, session.directory))
-
-
-def is_alive(pid: int | None, directory: str) -> bool:
-    """Whether a process is the runtime of a session's directory; otherwise the runtime has ended, and the id may be reused."""
-    if pid is None:
-        return False
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return os.fsencode(directory) in file.read().split(b"\0")
-    except OSError:
-        if os.path.exists("/proc/self/cmdline"):
-            return False
-    return directory in LocalConnection().run(["ps", "-ww", "-o", "args=", "-p", str(pid)]).stdout.decode("utf-8", "replace")
-
-
-@dataclass(eq=False)
-class LocalProcess:
-    """The process of a session on this machine; an `Allocation`."""
-
-    job_id: str
-    directory: str
-    cancelled = False
-    place = ""
-    status = JobStatus(JobPhase.RUNNING)
-
-    def observe(self, started_at: float | None = None, ask: bool = True) -> bool:  # noqa: ARG002
-        if not is_alive(int(self.job_id), self.directory):
-            self.status = JobStatus(JobPhase.ENDED)
-        return True
-
-    def check_waiting(self) -> None: ...
-
-    def end_description(self, started: bool, recorded: bool = True) -> str | None:  # noqa: ARG002
-        return "its runtime ended" if self.status.over else None
-
-    def explain(self, evidence: Evidence, timeout: float = 0.0) -> None:  # noqa: ARG002
-        evidence.runtime_log = tail_file(os.path.join(self.directory, RUNTIME_LOG))
-
-    def metadata(self, evidence: Evidence) -> dict[str, Any]:  # noqa: ARG002
-        return {}
-
-    def cancel_until_gone(self) -> None:
-        if is_alive(int(self.job_id), self.directory):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(self.job_id), signal.SIGTERM)
 
 
 class LocalSessionPayload(SessionPayload):

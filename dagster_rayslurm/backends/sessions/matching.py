@@ -23,16 +23,17 @@ from ...runtime.ray.membership import nodes_expected
 from ...slurm.config import HetComponent, SlurmQueueConfig
 from ...slurm.request import SBATCH_FIELDS, JobRequest, gibibytes_for_ray, granted_gpus, make_request
 
+# The fields of a `SlurmQueueConfig` as JSON, with the CPUs and GPUs that were requested of Slurm.
 QueueFields = Mapping[str, Any]
-"""The fields of a `SlurmQueueConfig` as JSON, with the CPUs and GPUs that were requested of Slurm."""
 
+# The field of `RayLauncher` for each field of `RaySpec` or `NodeSpec` that has another name.
 _LAUNCHER_FIELDS = {
     "num_cpus": "num_cpus_per_node",
     "num_gpus": "num_gpus_per_node",
     "object_store_memory": "object_store_memory_gb",
     "node_ip_address": "head_node_address",
 }
-"""The field of `RayLauncher` for each field of `RaySpec` or `NodeSpec` that has another name."""
+# Says of fields of `RaySpec` or `NodeSpec` whether what a session has is enough; a session has the same in all other fields.
 _RAY_FITS: Mapping[str, Callable[[Any, Any], bool]] = {
     "num_cpus": lambda wanted, has: has is None or wanted <= has,  # None is all that Slurm granted, which the session knows.
     "num_gpus": lambda wanted, has: has is None or wanted <= has,
@@ -41,27 +42,18 @@ _RAY_FITS: Mapping[str, Callable[[Any, Any], bool]] = {
     "labels": lambda wanted, has: wanted.items() <= has.items(),
     "min_nodes": lambda wanted, has: wanted <= has,
 }
-"""Says of fields of `RaySpec` or `NodeSpec` whether what a session has is enough; a session has the same in all other fields."""
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a payload requires of a session, and what a session is created with.
-
-    Attributes:
-        footprint: what the launcher requires of each node.
-        queue: the allocation, or its first component.
-        components: the components of the allocation, in the job's order; empty where all nodes are alike.
-        time_limited: whether the time limit in `queue` is the payload's own, and not the session's.
-        head: the component in which the payload must run; None for the component that has the session's Ray head.
-    """
+    """What a payload requires of a session, and what a session is created with."""
 
     ray: RaySpec | None
-    footprint: Footprint
-    queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)
-    components: tuple[Component, ...] = ()
-    time_limited: bool = False
-    head: str | None = None
+    footprint: Footprint  # What the launcher requires of each node.
+    queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)  # The allocation, or its first component.
+    components: tuple[Component, ...] = ()  # Of the allocation, in the job's order; empty where all nodes are alike.
+    time_limited: bool = False  # Whether the time limit in `queue` is the payload's own, and not the session's.
+    head: str | None = None  # The component in which the payload must run; None for the one that has the session's Ray head.
 
     @property
     def parts(self) -> list[tuple[str | None, SlurmQueueConfig, Footprint]]:
@@ -92,16 +84,11 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a session offers to each payload.
+    """What a session offers to each payload."""
 
-    Attributes:
-        ray: the warm Ray cluster; None if the session has none.
-        reuse: whether all payloads share the warm Ray cluster; otherwise each payload gets its own on the session's nodes.
-        queues: what was granted to each component, the head's first; under None where all nodes are alike; empty without Slurm.
-    """
-
-    ray: RaySpec | None
-    reuse: bool
+    ray: RaySpec | None  # The warm Ray cluster; None if the session has none.
+    reuse: bool  # Whether all payloads share the warm Ray cluster; otherwise each gets its own on the session's nodes.
+    # What was granted to each component, the head's first; under None where all nodes are alike; empty without Slurm.
     queues: Mapping[str | None, QueueFields] = field(default_factory=dict)
 
     @property
@@ -129,7 +116,6 @@ class Target:
 
     key: str
     created_with: Requirements
-    capacity: Capacity
 
 
 @dataclass(frozen=True)
@@ -138,14 +124,13 @@ class Choice:
 
     required: Requirements
     problem: str | None  # Why the payload does not fit the shared session, as a sentence; None if it fits.
-    shared: Callable[[], Target]  # The session for all payloads; used only without a `problem`.
-    own: Callable[[], Target]  # A separate session that is created for such payloads.
+    target: Target  # The session to look for first: that for all payloads, or with a `problem` the separate one.
+    own: Target  # The separate session, created for payloads that do not fit.
     strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
-    def fingerprint(self) -> bytes:
-        """Text of all that the payload asks for. A retry of the step continues the payload only if its own text is the same."""
-        target = self.own() if self.problem else self.shared()
-        return _as_text([target.key, self.required]).encode()
+    def text(self) -> str:
+        """All that the payload asks for. A retry of the step continues the payload only if its own text is the same."""
+        return _as_text([self.target.key, self.required])
 
 
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:
@@ -182,10 +167,7 @@ def _as_text(value: Any) -> str:
 
 
 def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | None) -> str | None:
-    """The component in which a payload must run; None if it runs wherever the session has its head.
-
-    `own_components` are the components of this run; None if it takes those of the session.
-    """
+    """The component in which a payload must run, by its launcher or this run's components; None if that is the session's head."""
     if isinstance(launcher, RayLauncher) and launcher.component_id is not None:
         return launcher.component_id
     return next((each.component_id for each in own_components or () if each.head), None)

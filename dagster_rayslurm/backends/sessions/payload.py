@@ -14,27 +14,23 @@ from typing import Any
 
 from ...follow import Evidence
 from ...runtime.protocol.messages import EndReason, Operation
-from ...runtime.protocol.record import JOURNAL, LineReader
-from ..base import CancelRequest, RunningPayload, cancel_path, deferred_interrupts, write_cancel_request
+from ...runtime.protocol.record import CANCEL, JOURNAL, LineReader
+from ..base import CancelRequest, RunningPayload, deferred_interrupts, write_cancel_request
 from ..slurm_job import STATE_TIMEOUT
 from .acquire import Allocation, Site
 from .registry import LiveSession
 
+# Seconds without a new line in the record after which the exit code of the session's batch script is polled; one small read a
+# second.
 _EXIT_POLL_AFTER = 2.0
-"""Seconds without a new line in the record after which the exit code of the session's batch script is polled; one small read a
-second."""
-_KILL_TIMEOUT = 10.0
-"""Seconds in which a payload ends without a grace period, once the cancel request was delivered."""
-_DELIVERY_TIMEOUT = 60.0
-"""Seconds in which the cancel request is delivered; as many as Slurm has to confirm the end of a job."""
+_KILL_TIMEOUT = 10.0  # Seconds in which a payload ends without a grace period, once the cancel request was delivered.
+_DELIVERY_TIMEOUT = 60.0  # Seconds in which the cancel request is delivered; as many as Slurm has to confirm the end of a job.
+# Seconds without a new line in the record after which the session is asked whether it still has the payload: the end of a
+# payload may be missing from the record. The pauses between these questions grow, up to `_DESCRIBE_INTERVAL` seconds.
 _DESCRIBE_AFTER = 60.0
-"""Seconds without a new line in the record after which the session is asked whether it still has the payload: the end of a
-payload may be missing from the record. The pauses between these questions grow, up to `_DESCRIBE_INTERVAL` seconds."""
 _DESCRIBE_INTERVAL = 900.0
-_POLL_INTERVAL = 0.5
-"""Seconds between two looks at a payload that is being killed."""
-_CHUNK = 1024 * 1024
-"""Bytes of the record that are read at a time."""
+_POLL_INTERVAL = 0.5  # Seconds between two looks at a payload that is being killed.
+_CHUNK = 1024 * 1024  # Bytes of the record that are read at a time.
 
 
 @dataclass(eq=False)
@@ -56,10 +52,6 @@ class SessionPayload(RunningPayload):
         self._cancel_request = CancelRequest(self._send_cancel, self._log)
         self._followed = self._cancelled = self._missed = False
         self._describe_at = _DESCRIBE_AFTER
-
-    @property
-    def place(self) -> str:
-        return self.job.place
 
     def poll(self, evidence: Evidence) -> str | None:
         self._followed = True
@@ -84,10 +76,8 @@ class SessionPayload(RunningPayload):
             self._describe_at = silence + min(silence, _DESCRIBE_INTERVAL)
             with contextlib.suppress(OSError):
                 payloads = self.site.send(self.session, {"op": Operation.DESCRIBE}).get("payloads")
-                before, self._missed = (
-                    self._missed,
-                    payloads is not None and self._run_dir not in [p["run_dir"] for p in payloads],
-                )
+                before = self._missed
+                self._missed = payloads is not None and self._run_dir not in [each["run_dir"] for each in payloads]
                 return before and self._missed
         return False
 
@@ -96,17 +86,17 @@ class SessionPayload(RunningPayload):
         self._cancel_request.send(now)
 
     def _send_cancel(self, now: bool) -> None:
-        if self.site.step.may_end():
+        if self.site.step.owner.confirm():
             write_cancel_request(self._connection, self._run_dir, now)
 
     def kill(self) -> None:
         """End the payload without grace period; the session keeps serving other payloads."""
         with deferred_interrupts():
-            if not self.site.step.should_end():
+            if not self.site.step.owner.confirm_or_assume():
                 return
             began = time.monotonic()
             self.cancel(now=True)
-            request, file = self._cancel_request, cancel_path(self._run_dir)
+            request, file = self._cancel_request, os.path.join(self._run_dir, CANCEL)
             while not self._is_over():
                 since, timeout = began, _DELIVERY_TIMEOUT
                 if request.delivered:

@@ -18,31 +18,24 @@ from ...edge import sessions
 from ...edge.sessions import ABANDONED, CREATOR, JOB_ID, MANIFEST
 from ...runtime.protocol.record import EXIT, SESSION
 from ...runtime.protocol.spec import PROTOCOL_VERSION, Announcement, from_fields
-from ...slurm.script import parse_exit
+from ...slurm.request import parse_exit
 from ...ssh.base import Connection
 from ..payload_files import remote_base_errors
 from .matching import Capacity, capacity_from_json
 
+# Seconds between two confirmations that a process waits; one that is silent three times as long counts as gone.
 TOUCH_INTERVAL = 60.0
-"""Seconds between two confirmations that a process waits; one that is silent three times as long counts as gone."""
-MOST_BYTES = 1024 * 1024
-"""Most bytes of a file that are read."""
-_TIMEOUT = 120.0
-"""Seconds for an operation on the directories of sessions."""
+MOST_BYTES = 1024 * 1024  # Most bytes of a file that are read.
+_TIMEOUT = 120.0  # Seconds for an operation on the directories of sessions.
 
 
 @dataclass(frozen=True)
 class SessionManifest:
-    """What the creator of a generation writes down for the processes that find the generation.
-
-    Attributes:
-        capacity: what the generation offers to each payload.
-        ask_command: the command that hands a request to the session from within its allocation; the directory is appended.
-    """
+    """What the creator of a generation writes down for the processes that find the generation."""
 
     generation: int
     capacity: Capacity
-    ask_command: tuple[str, ...]
+    ask_command: tuple[str, ...]  # Hands a request to the session from within its allocation; the directory is appended.
 
     def to_json(self) -> bytes:
         capacity, command = self.capacity.to_json(), list(self.ask_command)
@@ -83,31 +76,18 @@ class LiveSession:
 
 @dataclass(frozen=True)
 class Generation:
-    """One allocation of a session, as one look at its directory shows it; what is not written yet is None or empty.
+    """One allocation of a session, as one look at its directory shows it; what is not written yet is None or empty."""
 
-    Attributes:
-        key: the name of the session's directory.
-        job_name: name of the job that the creator submits.
-        ended: whether the batch script of the job has ended.
-        abandoned: whether the generation was given up; if its creator submits the job after all, the creator cancels it.
-        age: seconds since the generation was claimed; 0 if the session has announced itself.
-    """
-
-    key: str
+    key: str  # Name of the session's directory.
     number: int
     directory: str
     job_id: int | None = None
-    job_name: str = ""
-    ended: bool = False
+    job_name: str = ""  # Of the job that the creator submits.
+    ended: bool = False  # Whether the batch script of the job has ended.
     announcement: Announcement | None = None
     manifest: SessionManifest | None = None
-    abandoned: bool = False
-    age: float = 0.0
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        """Names of the allocation's components, the head's first; empty where all nodes are alike."""
-        return tuple(self.manifest.capacity.components) if self.manifest is not None else ()
+    abandoned: bool = False  # If the creator submits the job after all, the creator cancels it.
+    age: float = 0.0  # Seconds since the generation was claimed; 0 if the session has announced itself.
 
     @property
     def live(self) -> LiveSession | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,26 +24,21 @@ from ..base import delayed_interrupts
 from .acquire import Site
 from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement
 
+# Seconds after a failure of TCP where srun got through, until this process tries TCP to that session again.
 _TCP_RETRY_AFTER = 300.0
-"""Seconds after a failure of TCP where srun got through, until this process tries TCP to that session again."""
+# Seconds in which a TCP connection is made, and in which the session then proves its identity. A firewall that drops packets
+# costs as much.
 PROOF_TIMEOUT = 3.0
-"""Seconds in which a TCP connection is made, and in which the session then proves its identity. A firewall that drops packets
-costs as much."""
-_SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT
-"""Seconds for an srun that carries a request: its start, and the session's answer."""
-_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds between two tries of a request; the last number repeats."""
-_ANSWER_DEADLINE = 600.0
-"""Seconds in which a session must answer while the edge node is in reach."""
+_SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT  # Seconds for an srun that carries a request: its start, and the session's answer.
+_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # Seconds between two tries of a request; the last number repeats.
+_ANSWER_DEADLINE = 600.0  # Seconds in which a session must answer while the edge node is in reach.
+# Seconds in which a node sees uploaded files: on NFS a name that was looked up in vain stays missing for up to a minute.
 _VISIBILITY_TIMEOUT = 90.0
-"""Seconds in which a node sees uploaded files: on NFS a name that was looked up in vain stays missing for up to a minute."""
-_DELIVERIES = 3
-"""Most uploads for one session of bundles that disappear again."""
+_DELIVERIES = 3  # Most uploads for one session of bundles that disappear again.
+# Most tries to withdraw a request, and seconds after which none begins; a person has pressed Ctrl-C and waits.
 _WITHDRAWALS, _WITHDRAW_TIMEOUT = 3, 20.0
-"""Most tries to withdraw a request, and seconds after which none begins; a person has pressed Ctrl-C and waits."""
 
-_tcp_failed_at: dict[str, float] = {}
-"""When TCP failed while srun succeeded (monotonic clock), by session directory."""
+_tcp_failed_at: dict[str, float] = {}  # When TCP failed while srun succeeded (monotonic clock), by session directory.
 
 
 class Unreachable(OSError):
@@ -54,9 +48,7 @@ class Unreachable(OSError):
 def send_request(
     connection: Connection, session: LiveSession | Generation, request: Mapping[str, Any], carrier: str = "auto"
 ) -> dict[str, Any]:
-    """Send a request to a session and return its answer.
-
-    The `carrier` is "direct" for TCP, "srun" for a step in the allocation, "auto" for TCP and, if that fails, srun.
+    """Send a request to a session and return its answer; for `carrier` see `SessionConfig`.
 
     Raises:
         Unreachable: the session did not receive the request.
@@ -86,11 +78,7 @@ def _send_by_tcp(connection: Connection, announcement: Announcement, request: Ma
     problem = NotConnected("it announces no host")
     for host in announcement.hosts:
         try:
-            with (
-                connection.forward(host, announcement.port) as forward,
-                socket.create_connection((forward.host, forward.port), PROOF_TIMEOUT) as sock,
-            ):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with connection.connect(host, announcement.port, PROOF_TIMEOUT) as sock:
                 return call(sock, announcement.key, dict(request), PROOF_TIMEOUT)
         except AnswerLost:
             raise
@@ -172,7 +160,7 @@ class RunRequest:
                     unseen = ", ".join(map(str, answer.get("missing") or ()))
                     raise StartError(FailureKind.RUNTIME, f"{self._name(session)} does not see {unseen}")
                 if deliveries < _DELIVERIES:
-                    site.deliver(deliveries > 0)
+                    site.deliver()
                     self._write_secrets()
                 deliveries += 1
                 since = now
@@ -193,9 +181,6 @@ class RunRequest:
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
             try:
-                if (acceptor := self._read_acceptor()[0]) is not None:
-                    self._settle(acceptor)
-                    return
                 if self._try(list(self._tried.values())[-1], self._message(Operation.WITHDRAW)) is not None:
                     return
             except OSError as error:
@@ -218,7 +203,7 @@ class RunRequest:
 
     def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Send the request once, and return the answer; None if there is no answer and the session may still live."""
-        before = self.unsettled
+        before, alive = self.unsettled, True
         # From here on an interrupt leaves it open whether the session accepts the payload.
         self.unsettled = True
         try:
@@ -226,28 +211,27 @@ class RunRequest:
         except (AnswerLost, Unreachable) as error:
             self._problem, unreachable = str(error), isinstance(error, Unreachable)
             self.unsettled = before or not unreachable
+            answer, alive = {}, self._lives(session, unreachable)
         except OSError:
             self.unsettled = before  # The session did not get this request, so only earlier tries count.
             raise
-        else:
-            if answer.get("ok"):
-                return self._settle(session)
-            if answer.get("error") == Refusal.DUPLICATE:
-                return self._settle(self._read_acceptor()[0] or session)
+        if answer.get("ok"):
+            return self._settle(session)
+        duplicate = answer.get("error") == Refusal.DUPLICATE
+        if answer and not duplicate:
             # Before any other answer, the session has checked that the payload was not accepted before.
             self.unsettled = False
             return answer
-        # The record names the session that accepted the payload, and costs nothing but a read.
-        if self.unsettled and (acceptor := self._read_acceptor()[0]) is not None:
-            return self._settle(acceptor)
-        if self._lives(session, unreachable) is not False:
+        try:  # A session may begin the record just before its end, so this comes after the look whether it lives.
+            acceptor = self._acceptor() if self.unsettled else None
+        except ConnectionFailed:
+            raise
+        except OSError as error:
+            self._problem = f"it may have been accepted, but that cannot be read: {error}"
             return None
-        # The session may have begun the record between the last look and its end.
-        acceptor, read_error = self._read_acceptor() if self.unsettled else (None, None)
-        if acceptor is not None:
-            return self._settle(acceptor)
-        if read_error is not None:
-            self._problem = f"it may have been accepted, but that cannot be read: {read_error}"
+        if acceptor is not None or duplicate:
+            return self._settle(acceptor or session)
+        if alive:
             return None
         self.unsettled = False
         return {"ok": False, "error": Refusal.GONE, "message": "it was gone before it could be asked"}
@@ -259,30 +243,25 @@ class RunRequest:
             self.unsettled = False
         return {"ok": True}
 
-    def _read_acceptor(self) -> tuple[LiveSession | None, OSError | None]:
-        """The session that began the payload's record, or None; and the error if the record cannot be read."""
-        try:
-            data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
-        except ConnectionFailed:
-            raise
-        except OSError as error:
-            return None, error
+    def _acceptor(self) -> LiveSession | None:
+        """The session that began the payload's record, or None; raises OSError if the record cannot be read."""
+        data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
         starts = [record for record in LineReader().feed(data) if record.get("type") == "start"]
-        return (self._tried.get(str(starts[0].get("cluster_id"))) if starts else None), None
+        return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None
 
-    def _lives(self, session: LiveSession, unreachable: bool) -> bool | None:
-        """Whether a session may still answer a request; None if that is not known."""
+    def _lives(self, session: LiveSession, unreachable: bool) -> bool:
+        """Whether a session may still answer a request, as far as is known."""
         try:
             if unreachable:  # A session in reach may still answer, even if it announces that it is closing.
                 data = self.site.connection.read(os.path.join(session.directory, SESSION), 0, MOST_BYTES)
                 now = parse_announcement(data)
                 if now is not None and now.closing is not None:
                     return False
-            return self.site.is_alive(session.announcement.job_id, session.directory)
+            return self.site.is_alive(session.announcement.job_id, session.directory) is not False
         except ConnectionFailed:
             raise
         except OSError:
-            return None
+            return True
 
     def _name(self, session: LiveSession) -> str:
         return f"the session in {self.site.noun} {session.announcement.job_id}"

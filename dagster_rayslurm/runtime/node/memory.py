@@ -42,7 +42,7 @@ class GroupKind(TextEnum):
 
 
 class Group(NamedTuple):
-    """A leading process with the processes below it, whose memory counts together."""
+    """A process, such as a Ray worker, with the processes below it: their memory counts together."""
 
     pid: int
     name: str  # What messages call the group, such as "ray::train".
@@ -51,7 +51,7 @@ class Group(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes of memory that the job uses on one node, and the limit; `groups` may be empty unless `needs_groups` is true."""
+    """Bytes of memory that the job uses on one node, and the limit; the groups are needed from the share `WARN` on."""
 
     used: int
     limit: int
@@ -94,11 +94,6 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
     return replace(state, warned=True), Action(use if largest is None else "%s; largest: %s" % (use, _named(largest)))
 
 
-def needs_groups(state: State, used: int, limit: int) -> bool:
-    """Whether memory use is so high that `decide` needs the groups of the sample, which take some time to collect."""
-    return used >= (KILL if state.warned else WARN) * limit
-
-
 def pause(used: int, limit: int) -> float:
     """Seconds until the next sample: the nearer to the limit, the sooner."""
     return min(_LONGEST, max(_SHORTEST, (KILL * limit - used) / _FILL_RATE))
@@ -137,23 +132,17 @@ _RECLAIMABLE = {
 _JOB = re.compile(r"/job_\d+(/|$)")  # The directory in a cgroup's path that Slurm makes for each job, in both versions.
 
 
-class MemoryAccounting(NamedTuple):
-    """How slurmd counts the memory of a job's processes, and whether it ends a job whose processes exceed the limit in sum."""
+def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
+    """How slurmd counts memory, and whether it ends a job whose processes exceed the limit in sum.
 
-    shared: Shared
-    enforced: bool
-
-
-def memory_accounting(config: Optional[str]) -> MemoryAccounting:
-    """How slurmd counts memory, read from the output of `scontrol show config`; without output, slurmd enforces no limit."""
+    Both are read from the output of `scontrol show config`; without output, slurmd enforces no limit.
+    """
     values: Dict[str, str] = dict(re.findall(r"^(\w+)\s*= (.*)$", config or "", re.MULTILINE))
     params = values.get("JobAcctGatherParams", "").lower()
     if "overmemorykill" not in params:
-        return MemoryAccounting(Shared.NEVER, enforced=False)
-    if "usepss" in params:
-        return MemoryAccounting(Shared.ONCE, enforced=True)
+        return Shared.NEVER, False
     private = "noshare" in params or values.get("JobAcctGatherType", "").endswith("/cgroup")
-    return MemoryAccounting(Shared.NEVER if private else Shared.EACH, enforced=True)
+    return Shared.ONCE if "usepss" in params else Shared.NEVER if private else Shared.EACH, True
 
 
 def job_cgroups(limits: Iterable[Tuple[str, int]]) -> List[Tuple[str, int]]:
@@ -243,7 +232,8 @@ class MemoryWatch:
     def __post_init__(self) -> None:
         self._cgroups = job_cgroups(resources.cgroup_limits())
         self._limit = resources.slurm_memory(self.environ)
-        self._accounting: Optional[MemoryAccounting] = None
+        self._shared = Shared.EACH  # How the memory of processes counts that they share; until Slurm tells, in each process.
+        self._enforced: Optional[bool] = True if self._cgroups else None  # Whether the limit is; None until Slurm tells.
         self._queried = False
         self._state = State()
         if self._cgroups or self._limit:
@@ -259,17 +249,16 @@ class MemoryWatch:
     def _sample(self) -> float:
         """Take one sample, warn or kill if it calls for that, and return the seconds until the next sample."""
         used, limit = fullest(self._cgroups) or (self._memory_of_processes(), self._limit or 2**62)
-        if not self._cgroups and self._accounting is None:
+        if self._enforced is None:
             if used >= _QUERY_SHARE * limit and not self._queried:
                 self._query_slurm()
             return pause(used, limit)
         groups: List[Group] = []
         table: Dict[int, Process] = {}
-        if needs_groups(self._state, used, limit):
-            _, table = recent_table()
+        if used >= WARN * limit:
+            _, table = recent_table(_TABLE_AGE)
             groups = process_groups(table, self.ray_pids(), self.payload_pids())
-        may_kill = self._accounting is None or self._accounting.enforced
-        self._state, action = decide(self.node, self._state, Sample(used, limit, groups), self.loop.now(), may_kill)
+        self._state, action = decide(self.node, self._state, Sample(used, limit, groups), self.loop.now(), self._enforced)
         if action is not None:
             if action.kill is not None:
                 kill_all([action.kill, *(each.pid for each in descendants(action.kill, table))])
@@ -277,10 +266,9 @@ class MemoryWatch:
         return pause(used, limit)
 
     def _memory_of_processes(self) -> int:
-        """Bytes that this runtime's processes use; until Slurm has told how it counts, shared memory counts in each."""
+        """Bytes that this runtime's processes use."""
         _, table = recent_table(_TABLE_AGE)
-        shared = Shared.EACH if self._accounting is None else self._accounting.shared
-        return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], shared)
+        return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], self._shared)
 
     def _query_slurm(self) -> None:
         """Ask Slurm how it counts memory."""
@@ -291,4 +279,4 @@ class MemoryWatch:
             self._answered(None)
 
     def _answered(self, config: Optional[str]) -> None:
-        self._accounting = memory_accounting(config)
+        self._shared, self._enforced = memory_accounting(config)

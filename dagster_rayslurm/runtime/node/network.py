@@ -98,9 +98,9 @@ def split_host_port(address: str) -> Tuple[str, int]:
 class Ports:
     """The ports chosen for a node, and the arguments of `ray start` for them."""
 
-    gcs: int  # Of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
-    dashboard: int  # Of the head's dashboard; 0 on a worker node.
-    options: Tuple[str, ...]  # Of `ray start`.
+    gcs: int = 0  # Of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
+    dashboard: int = 0  # Of the head's dashboard; 0 on a worker node.
+    options: Tuple[str, ...] = ()  # Of `ray start`.
     environ: Tuple[Tuple[str, str], ...] = ()  # Environment variables for `ray start`.
     block: Optional[socket.socket] = None  # Holds the block of ports until it is closed; None without a `port_range`.
 

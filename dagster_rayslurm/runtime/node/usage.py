@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from .resources import granted_gpus
 # last: short payloads are seen, and long ones cost little. What Ray's workers use after the last sample is lost, because they
 # end with their Ray job; for a short payload that is a seventh at most.
 _FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
+_SPILLED = os.path.join("session_latest", "ray_spilled_objects*", "*")  # Where Ray 2.60 moves objects from memory to disk.
 _MAX_POINTS = 240  # Most points in the course of usage; when there are more, every second one is dropped.
 
 # ---- GPUs
@@ -46,9 +48,6 @@ class Gpu(NamedTuple):
     memory: int  # Bytes of GPU memory in use.
 
 
-Parse = Callable[[str], List[Gpu]]  # Reads the figures of all GPUs from the output of a vendor's program.
-
-
 class GpuMonitor:
     """How busy the granted GPUs of this node are; one query of `nvidia-smi` or `rocm-smi` serves all payloads."""
 
@@ -62,17 +61,20 @@ class GpuMonitor:
         """Begin the next query, if the figures are old; to be called again and again."""
         if self._loop.now() >= self._due:
             self._due = float("inf")
+            amd = not {"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}.isdisjoint(os.environ)
+            only_amd = amd and "CUDA_VISIBLE_DEVICES" not in os.environ
             granted = granted_gpus(os.environ)
-            for command, parse in _programs(os.environ) if granted != [] else []:
+            none = granted == [] or "ZE_AFFINITY_MASK" in os.environ
+            for command in () if none else (_AMD,) if only_amd else (_NVIDIA, _AMD):
                 with contextlib.suppress(OSError):  # The program is not installed.
-                    query_program(self._loop, command, _GPU_TIMEOUT, functools.partial(self._answered, granted, parse))
+                    query_program(self._loop, command, _GPU_TIMEOUT, functools.partial(self._answered, granted, command))
                     break
 
-    def _answered(self, granted: Optional[Sequence[str]], parse: Parse, text: Optional[str]) -> None:
+    def _answered(self, granted: Optional[Sequence[str]], command: Sequence[str], text: Optional[str]) -> None:
         now = self._loop.now()
         self._due = now + (_GPU_RETRY if text is None else _GPU_INTERVAL)
         if text is not None:
-            self.figures = now, select_granted(granted, parse(text))
+            self.figures = now, select_granted(granted, (parse_amd if command is _AMD else parse_nvidia)(text))
 
 
 def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gpu]:
@@ -108,14 +110,6 @@ def parse_amd(text: str) -> List[Gpu]:
             busy, memory = float(values["GPU use (%)"]), int(values["VRAM Total Used Memory (B)"])
             gpus.append(Gpu(card[len("card") :], uuid, busy, memory))
     return gpus
-
-
-def _programs(environ: Mapping[str, str]) -> List[Tuple[Sequence[str], Parse]]:
-    """Commands that may tell how busy the GPUs are, in the order to try them, each with the parser of its output."""
-    if "ZE_AFFINITY_MASK" in environ:
-        return []
-    only_amd = "CUDA_VISIBLE_DEVICES" not in environ and not {"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}.isdisjoint(environ)
-    return [(_AMD, parse_amd)] if only_amd else [(_NVIDIA, parse_nvidia), (_AMD, parse_amd)]
 
 
 # ---- Memory
@@ -154,18 +148,13 @@ def logs_of(ray_temp_dir: str) -> str:
     return os.path.join(ray_temp_dir, "session_latest", "logs")
 
 
-class StartedAhead(NamedTuple):
-    """The workers of this node that Ray started without a job."""
+def started_ahead(log_dir: str) -> Tuple[int, Set[int]]:
+    """How many workers Ray has started here ahead of their jobs, ended ones included, and the ids of those that still wait.
 
-    ever: int  # How many there were, ended ones included.
-    idle: Set[int]  # Process ids of those that still wait for a job.
-
-
-def started_ahead(log_dir: str) -> StartedAhead:
-    """The workers that Ray started ahead of their jobs. Every worker of Ray changes its command line to say that it is one."""
+    Every worker of Ray changes its command line to say that it is one.
+    """
     ahead = [(pid, path) for pid, job, path in _logs(log_dir, _WORKER_LOG) if job == _NO_JOB]
-    idle = {pid for pid, path in ahead if command_line(pid).startswith(b"ray::") and not _logged_job(path)}
-    return StartedAhead(len(ahead), idle)
+    return len(ahead), {pid for pid, path in ahead if command_line(pid).startswith(b"ray::") and not _logged_job(path)}
 
 
 class Attribution(NamedTuple):
@@ -403,6 +392,10 @@ class UsageSampler:
         return [each for root in roots for each in descendants(root, table) if each.pid not in excluded]
 
 
+_SUMS = ("cpu_seconds", "spilled_bytes", "shared_cpu_seconds")
+_PEAKS = ("peak_memory", "gpu_utilization_max", "gpu_memory_max", "shared_peak_memory")
+
+
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
     """The usage of one payload on several nodes, by node name, merged to one, with CPU time and peak memory by node in `nodes`.
 
@@ -414,20 +407,17 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
     def values(name: str) -> List[Any]:
         return [usage[name] for usage in usages.values() if usage[name] is not None]
 
+    sums = {name: sum(values(name)) for name in _SUMS if head[name] is not None}
+    peaks = {name: max(values(name), default=None) for name in _PEAKS}
     gpu_utilization = values("gpu_utilization_mean")
-    return dict(
-        head,
-        cpu_seconds=sum(values("cpu_seconds")),
-        peak_memory=max(values("peak_memory")),
-        gpu_utilization_mean=sum(gpu_utilization) / len(gpu_utilization) if gpu_utilization else None,
-        gpu_utilization_max=max(values("gpu_utilization_max"), default=None),
-        gpu_memory_max=max(values("gpu_memory_max"), default=None),
-        spilled_bytes=sum(values("spilled_bytes")),
-        shared_cpu_seconds=None if head["shared_cpu_seconds"] is None else sum(values("shared_cpu_seconds")),
-        shared_peak_memory=max(values("shared_peak_memory"), default=None),
-        points=[_merge_point(point, [usage["points"] for usage in others]) for point in head["points"]],
-        nodes={name: {key: usage[key] for key in ("cpu_seconds", "peak_memory")} for name, usage in usages.items()},
-    )
+    return {
+        **head,
+        **sums,
+        **peaks,
+        "gpu_utilization_mean": sum(gpu_utilization) / len(gpu_utilization) if gpu_utilization else None,
+        "points": [_merge_point(point, [usage["points"] for usage in others]) for point in head["points"]],
+        "nodes": {name: {key: usage[key] for key in ("cpu_seconds", "peak_memory")} for name, usage in usages.items()},
+    }
 
 
 def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[float]:
@@ -438,11 +428,7 @@ def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[fl
 
 
 def _spilled_bytes(ray_temp_dir: str) -> int:
-    """Bytes of objects that Ray has moved from memory to disk (Ray 2.60: `session_*/ray_spilled_objects*`)."""
-    total = 0
-    session = os.path.join(ray_temp_dir, "session_latest")
-    with contextlib.suppress(OSError):  # Ray has not made the directory yet, or has removed an object meanwhile.
-        for name in [name for name in os.listdir(session) if name.startswith("ray_spilled_objects")]:
-            with os.scandir(os.path.join(session, name)) as entries:
-                total += sum(entry.stat().st_size for entry in entries)
-    return total
+    """Bytes of objects that Ray has moved from memory to disk."""
+    with contextlib.suppress(OSError):  # Ray has removed an object meanwhile.
+        return sum(map(os.path.getsize, glob.iglob(os.path.join(glob.escape(ray_temp_dir), _SPILLED))))
+    return 0

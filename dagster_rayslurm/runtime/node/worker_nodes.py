@@ -6,7 +6,7 @@ import socket
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from ..process.loop import Loop, Timer
 from ..protocol.messages import NodeCommand, NodeEvent
@@ -37,10 +37,10 @@ class WorkerNode:
     node_id: int  # Its place in the allocation, which counts from 0, the head.
     name: str
     component: Optional[str] = None
-    machine: Dict[str, Any] = field(default_factory=dict)  # The resources that the node reports when it joins.
+    machine: Optional[NodeResources] = None  # The resources that the node reports when it joins.
     commands: Dict[str, Message] = field(default_factory=dict)  # Those to send again when it reconnects, by subject.
     gone: bool = False  # Whether the node has not reconnected in time after a loss.
-    grace: Optional[Timer] = None  # Runs from a loss to that time.
+    grace: Timer = field(default_factory=Timer)  # Runs from a loss to that time.
     channel: Optional[Channel] = None  # The newest connection; None while the node is not connected.
 
     @property
@@ -61,7 +61,7 @@ class WorkerNode:
     @property
     def joined(self) -> bool:
         """Whether the node has ever connected to the head, even if the connection is lost by now."""
-        return bool(self.machine)
+        return self.machine is not None
 
     @property
     def title(self) -> str:
@@ -71,20 +71,12 @@ class WorkerNode:
     @property
     def identity(self) -> Identity:
         """The identity in Ray's node table: Slurm's name of a node may differ from the hostname, which Ray uses."""
-        return Identity(str(self.machine.get("hostname") or self.name), self.component)
+        return Identity(self.name if self.machine is None else self.machine.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:
         """The node's name, its resources as far as they are known, and whether it is connected, for JSON."""
-        cpus, gpus = self.machine.get("num_cpus"), self.machine.get("num_gpus")
+        cpus, gpus = (None, None) if self.machine is None else (self.machine.num_cpus, self.machine.num_gpus)
         return {"name": self.name, "cpus": cpus, "gpus": gpus, "here": self.here, "component": self.component}
-
-
-class _Collection(NamedTuple):
-    """The usage of one payload, until all expected nodes have answered or the time for it is over."""
-
-    expected: Set[int]
-    usage: UsageByHost
-    done: Callable[[UsageByHost], None]
 
 
 @dataclass(eq=False)
@@ -101,7 +93,8 @@ class WorkerNodes(Listener):
 
     def __post_init__(self) -> None:
         self._node_of_channel: Dict[Channel, WorkerNode] = {}
-        self._collections: Dict[str, _Collection] = {}
+        # The usage of payloads that have ended: the nodes that have not answered, the figures so far, and where these go.
+        self._collections: Dict[str, Tuple[Set[int], UsageByHost, Callable[[UsageByHost], None]]] = {}
         self._stopped = False
         self._server: Optional[RpcServer] = None
 
@@ -117,8 +110,7 @@ class WorkerNodes(Listener):
     def send_command(self, places: Iterable[int], **command: Any) -> None:
         """Send a command to the nodes at these places; a node that is not connected gets it when it connects.
 
-        A command replaces an earlier command on the same subject, that is, the same task for the same Ray cluster or payload. A
-        command that ends something is kept until the node has confirmed it.
+        It replaces an earlier command on the same subject. One that ends something is kept until the node has confirmed it.
         """
         op = NodeCommand(command["op"])
         subject = _subject(op, command.get("cluster") or command.get("id") or "")
@@ -143,7 +135,7 @@ class WorkerNodes(Listener):
     def collect(self, nonce: str, done: Callable[[UsageByHost], None]) -> None:
         """Stop measuring for a payload, and call `done` with the usage of those nodes that answer in time."""
         expected = {node.node_id for node in self.members.values() if node.here}
-        self._collections[nonce] = _Collection(expected, {}, done)
+        self._collections[nonce] = expected, {}, done
         self.send_command(self.members, op=NodeCommand.REPORT, id=nonce)
         self.loop.call_later(_USAGE_TIMEOUT if expected else 0.0, lambda: self._finish(nonce))
 
@@ -202,19 +194,17 @@ class WorkerNodes(Listener):
 
     def _introduce(self, channel: Channel, message: Message) -> None:
         """Take a new connection as that of the node that its first message names, and send the node its commands."""
-        place, machine = message.get("node_id"), message.get("machine")
         try:
-            from_fields(NodeResources, machine, "what a node tells of itself")
-            node = self.members[place]  # type: ignore[index]
+            machine = from_fields(NodeResources, message.get("machine"), "what a node tells of itself")
+            node = self.members[message["node_id"]]
         except (SpecError, KeyError, TypeError) as error:
             print("rayslurm: %s" % error, file=sys.stderr)
             return channel.close()
         if node.channel is not None:  # The node reconnected before its loss was noticed here.
             del self._node_of_channel[node.channel]
             node.channel.close()
-        node.channel, node.machine, node.gone = channel, dict(machine or {}), False
-        if node.grace is not None:
-            node.grace.cancel()
+        node.channel, node.machine, node.gone = channel, machine, False
+        node.grace.cancel()
         self._node_of_channel[channel] = node
         if self._stopped:
             channel.send(op=NodeCommand.STOP)
@@ -225,21 +215,20 @@ class WorkerNodes(Listener):
 
     def _add_usage(self, node: WorkerNode, nonce: str, usage: Optional[Dict[str, Any]]) -> None:
         node.commands.pop(_subject(NodeCommand.REPORT, nonce), None)
-        collection = self._collections.get(nonce)
-        if collection is None or node.node_id not in collection.expected:
-            return
-        collection.expected.remove(node.node_id)
-        if usage is not None:
-            name = named(*node.identity)
-            # In a test cluster, several nodes may run on one machine and so have the same hostname.
-            collection.usage[node.name if name in (*collection.usage, socket.gethostname()) else name] = usage
-        if not collection.expected:
-            self._finish(nonce)
+        expected, figures, _ = self._collections.get(nonce, (set(), {}, None))
+        if node.node_id in expected:
+            expected.remove(node.node_id)
+            if usage is not None:
+                name = named(*node.identity)
+                # In a test cluster, several nodes may run on one machine and so have the same hostname.
+                figures[node.name if name in (*figures, socket.gethostname()) else name] = usage
+            if not expected:
+                self._finish(nonce)
 
     def _finish(self, nonce: str) -> None:
-        collection = self._collections.pop(nonce, None)
-        if collection is not None:
-            collection.done(collection.usage)
+        if nonce in self._collections:
+            _, figures, done = self._collections.pop(nonce)
+            done(figures)
 
 
 def _subject(op: NodeCommand, name: str) -> str:

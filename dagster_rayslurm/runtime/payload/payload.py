@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -16,19 +17,19 @@ import time
 import traceback
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, Callable, Dict, FrozenSet, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Dict, FrozenSet, List, Optional, Set, Tuple
 
 from ..node.resources import NodeResources
 from ..process import processes
 from ..process.loop import Loop, Timers
 from ..protocol.messages import End, EndReason, defect
-from ..protocol.record import RunRecord, tail_lines
+from ..protocol.record import STATUS, Record, RunRecord, split_lines, tail_lines, write_atomically
 from ..protocol.spec import PayloadSpec
 from .environment import Environment, find_own_ray, lay_out_work_dir
-from .record import OutputSearch, PayloadRecord, UsageMeasurement
+from .results import OutputSearch, UsageMeasurement
 
 if TYPE_CHECKING:
-    from .preload_server import ForkRequest, ForkResult, PreloadServer
+    from .preload_server import Cancel, ForkResult, PreloadServer
 
 LeakCheck = Callable[[Callable[[List[str]], None]], None]  # Calls back with a sentence about each thing that is left.
 
@@ -38,7 +39,8 @@ _SYNC_INTERVAL = 0.2  # Seconds between two syncs of the run record, which make 
 _LAST_OUTPUT_TIMEOUT = 5.0
 # Seconds for which the `end` of a failed payload waits for a signal to the runtime: Slurm signals all processes of a job.
 _SIGNAL_MARGIN = 0.25
-_CHUNK = 256 * 1024  # Most bytes of output that are read at a time.
+_RETRY = 1.0  # Seconds between two tries to write the `end`.
+_CHUNK = 256 * 1024  # Most bytes of output or messages that are read at a time.
 
 
 class Phase(IntEnum):
@@ -162,12 +164,13 @@ class Payload:
     _ended_at: Optional[float] = None
     _measurement: Optional[UsageMeasurement] = None
     _leak_check: Optional[LeakCheck] = None
+    _message_file: Optional[BinaryIO] = None  # To which `dagster_pipes` appends lines.
+    _messages: int = 0  # Number of Pipes messages copied so far.
+    _partial: bytes = b""
+    _unwritten_end: Optional[Record] = None
     _warned: bool = False
 
     def __post_init__(self) -> None:
-        # If the run record cannot be written, the payload must end, because its results would be lost.
-        failed: Callable[[str], None] = lambda why: self.end_early(End(EndReason.RECORD, why))  # noqa: E731
-        self.record = PayloadRecord(self.loop, self.files, self.spec.nonce, failed)
         self._work_dir = os.path.join(self.run_dir, "work")
         self._process = PayloadProcess(self.loop, self)
         self._timers = Timers(self.loop, self.safely)
@@ -197,15 +200,85 @@ class Payload:
             self.tail("runtime traceback", tail_lines(traceback.format_exc()))
         self.abandon(defect(error))
 
+    # ---- The run record
+
+    def keep(self, *records: Record) -> None:
+        """Write records that must not be lost into the journal."""
+        self._guarded(lambda: self.files.write(*records))
+
+    def note(self, record: Record) -> None:
+        """Write a record that may get lost, such as a usage sample, into the journal; errors are ignored."""
+        with contextlib.suppress(OSError):
+            self.files.write(record)
+
     def phase(self, name: str, message: str) -> None:
-        """Show in the Dagster log what happens now; does nothing after the payload has ended."""
+        """Show what happens now, such as "running", in the Dagster log and the status file, until the payload has ended."""
         if not self.ended:
-            self.record.phase(name, message)
+            at = time.time()
+            self.keep({"type": "phase", "phase": name, "message": message, "at": at})
+            self._guarded(self.files.sync)
+            self._guarded(lambda: self._write_status(name, message, at))
 
     def tail(self, name: str, text: str) -> None:
         """Record the last lines of a log that explains a failure; does nothing after the payload has ended."""
         if not self.ended:
-            self.record.keep({"type": "tail", "name": name, "text": text})
+            self.keep({"type": "tail", "name": name, "text": text})
+
+    def keep_fresh(self) -> None:
+        """Update the modification time of the run directory, so that cleanup does not take it for an old one and delete it."""
+        self._guarded(lambda: os.utime(self.run_dir))
+
+    def end(self, end: Record) -> None:
+        """Write the `end` record, as soon as that succeeds."""
+        self._unwritten_end = end
+        if not self.write_end():
+            print("rayslurm: %s: the end of the run cannot be recorded yet" % self.run_dir, file=sys.stderr)
+
+    def write_end(self) -> bool:
+        """Write the `end` record if it is due and not written yet; retried every second. Returns whether none remains."""
+        end = self._unwritten_end
+        if end is None:
+            return True
+        with contextlib.suppress(OSError):  # On a full disk the journal has space reserved for the `end`, the status has not.
+            self._write_status("ended", end["reason"], end["ended_at"])
+        try:
+            self.files.end(end)
+        except OSError:
+            self.loop.call_later(_RETRY, self.write_end)
+            return False
+        self._unwritten_end = None
+        return True
+
+    def _write_status(self, state: str, message: str, at: float) -> None:
+        status: Dict[str, Any] = {"state": state, "message": message, "at": at}
+        status.update(nonce=self.spec.nonce, runtime_pid=os.getpid(), payload_pid=self._process.pid)
+        write_atomically(os.path.join(self.run_dir, STATUS), json.dumps(status).encode("utf-8"))
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        """Write to the run directory; if that fails, the payload must end, because its results would be lost."""
+        try:
+            write()
+        except OSError as error:
+            self.end_early(End(EndReason.RECORD, "%s cannot be written: %s" % (self.run_dir, error.strerror)))
+
+    def copy_chunk(self) -> bool:
+        """Copy the next chunk of Pipes messages into the journal. Returns whether there was anything to read."""
+        data = self._message_file.read(_CHUNK) if self._message_file is not None else b""
+        lines, self._partial = split_lines(self._partial + data)
+        now = time.time()
+        records = [{"type": "pipes", "at": now, "line": line.decode("utf-8", "replace")} for line in lines if line]
+        self._messages += len(records)
+        if records:
+            self.keep(*records)
+        return bool(data)
+
+    def _close_messages(self) -> None:
+        """Delete the file; a warm session, which runs on after the payload, would otherwise collect such files."""
+        if self._message_file is not None:
+            self._message_file.close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._message_file.name)
+            self._message_file = None
 
     # ---- What others ask of the payload
 
@@ -218,7 +291,7 @@ class Payload:
         self.ending = replace(self.ending, phase=Phase.STARTING)
         self._started_at = time.time()
         try:
-            self.record.open_messages(messages)
+            self._message_file = open(messages, "xb+", buffering=0)
             lay_out_work_dir(self._work_dir, self.spec)
         except OSError as error:
             return self.end_early(End(EndReason.RECORD, "the run cannot be laid out: %s" % error))
@@ -246,7 +319,7 @@ class Payload:
             return
         self.ending = replace(self.ending, forced=self.ending.forced or end, phase=max(self.ending.phase, Phase.FINISHING))
         process = self._process
-        releases = [process.cancel_start, process.kill_leftovers, self.record.close_messages, self._cancel_measurement]
+        releases = [process.cancel_start, process.kill_leftovers, self._close_messages, self._cancel_measurement]
         for release in [process.kill, *releases] if self.pid is not None else releases:
             with contextlib.suppress(Exception):  # The defect may be there.
                 release()
@@ -266,14 +339,13 @@ class Payload:
         if error is not None:
             return self.end_early(End(EndReason.SPAWN, error))
         self.ending = replace(self.ending, phase=Phase.RUNNING)
-        self.record.payload_pid = self._process.pid
-        self.record.note({"type": "context", "context": self.context})
-        self.record.phase("running", "payload started (pid %s)" % self._process.pid)
+        self.note({"type": "context", "context": self.context})
+        self.phase("running", "payload started (pid %s)" % self._process.pid)
         if not_forked_because is not None:
-            self.record.phase("running", "a fresh interpreter, because %s" % not_forked_because)
+            self.phase("running", "a fresh interpreter, because %s" % not_forked_because)
         for signum in self._early_signals:
             name = processes.signal_name(signum)
-            self.record.phase("running", "the payload gets %s now, which was due before it started" % name)
+            self.phase("running", "the payload gets %s now, which was due before it started" % name)
             self.signal(signum)
         if self.spec.time_limit is not None:
             late = End(EndReason.TIMEOUT, "the payload took longer than its time limit of %g s" % self.spec.time_limit)
@@ -307,13 +379,13 @@ class Payload:
         self.received(Awaited.LEAKS)
 
     def _copy_messages(self) -> None:
-        more = self.record.copy_messages()
+        more = self.copy_chunk()
         if self.ending.phase < Phase.FINISHING:  # It is later if the messages could not be written.
             self._timers.due("messages", 0.0 if more else _MESSAGE_POLL, self._copy_messages)
 
     def _sync(self) -> None:
         self._timers.due("sync", _SYNC_INTERVAL, self._sync)
-        self.record.sync()
+        self._guarded(self.files.sync)
 
     # ---- The end
 
@@ -337,7 +409,11 @@ class Payload:
         if self._process.pid is None:
             self._process.cancel_start()
             self._cancel_measurement()
-        self.record.copy_last_messages()
+        if self._message_file is not None:  # Those that leftover processes write later do not count.
+            end = os.fstat(self._message_file.fileno()).st_size
+            while self._message_file.tell() < end and self.copy_chunk():
+                continue
+        self._close_messages()
         self.ending = replace(self.ending, phase=Phase.SEARCHING)
         search = self._outputs.run() if self._started_at is not None else iter(())
 
@@ -369,7 +445,7 @@ class Payload:
         if usage and self.ending.exit is not None:
             usage = {**usage, "shared": len(self.companions)}
         self.ending = replace(self.ending, phase=Phase.ENDED)
-        self.record.end(
+        self.end(
             {
                 "type": "end",
                 "nonce": self.spec.nonce,
@@ -379,7 +455,7 @@ class Payload:
                 "signal": process.signal,
                 "started_at": self._started_at,
                 "ended_at": self._ended_at or time.time(),
-                "pipes_messages": self.record.messages,
+                "pipes_messages": self._messages,
                 "usage": usage,
                 "outputs": self._outputs.files,
                 "outputs_left_out": self._outputs.left_out,
@@ -399,7 +475,7 @@ class PayloadProcess:
     pid: Optional[int] = None  # Id of the process and of its process group; None before the process has started.
     # Name and decoder of each output pipe that may have more to read, by file descriptor.
     streams: Dict[int, Tuple[str, codecs.IncrementalDecoder]] = field(default_factory=dict)
-    _fork: Optional[ForkRequest] = None
+    _cancel_fork: Cancel = lambda: None
     _ends: List[int] = field(default_factory=list)  # The ends of the pipes for the process, until it has started.
 
     def start(self, env: Environment, work_dir: str) -> None:
@@ -419,7 +495,7 @@ class PayloadProcess:
             payload.safely(lambda: payload.process_exited(code, rusage))
 
         def begin(result: Optional[ForkResult]) -> None:
-            self._fork, error = None, None
+            self._cancel_fork, error = (lambda: None), None
             if isinstance(result, int):
                 self.pid = result
             else:
@@ -439,13 +515,12 @@ class PayloadProcess:
         )
         if isinstance(forking, str):
             return begin(forking)
-        self._fork = forking
+        self._cancel_fork = forking
 
     def cancel_start(self) -> None:
         """Cancel a start that is still under way, such as a requested fork; afterwards no process starts."""
-        if self._fork is not None:
-            self._fork.cancel()
-        self._fork = None
+        self._cancel_fork()
+        self._cancel_fork = lambda: None
         self._close_ends()
         self.close_streams()
 

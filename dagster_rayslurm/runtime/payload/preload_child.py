@@ -1,6 +1,6 @@
 """What runs in a preload process: it imports modules once, and forks itself for each payload, which goes on from there.
 
-`preload_server` starts the process as `python DIRECTORY/python.py FD MODULE… PADDING` from a copy of this file, so it imports
+`preload_server` starts the process as `python DIRECTORY/python.py FD MODULE…` from a copy of this file, so it imports
 nothing else of the package. Over the socket `FD` the process receives another socket for each payload. It forks a child, and the
 child forks a grandchild and ends, so that the runtime, a subreaper, adopts the grandchild. The grandchild reads the request from
 the payload's socket, answers with its process id, and begins at the word "go", which comes with its stdout and stderr. So the
@@ -32,9 +32,6 @@ import types
 import warnings
 from typing import Any, Dict, List, Optional, Tuple
 
-# The last argument of a preload process; a forked payload writes its own command over it, for `ps` to show.
-PADDING = " " * 1500
-
 # Modules to import along with a module that imports them only when used: Ray at the first task and at the end (Ray 2.60).
 _LAZY_IMPORTS = {
     "ray": (
@@ -60,11 +57,10 @@ FileStates = Dict[str, Tuple[int, int]]  # Modification time in nanoseconds and 
 
 def main() -> None:
     """Run a preload process: import modules, and fork for each payload. In a forked process, run the payload."""
-    names = sys.argv[2:-1]
+    names = sys.argv[2:]
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     del sys.path[0]  # Python put the directory of this script there.
-    _set_title(["rayslurm-preload", *names])
     try:
         problem = _load(names)
         files, directory = file_states(names), os.getcwd()
@@ -211,7 +207,6 @@ def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
     sys.argv = request["argv"][1:]
     if hasattr(sys, "orig_argv"):
         vars(sys)["orig_argv"] = list(request["argv"])  # From Python 3.10 on.
-    _set_title(request["argv"])
     _reset_inherited_state(cwd)
     return None
 
@@ -237,20 +232,6 @@ def _reset_inherited_state(cwd: str) -> None:
                 sys.modules["ray"].ObjectRef.from_random()
 
 
-def _set_title(argv: List[str]) -> None:
-    """Make /proc, and so `ps` and Ray's list of jobs, show another command for this process.
-
-    The kernel reads it from the memory where it was when the process was started (proc(5)). If the last byte there is not NUL,
-    the kernel shows everything up to the first NUL as one title.
-    """
-    stat = _read_text("/proc/self/stat")
-    start, end = (int(field) for field in stat[stat.rindex(")") + 2 :].split()[45:47])
-    size = end - start
-    if size > len(PADDING):
-        title = b" ".join(os.fsencode(word) for word in argv)[: size - 2]
-        ctypes.memmove(start, title.ljust(size - 1, b"\0") + b" ", size)
-
-
 def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Optional[str]:
     """The name of one of the imported `modules` (with their files) that the payload would import from its directory instead."""
     for entry in os.scandir(directory) if os.path.isdir(directory) else ():
@@ -269,7 +250,7 @@ def changed_file(files: FileStates) -> Optional[str]:
 
 
 def file_states(names: List[str]) -> FileStates:
-    """The states of files of the modules `names`, and of all modules outside the standard library and installed packages."""
+    """Size and modification time, by path, of the files of the modules `names` and of all modules that are not installed."""
     installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     paths = {name: str(getattr(module, "__file__", None) or _OWN) for name, module in list(sys.modules.items())}
     concerned = {path for name, path in paths.items() if name in names or not path.startswith(installed)}

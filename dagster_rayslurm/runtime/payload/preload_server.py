@@ -1,8 +1,7 @@
 """Starts payloads fast: preload processes import modules once, and payloads are forked from these processes.
 
-A payload is forked only if it cannot tell the difference to a fresh interpreter, except by its speed. In case of doubt the
-payload runs in a fresh interpreter, and the Dagster log says why, in words that follow "because". Nothing here blocks, because a
-preload process that hangs must not stop the runtime. `preload_child` is what runs in the preload process.
+A payload is forked only if it cannot tell the difference to a fresh interpreter. In case of doubt the payload runs in a fresh
+interpreter, and the Dagster log says why, in words that follow "because". `preload_child` is what runs in the preload process.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from ..process.loop import ExitCallback, Loop
 from ..protocol.spec import PayloadSpec, RaySpec
 from ..ray.ray_node import ray_environment
 from .environment import Environment, payload_environment
-from .preload_child import PADDING
 
 ForkResult = Union[int, str]  # The process id of a forked payload, or why the payload needs a fresh interpreter.
+Done = Callable[[ForkResult], None]
+Cancel = Callable[[], None]
 
 # Seconds for which a payload waits to be forked; a fresh interpreter takes about as long to import such modules.
 _TIMEOUT = 1.5
@@ -91,61 +91,6 @@ class _Process:
 
 
 @dataclass(eq=False)
-class ForkRequest:
-    """The request to fork one payload, from when it is sent to its answer."""
-
-    server: PreloadServer
-    process: _Process
-    connection: socket.socket
-    streams: Tuple[int, int]
-    on_exit: ExitCallback
-    done: Callable[[ForkResult], None]
-
-    def __post_init__(self) -> None:
-        self.server.loop.on_readable(self.connection.fileno(), self._receive)
-        self._timer = self.server.loop.call_later(_TIMEOUT, self._give_up)
-
-    def cancel(self) -> None:
-        """Cancel the request: no payload runs, and `done` is not called. A process that is already forked ends by itself."""
-        self._timer.cancel()
-        self.server.loop.forget(self.connection.fileno())
-        self.connection.close()
-
-    def _finish(self, result: ForkResult) -> None:
-        self.cancel()
-        self.done(result)
-
-    def _give_up(self) -> None:
-        """Have the payload run in a fresh interpreter. It cannot run twice: a forked process begins only at the word "go"."""
-        if self.process.imported:
-            return self._finish(self.server.end_process(self.process))
-        self._finish("importing %s is not done yet" % ", ".join(self.process.modules))
-
-    def _receive(self) -> None:
-        """Receive the forked process's answer, and tell it to begin unless there is a problem."""
-        try:
-            data = self.connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            return self._finish(self.server.end_process(self.process))
-        answer = json.loads(data.decode("ascii"))
-        pid, problem = answer["pid"], answer["problem"]
-        self.process.imported = pid is not None
-        if problem is None:
-            try:
-                # The process cannot have ended, and its id be another's: it waits for this word.
-                self.connection.sendmsg([b"go"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", self.streams))])
-            except OSError:
-                return self._finish(_NO_ANSWER)
-            self.server.loop.adopt(pid, self.on_exit)
-            return self._finish(int(pid))
-        if pid is None or answer["stale"]:
-            self.server.end_process(self.process, problem)
-        self._finish(problem)
-
-
-@dataclass(eq=False)
 class PreloadServer:
     """Forks payloads for this runtime, and keeps one preload process for each set of modules."""
 
@@ -169,17 +114,18 @@ class PreloadServer:
         modules: Sequence[str],
         argv: Sequence[str],
         on_exit: ExitCallback,
-        done: Callable[[ForkResult], None],
+        done: Done,
         *,
         cwd: str,
         env: Environment,
         secrets: Iterable[str] = (),
         streams: Tuple[int, int],
-    ) -> Union[ForkRequest, str]:
+    ) -> Union[Cancel, str]:
         """Request a fork for one payload from a process that has imported these modules; or why that is not possible.
 
         `done` is called with the result, after this returns; until then its stdout and stderr, `streams`, must stay open.
-        `on_exit` is called when the forked process has ended. No other process may have the variables `secrets`.
+        `on_exit` is called when the forked process has ended. No other process may have the variables `secrets`. The function
+        that is returned cancels the request: `done` is not called, and a process that is already forked ends by itself.
         """
         if sys.platform != "linux":
             return "only Linux has what forking from a preloaded one takes"
@@ -206,7 +152,54 @@ class PreloadServer:
             except OSError:
                 connection.close()
                 return self.end_process(process)
-        return ForkRequest(self, process, connection, streams, on_exit, done)
+        return self._await_fork(process, connection, streams, on_exit, done)
+
+    def _await_fork(
+        self, process: _Process, connection: socket.socket, streams: Tuple[int, int], on_exit: ExitCallback, done: Done
+    ) -> Cancel:
+        """Wait for the forked process's answer, and tell it to begin unless there is a problem or the time is over.
+
+        The payload cannot run twice: a forked process begins only at the word "go".
+        """
+
+        def cancel() -> None:
+            timer.cancel()
+            self.loop.forget(connection.fileno())
+            connection.close()
+
+        def receive() -> ForkResult:
+            try:
+                data = connection.recv(65536)
+            except OSError:
+                data = b""
+            if not data:
+                return self.end_process(process)
+            answer = json.loads(data.decode("ascii"))
+            pid, problem = answer["pid"], answer["problem"]
+            process.imported = pid is not None
+            if problem is not None:
+                if pid is None or answer["stale"]:
+                    self.end_process(process, problem)
+                return str(problem)
+            try:
+                # The process cannot have ended, and its id be another's: it waits for this word.
+                connection.sendmsg([b"go"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", streams))])
+            except OSError:
+                return _NO_ANSWER
+            self.loop.adopt(pid, on_exit)
+            return int(pid)
+
+        def give_up() -> ForkResult:
+            return self.end_process(process) if process.imported else "importing %s is not done yet" % ", ".join(process.modules)
+
+        def finish(result: Callable[[], ForkResult]) -> None:
+            found = result()
+            cancel()
+            done(found)
+
+        self.loop.on_readable(connection.fileno(), lambda: finish(receive))
+        timer = self.loop.call_later(_TIMEOUT, lambda: finish(give_up))
+        return cancel
 
     def end_process(self, process: _Process, why: Optional[str] = None) -> str:
         """End a preload process that is outdated, hangs or has ended; returns why its payload needs a fresh interpreter.
@@ -248,7 +241,7 @@ class PreloadServer:
                 with open(os.path.join(self.directory, name), "wb") as file:
                     file.write(content)
             process.pid = self.loop.spawn(
-                [self.python, os.path.join(self.directory, "python.py"), str(child_end.fileno()), *modules, PADDING],
+                [self.python, os.path.join(self.directory, "python.py"), str(child_end.fileno()), *modules],
                 exited,
                 cwd=self.directory,
                 env=process.env,

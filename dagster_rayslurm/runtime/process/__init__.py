@@ -1,5 +1,5 @@
 """Tools of the runtime to handle processes: the event loop, the keeper, lists of processes, private directories of a node.
 
-How Ray and payloads are started is not decided here. Begin with `loop`, in which the whole runtime runs, and `keeper`, which
-cleans up after it.
+How Ray and payloads are started is not decided here. Begin with `loop`, in which the whole runtime runs, and
+`processes.guard`, which cleans up after it.
 """

@@ -23,9 +23,9 @@ ExitCallback = Callable[[int, Any], None]
 
 @dataclass(eq=False)
 class Timer:
-    """One call that the loop makes later, unless it is cancelled; made by `Loop.call_later`."""
+    """One call that the loop makes later, unless it is cancelled; made by `Loop.call_later`, else it makes none."""
 
-    call: Optional[Callable[[], object]]
+    call: Optional[Callable[[], object]] = None
 
     def cancel(self) -> None:
         self.call = None

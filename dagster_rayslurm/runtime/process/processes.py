@@ -1,12 +1,10 @@
 """The processes below this runtime: list and kill them, run programs, kill what payloads leave behind; and the keeper.
 
-The keeper is the parent of a runtime. The runtime itself cleans up what it started; the keeper is for the case that the runtime
-is killed: it is a subreaper, so all orphans below the runtime become the keeper's children, and it kills them. If the keeper is
-killed instead, the kernel sends the runtime SIGTERM. If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime
-SIGTERM, because nothing else would end the processes on this node, and perhaps the job.
+The keeper is the parent of a runtime, for the case that the runtime is killed: it is a subreaper, so all orphans below the
+runtime become the keeper's children, and it kills them. If the keeper is killed instead, the kernel sends the runtime SIGTERM.
+If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because nothing else would end it.
 
-This needs /proc and prctl of Linux. On other systems (macOS) there are only process groups, and these functions find no
-descendants.
+This needs /proc and prctl of Linux. On other systems (macOS) there are only process groups, and no descendants are found.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ _latest: Tuple[float, Dict[int, Process]] = (float("-inf"), {})
 
 
 def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
-    """The time of reading (`time.monotonic`) and a `table` of then, at most so many seconds old; the whole runtime shares it."""
+    """A process table that is at most `max_age` seconds old, and when it was read (`time.monotonic`); the runtime shares it."""
     global _latest
     now = time.monotonic()
     if now - _latest[0] >= max_age:
@@ -221,19 +219,6 @@ _CLOCK_STEP = 0.05
 _LATER_SWEEPS = (1.0, 5.0)
 
 
-def kill_orphans(keep: Iterable[int], before: float = float("inf")) -> List[str]:
-    """Kill the orphans that this process adopted, with all processes below them; returns their names and process ids.
-
-    `keep` are the children that this process started itself. Orphans that started after the time `before` (`uptime`) stay.
-    """
-    everything, kept = table(), set(keep)
-    orphans = [each for each in everything.values() if each.parent == os.getpid() and each.pid not in kept]
-    strays = [each for each in orphans if each.started < before - _CLOCK_STEP]
-    for process in strays:
-        kill_all([process.pid, *(below.pid for below in descendants(process.pid, everything))])
-    return ["%s (pid %d)" % (process.name, process.pid) for process in strays]
-
-
 class StrayProcesses:
     """Kills the stray processes on this node: orphans that no running payload can have started.
 
@@ -244,7 +229,7 @@ class StrayProcesses:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._running: Dict[str, float] = {}  # Start time of each running payload, by its nonce.
-        self._timer = Timer(lambda: None)
+        self._timer = Timer()
 
     def begin(self, nonce: str) -> None:
         """To be called before a payload starts processes on this node; `nonce` identifies the payload."""
@@ -257,9 +242,15 @@ class StrayProcesses:
 
     def _sweep(self, later: Sequence[float]) -> None:
         with contextlib.suppress(OSError):  # Such as no free file descriptor; the next sweep may succeed.
-            ended = kill_orphans(self._loop.children(), min(self._running.values(), default=float("inf")))
-            if ended:
-                print("rayslurm: ended stray processes of finished payloads: %s" % ", ".join(ended), file=sys.stderr, flush=True)
+            everything, kept = table(), self._loop.children()
+            before = min(self._running.values(), default=float("inf")) - _CLOCK_STEP
+            orphans = [each for each in everything.values() if each.parent == os.getpid() and each.pid not in kept]
+            strays = [each for each in orphans if each.started < before]
+            for process in strays:
+                kill_all([process.pid, *(below.pid for below in descendants(process.pid, everything))])
+            if strays:
+                names = ", ".join("%s (pid %d)" % (process.name, process.pid) for process in strays)
+                print("rayslurm: ended stray processes of finished payloads: %s" % names, file=sys.stderr, flush=True)
         self._timer.cancel()
         if later:
             self._timer = self._loop.call_later(later[0], lambda: self._sweep(later[1:]))

@@ -25,9 +25,12 @@ _MIN_FREE_BYTES = 256 * 1024  # Bytes that a disk must have free for a scratch d
 
 
 def _bases() -> List[str]:
-    """The directories in which scratch directories may be made, in order of preference; only those with short paths."""
+    """The directories in which scratch directories may be made, in order of preference; only those with short paths.
+
+    A payload's own Ray cluster has a directory `x` there, in which Ray's is `r`.
+    """
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", tempfile.gettempdir()]
-    fitting = [c for c in candidates if c and len(os.fsencode(c)) + len("/rs-12345678/r") <= MAX_RAY_TEMP_DIR_BYTES]
+    fitting = [c for c in candidates if c and len(os.fsencode(c)) + len("/rs-12345678/x/r") <= MAX_RAY_TEMP_DIR_BYTES]
     return list(dict.fromkeys(fitting))
 
 

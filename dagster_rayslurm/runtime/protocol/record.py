@@ -1,21 +1,12 @@
 """The run record: files in the run directory by which the runtime tells Dagster what happens to a payload.
 
-The head's runtime writes them, and Dagster's side reads them, usually over a network file system or SFTP. docs/architecture.md
-lists the files and the types of records.
+docs/architecture.md lists the files, the types of records and the rules that make the record reliable. A line is a JSON object
+without newlines and NUL bytes, whose last member is `"crc"`: the CRC-32 of all bytes of the line before `,"crc":"`.
 
-A line is a JSON object whose last member is `"crc"`, the CRC-32 of all bytes of the line before `,"crc":"`, in 8 hex digits. The
-text contains no newline and no NUL byte, because JSON escapes both.
-
-Only one process appends to a file. If a write fails halfway, for instance on a full disk, the appender removes the torn line
-before it writes the next one. If a writer was killed halfway, the next writer first ends the torn line with a newline; its
-checksum does not hold, so readers drop it. Appended lines reach other hosts when `sync` calls fsync.
-
-A reader's whole state is a byte offset, which only moves past complete lines. So there is one loop to follow a run, to resume
-after a lost connection, to reattach after a restart of Dagster, and to read a finished record. A network file system may show
-the new size of a file before its new pages: the reader stops before NUL bytes and reads there again later. NUL bytes that stay
-for a minute are damage, and are skipped with their line.
-
-`journal.reserve` occupies 64 KiB until the `end` is written, so that it is recorded even on a full disk or an exceeded quota.
+If a write fails halfway, the appender removes the torn line before it writes the next one. If a writer was killed halfway, the
+next writer ends the torn line with a newline, and readers drop it. Appended lines reach other hosts when `sync` calls fsync. A
+reader's whole state is a byte offset, which only moves past complete lines. NUL bytes are pages that a network file system does
+not show yet; those that stay for a minute are damage.
 """
 
 from __future__ import annotations
@@ -145,13 +136,11 @@ class Appender:
 
 
 class RunRecord:
-    """Writes the run record of one payload, in the payload's run directory.
+    """Writes the run record of one payload, or continues it after Slurm has run the job again (`attempt` > 0).
 
-    After Slurm has run the job again (`attempt` > 0), it appends to the record that the earlier runtime began. Output of the
-    payload that cannot be recorded (size limit, full disk) is dropped and counted, with one remark in the recorded output. But a
-    journal line that cannot be recorded raises `OSError`, because a lost Pipes message is a lost result.
-
-    Raises FileExistsError if another runtime writes, or has written, this record; OSError if there is no space for it.
+    Output that cannot be recorded (size limit, full disk) is dropped and counted, with one remark in the recorded output. A
+    journal line that cannot be recorded raises `OSError`, because a lost Pipes message is a lost result. Raises FileExistsError
+    if another runtime writes, or has written, this record.
     """
 
     def __init__(self, run_dir: str, max_stdio_bytes: int, attempt: int = 0) -> None:
@@ -200,10 +189,7 @@ class RunRecord:
         self._journal.sync()
 
     def end(self, record: Record) -> None:
-        """Append the `end` of the payload and close the record; if the disk is full, the `end` takes the reserved space.
-
-        After an `OSError` the record stays open, so the caller may try again.
-        """
+        """Append the `end` and close the record, from reserved space if the disk is full. After an `OSError` try again."""
         if self.ended:
             return
         self._free()
@@ -222,7 +208,6 @@ class RunRecord:
         self._close()
 
     def _free(self) -> None:
-        """Give the reserved disk space back."""
         with contextlib.suppress(OSError):  # If the whole directory is gone, the next write raises.
             os.unlink(self._reserve)
 
@@ -252,10 +237,10 @@ def temporary_name(path: str) -> str:
     return os.path.join(os.path.dirname(path), ".rs-%s.tmp" % os.urandom(8).hex())
 
 
-def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
+def write_atomically(path: str, data: bytes) -> None:
     """Write a file so that readers see either its old or its new content (temporary file, fsync, rename)."""
     temporary = temporary_name(path)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
@@ -268,17 +253,17 @@ def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
         raise
 
 
-def tail_lines(text: str, lines: int = 40, chars: int = 8000) -> str:
-    """The last lines of a text: at most `lines` of them, with at most `chars` characters."""
-    return "\n".join(text[-chars:].splitlines()[-lines:])
+def tail_lines(text: str, lines: int = 40) -> str:
+    """The last lines of a text: at most `lines` of them, with at most 8,000 characters."""
+    return "\n".join(text[-8000:].splitlines()[-lines:])
 
 
-def tail_file(path: str, lines: int = 40, limit: int = 16384) -> str:
-    """The last lines of a log file, from its last `limit` bytes; "" if it cannot be read."""
+def tail_file(path: str, lines: int = 40) -> str:
+    """The last lines of a log file, from its last 16 KiB; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - limit))
+            file.seek(max(0, file.tell() - 16384))
             return tail_lines(file.read().decode("utf-8", "replace"), lines)
     except OSError:
         return ""

@@ -1,16 +1,9 @@
 """Authenticated TCP connections between runtimes, and from the Dagster host to a session: each line is a message in JSON.
 
-`RpcServer` accepts connections, `RpcClient` keeps one and reconnects, and `call` makes one call without an event loop.
-
-The two ends authenticate each other before the first message:
-
-1. Each end sends `{"challenge": C}` with 32 random hex digits.
-2. The client sends `{"proof": P}`, P = HMAC-SHA256(key, "client:<server's challenge>:<client's challenge>").
-3. The server checks it and sends its own proof, with "server" and the challenges the other way round.
-
-The key comes from the start record, which only the user of the job can read. A proof serves one connection, because each has new
-challenges. Messages after the handshake are neither signed nor encrypted, and neither is Ray's traffic on the same network: the
-runtime does not protect against attackers who can alter the traffic between nodes.
+`RpcServer` accepts connections, `RpcClient` keeps one and reconnects, and `call` makes one call without an event loop. First each
+end sends `{"challenge": C}` with 32 random hex digits. Then the client sends `{"proof": P}`, P = HMAC-SHA256(key,
+"client:<server's challenge>:<client's challenge>"); the server checks it and sends its own, with "server" and the challenges the
+other way round. The key is in the start record, which only its user can read. Later messages are neither signed nor encrypted.
 """
 
 from __future__ import annotations
@@ -54,11 +47,6 @@ class Role(TextEnum):
     CLIENT = "client"
     SERVER = "server"
 
-    @property
-    def peer(self) -> "Role":
-        """The role of the other end."""
-        return Role.SERVER if self == Role.CLIENT else Role.CLIENT
-
 
 def derive_key(key: str, purpose: str) -> str:
     """A key for one purpose, made from another key; both are hex."""
@@ -75,21 +63,6 @@ def _decode(line: bytes) -> Message:
     if not isinstance(message, dict):
         raise ValueError("the message is not a JSON object")
     return message
-
-
-@dataclass
-class _LineBuffer:
-    """Splits the bytes that arrive on a connection into lines of at most `limit` bytes."""
-
-    limit: int
-    partial: bytes = b""
-
-    def feed(self, data: bytes) -> List[bytes]:
-        """The lines that are complete with this data, without their newlines; raises ValueError if a line is too long."""
-        if len(self.partial) + len(data) > self.limit:
-            raise ValueError("the line is longer than %d bytes" % self.limit)
-        lines, self.partial = split_lines(self.partial + data)
-        return lines
 
 
 class Handshake:
@@ -111,7 +84,8 @@ class Handshake:
         if name == "challenge":
             self._peer_challenge = value
             return self._own_proof() if self._role == Role.CLIENT else b""
-        if not hmac.compare_digest(self._proof(self._role.peer, self._challenge, self._peer_challenge), value):
+        peer = Role.SERVER if self._role == Role.CLIENT else Role.CLIENT
+        if not hmac.compare_digest(self._proof(peer, self._challenge, self._peer_challenge), value):
             raise ValueError("its proof is wrong")
         self.done = True
         return self._own_proof() if self._role == Role.SERVER else b""
@@ -140,8 +114,7 @@ class Listener:
 class Channel:
     """One connection, as its server or its client holds it: authenticates the other end, then sends and receives messages.
 
-    It owns the socket, which is connected or connecting. With `heartbeat`, it sends `{"op": "ping"}` every few seconds, and ends
-    when the other end, which must do the same, is silent for too long.
+    With `heartbeat`, it sends `{"op": "ping"}` every few seconds, and ends when the other end, which must do the same, is silent.
     """
 
     loop: Loop
@@ -156,7 +129,7 @@ class Channel:
         self.last_received = self.loop.now()
         self._open = True
         self._handshake = Handshake(self.key, self.role)
-        self._lines = _LineBuffer(_MAX_HANDSHAKE)
+        self._limit, self._partial = _MAX_HANDSHAKE, b""  # Bytes that a line may have at most, and a line that is not complete.
         self._timer: Timer = self.loop.call_later(self.timeout, lambda: self.fail("timed out"))
         self.loop.on_writable(self.sock.fileno(), self._connected)
 
@@ -170,10 +143,7 @@ class Channel:
         self._send_line(_encode(message))
 
     def wait_closed(self, deadline: float) -> None:
-        """Block until the other end closes the connection, or until the deadline (`time.monotonic`); then close this end.
-
-        To be called at the end of a runtime, when its loop no longer runs.
-        """
+        """Block until the other end closes the connection, or until the deadline; then close. For the end, without a loop."""
         with contextlib.suppress(OSError):  # The connection is broken, or the deadline has come: either way it is closed now.
             while self._open and time.monotonic() < deadline:
                 self.sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -221,7 +191,10 @@ class Channel:
             return self.fail("its connection ended")
         self.last_received = self.loop.now()
         try:
-            for line in self._lines.feed(data):
+            if len(self._partial) + len(data) > self._limit:
+                raise ValueError("the line is longer than %d bytes" % self._limit)
+            lines, self._partial = split_lines(self._partial + data)
+            for line in lines:
                 if self._open:
                     self._handle_line(line)
         except (ValueError, RecursionError) as error:
@@ -232,7 +205,7 @@ class Channel:
             self._send_line(self._handshake.receive(line))
             if self._handshake.done:
                 self._timer.cancel()
-                self._lines.limit = _MAX_LINE
+                self._limit = _MAX_LINE
                 if self.heartbeat:
                     self._beat()
                 self.listener.authenticated(self)
@@ -313,11 +286,7 @@ _RETRY_PAUSE = 0.1  # Seconds after a failure until the next address is tried.
 
 @dataclass(eq=False, repr=False)
 class RpcClient(Listener):
-    """Keeps one connection with heartbeat to a server, which listens on one of several addresses, the likeliest first.
-
-    It reconnects after a loss; the listener hears of authenticated channels only. Only the lookup of a host name, which succeeds
-    once, may block.
-    """
+    """Keeps one connection with heartbeat to a server at one of several addresses, the likeliest first, and reconnects."""
 
     loop: Loop
     key: str
@@ -425,9 +394,7 @@ def call(
 ) -> Message:
     """Send a request over a connection to a session and return its answer; `before_send` is called just before that.
 
-    Raises:
-        NotConnected: the other end does not prove that it knows the key, so the request was not sent.
-        AnswerLost: the connection ended or timed out after the request was sent.
+    Raises NotConnected if the request was not sent, AnswerLost if it was.
     """
 
     def exchange(line: bytes, limit: int) -> bytes:
@@ -456,10 +423,7 @@ def call(
 
 
 def main(session_dir: str) -> int:
-    """Send the request on standard input to the session whose head is this node, and print the answer; exit code 75 without one.
-
-    The Dagster host starts this there by `srun --overlap` if it cannot connect to the node.
-    """
+    """Pass the request on standard input to the session on this node, for `srun --overlap`; print the answer, or return 75."""
     request = json.load(sys.stdin)
     try:
         with open(os.path.join(session_dir, SESSION), encoding="utf-8") as file:

@@ -1,7 +1,4 @@
-"""Start records: the files by which Dagster's side tells a runtime what to do, as frozen dataclasses and their JSON.
-
-`runtime.json` holds a `RuntimeSpec`, and `payload.json` a `PayloadSpec`. Parsing refuses unknown keys and values of another type.
-"""
+"""Start records: the JSON files by which Dagster's side tells a runtime what to do, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -58,10 +55,7 @@ class ComponentSpec:
 
 @dataclass(frozen=True)
 class RaySpec:
-    """How to start a Ray cluster, which must be up before its payload starts.
-
-    For CPUs, GPUs and memory, None means what Slurm granted on the node.
-    """
+    """How to start a Ray cluster; for CPUs, GPUs and memory, None means what Slurm granted on the node."""
 
     num_cpus: Optional[int] = None
     num_gpus: Optional[int] = None
@@ -180,10 +174,7 @@ def to_json(spec: Any) -> str:
 
 
 def from_json(cls: Type[T], text: str) -> T:
-    """The start record in a JSON text.
-
-    Raises SpecError if the text does not hold exactly the fields of this class with their types, or has another protocol version.
-    """
+    """The start record in a JSON text; raises SpecError if it is not exactly one of this class, or of another version."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -198,10 +189,7 @@ def from_json(cls: Type[T], text: str) -> T:
 
 
 def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
-    """An instance of a dataclass from a JSON object, whose values must have the types of the fields.
-
-    Raises SpecError if a key is unknown or missing, or a value has another type; `where` names the object in the message.
-    """
+    """An instance of a dataclass from a JSON object; raises SpecError, which names it by `where`, if keys or types are wrong."""
     if not isinstance(data, dict):
         raise SpecError("%s is not a JSON object" % where)
     types = get_type_hints(cls)
@@ -283,10 +271,7 @@ def load_spec(directory: str) -> RuntimeSpec:
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Read the payload's secret environment variables, and delete their file, unless it is to `keep` for another attempt.
-
-    Raises SpecError if the file is invalid, which is not deleted, and OSError if it cannot be read or deleted.
-    """
+    """Read the payload's secret variables, and delete their file unless it is to `keep`, or is invalid (SpecError)."""
     path = os.path.join(run_dir, SECRETS)
     try:
         data = json.loads(read_text(path))

@@ -1,7 +1,7 @@
-"""Worker nodes: an agent on each starts, measures and ends Ray as the head's runtime commands.
+"""What runs on each node of a Ray cluster: an agent starts, measures and ends Ray.
 
-The head's side is `node.worker_nodes`. `Worker` is the runtime that connects an agent to the head; a `SimulatedNode` has its
-agent in the head's own runtime.
+The head's side of the worker nodes is `node.worker_nodes`. `Worker` is the runtime that connects an agent to the head; a
+`SimulatedNode` has its agent in the head's own runtime.
 """
 
 from __future__ import annotations
@@ -27,47 +27,80 @@ from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
 from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Channel, Listener, Message, RpcClient, all_addresses
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields
 from .membership import Event, Report
-from .ray_node import ClusterDir, RayNode, clean_up_cluster
-
-
-@dataclass(eq=False)
-class _NodeCluster:
-    """This node's part of one Ray cluster; `failure` is the event by which its failure was reported."""
-
-    attempt: int
-    ray: RayNode
-    failure: Optional[Message] = None
+from .ray_node import ClusterDir, RayNode
 
 
 @dataclass(eq=False)
 class NodeAgent:
-    """Carries out the head's commands on one node, for one or several Ray clusters.
+    """Runs Ray and measures payloads on one node, for one or several Ray clusters.
 
-    A simulated node shares the machine and the runtime with others. Its usage counts only the processes of its Ray, and the
-    runtime itself looks for stray processes.
+    The head's runtime calls the agent of its own node; that of a worker node carries out the head's commands. A simulated node
+    shares the machine and the head's runtime: its usage counts only the processes of its Ray, and it looks for no strays.
     """
 
     loop: Loop
     spec: RuntimeSpec
     machine: NodeResources
-    send: Callable[..., None]  # Sends an event to the head.
     scratch: Scratch
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
+    send: Callable[..., None] = lambda **_: None  # Sends an event of a worker node to the head.
     simulated: bool = False
 
     def __post_init__(self) -> None:
+        self.rays: Dict[str, RayNode] = {}  # Ray on this node, by the key of its cluster.
+        self.strays = StrayProcesses(self.loop)
         self._gpus = GpuMonitor(self.loop)
-        self._clusters: Dict[str, _NodeCluster] = {}
+        self._attempts: Dict[str, int] = {}  # The attempt that the head has commanded last, by the key of the cluster.
+        self._failures: Dict[str, Message] = {}  # The event by which a failure of that attempt was reported.
         self._samplers: Dict[str, UsageSampler] = {}
-        self._strays = None if self.simulated else StrayProcesses(self.loop)
 
-    def pids(self, keys: Optional[List[str]] = None, guarded: bool = False) -> List[int]:
-        """Process ids of Ray's root processes on this node, one for each Ray cluster, or for each of those with these keys.
+    def pids(self, chosen: Callable[[RayNode], bool] = lambda _: True) -> List[int]:
+        """Process ids of Ray's root processes on this node, one for each Ray cluster that is chosen."""
+        return [ray.pid for ray in self.rays.values() if ray.pid is not None and chosen(ray)]
 
-        If `guarded`, only those below which Ray workers may be killed when the node's memory is nearly full.
+    def guarded_pids(self) -> List[int]:
+        """Process ids below which Ray workers may be killed when the node's memory is nearly full."""
+        return self.pids(lambda ray: ray.cluster.memory_guard)
+
+    def prepare_ray(self, spec: RaySpec, key: str, nodes: int, on_event: Callable[[Event], None]) -> RayNode:
+        """Ray on this node for a cluster, to be started, in place of an earlier attempt; OSError if it gets no directory."""
+        before = self.rays.get(key)
+        if before is not None:
+            before.end()
+            scratch = before.scratch
+        else:
+            scratch = ClusterDir(self.scratch) if key or self.simulated else self.scratch
+        ray = RayNode(self.loop, self.spec, spec, key, self.machine, scratch, nodes, on_event, self.environ)
+        self.rays[key] = ray
+        return ray
+
+    def end_ray(self, key: str) -> None:
+        """End Ray at once on this node for a payload's own cluster, and remove its directory."""
+        ray = self.rays.pop(key, None)
+        if ray is not None:
+            ray.end()
+            if isinstance(ray.scratch, ClusterDir):
+                ray.scratch.remove_later(self.loop)
+
+    def end(self) -> None:
+        """End Ray at once on this node, for all Ray clusters."""
+        for ray in self.rays.values():
+            ray.end()
+
+    def sampler(self, nonce: str, uses_ray: bool, shared: bool, foreign: Callable[[], List[int]] = list) -> UsageSampler:
+        """Begin to measure a payload on this node, without `foreign` processes and Ray clusters of other payloads.
+
+        If payloads have `shared` the Ray cluster, only its Ray jobs count.
         """
-        rays = [each.ray for key, each in self._clusters.items() if keys is None or key in keys]
-        return [ray.pid for ray in rays if ray.pid is not None and (ray.cluster.memory_guard or not guarded)]
+        own = (nonce if nonce in self.rays else "") if uses_ray else None
+        ray = None if own is None else self.rays.get(own)
+        temp_dir = None if ray is None else ray.scratch.ray_temp_dir
+        jobs = RayJobs(logs_of(temp_dir), lambda: None if ray is None else ray.pid) if shared and temp_dir is not None else None
+        roots = (lambda: self.pids(lambda each: each.key == own)) if self.simulated else None
+        excluded: Callable[[], List[int]] = lambda: [*foreign(), *self.pids(lambda each: each.key != own)]  # noqa: E731
+        return UsageSampler(self.loop, self._gpus, temp_dir, excluded, roots, jobs)
+
+    # ---- The head's commands to a worker node
 
     def log(self, text: str) -> None:
         """Write to the node's log; if the node fails, the head shows the last lines of that log."""
@@ -84,25 +117,17 @@ class NodeAgent:
                 message = "node %s: %s: %s" % (self.machine.name, type(error).__name__, error)
                 self.send(**self._failure(command, ClusterError(EndReason.CLUSTER_START, message), {}))
         elif op == NodeCommand.END_RAY:
-            ended = self._clusters.pop(command["cluster"], None)
-            if ended is not None:
-                ended.ray.end()
-                clean_up_cluster(self.loop, ended.ray.scratch, command["cluster"])
+            self.end_ray(command["cluster"])
             self.send(event=NodeEvent.RAY_ENDED, cluster=command["cluster"])
         elif op == NodeCommand.MEASURE:
             self._measure(command["id"], command["jobs"])
         elif op == NodeCommand.REPORT:
             sampler = self._samplers.pop(command["id"], None)
             self.send(event=NodeEvent.USAGE, id=command["id"], usage=None if sampler is None else sampler.stop())
-            if self._strays is not None:
-                self._strays.end(command["id"])
+            if not self.simulated:
+                self.strays.end(command["id"])
         elif op == NodeCommand.STOP:
             self.end()
-
-    def end(self) -> None:
-        """End Ray at once on this node, for all Ray clusters."""
-        for cluster in self._clusters.values():
-            cluster.ray.end()
 
     def _failure(self, command: Message, error: ClusterError, tails: Mapping[str, str]) -> Message:
         """The event that Ray did not start on this node after a command, or ended; logs the error."""
@@ -116,48 +141,32 @@ class NodeAgent:
         After a reconnection the head repeats the command. Then nothing happens, except that the head may have missed a failure.
         """
         key, attempt = command["cluster"], command["attempt"]
-        before = self._clusters.get(key)
-        if before is not None and before.attempt == attempt:
-            return self.send(**before.failure) if before.failure is not None else None
-        if before is not None:
-            before.ray.end()
-            scratch = before.ray.scratch
-        else:
-            scratch = ClusterDir(self.scratch) if key or self.simulated else self.scratch
+        if key in self.rays and self._attempts[key] == attempt:
+            return self.send(**self._failures[key]) if key in self._failures else None
         spec = from_fields(RaySpec, command["ray"]) if key else self.spec.ray
         assert spec is not None
 
         def on_event(event: Event) -> None:
             if event["event"] == Report.FAILED:
-                cluster.failure = self._failure(command, event["error"], ray.log_tails())
-                self.send(**cluster.failure)
+                self._failures[key] = self._failure(command, event["error"], ray.log_tails())
+                self.send(**self._failures[key])
             elif event["event"] == Report.PHASE:
                 self.log(event["message"])
 
-        ray = RayNode(self.loop, self.spec, spec, key, self.machine, scratch, command["nodes"], on_event, self.environ)
-        self._clusters[key] = cluster = _NodeCluster(attempt, ray)
+        self._attempts[key] = attempt
+        self._failures.pop(key, None)
+        ray = self.prepare_ray(spec, key, command["nodes"], on_event)
         ray.start(command["gcs"])
 
     def _measure(self, nonce: str, job_ids: Optional[List[str]]) -> None:
-        """Measure the usage of a payload on this node, without Ray clusters that belong to other payloads.
-
-        `job_ids` are the payload's known Ray jobs, if payloads share the Ray cluster; None for a Ray cluster of its own.
-        """
-        sampler = self._samplers.get(nonce)
-        if sampler is None:
-            if self._strays is not None:
-                self._strays.begin(nonce)
-            key, jobs = nonce if nonce in self._clusters else "", None
-            temp_dir = self._clusters[key].ray.scratch.ray_temp_dir if key in self._clusters else None
-            if temp_dir is not None and job_ids is not None:
-                jobs = RayJobs(logs_of(temp_dir), lambda: next(iter(self.pids([key])), None))
-            roots = (lambda: self.pids([key])) if self.simulated else None
-            self._samplers[nonce] = sampler = UsageSampler(self.loop, self._gpus, temp_dir, self._others(nonce), roots, jobs)
-        if sampler.jobs is not None:
-            sampler.jobs.job_ids.update(job_ids or ())
-
-    def _others(self, nonce: str) -> Callable[[], List[int]]:
-        return lambda: self.pids([key for key in self._clusters if key not in ("", nonce)])
+        """Measure a payload on this node; `job_ids` are as for `WorkerNodes.measure`."""
+        if nonce not in self._samplers:
+            if not self.simulated:
+                self.strays.begin(nonce)
+            self._samplers[nonce] = self.sampler(nonce, uses_ray=True, shared=job_ids is not None)
+        jobs = self._samplers[nonce].jobs
+        if jobs is not None:
+            jobs.job_ids.update(job_ids or ())
 
 
 # ---- Simulated nodes: each component of a heterogeneous job gets a Ray node of its own on this machine
@@ -180,13 +189,13 @@ class SimulatedNode(WorkerNode):
 
     def __init__(self, nodes: WorkerNodes, spec: RuntimeSpec, node_id: int, share: Share, private: Scratch) -> None:
         machine = share.machine
-        super().__init__(node_id, machine.hostname, machine.component, machine.facts())
+        super().__init__(node_id, machine.hostname, machine.component, machine)
 
         def send(**event: object) -> None:
             # Not at once: the agent sends this from within a call of the head.
             nodes.loop.call_later(0.0, lambda: nodes.handle(self, event))
 
-        self._agent = NodeAgent(nodes.loop, spec, machine, send, private, share.environ, simulated=True)
+        self._agent = NodeAgent(nodes.loop, spec, machine, private, share.environ, send, simulated=True)
 
     @property
     def here(self) -> bool:
@@ -202,10 +211,10 @@ class SimulatedNode(WorkerNode):
 
 # ---- The runtime of a worker node
 
+# Seconds until a head that was never reached counts as lost; usually the head itself ends the Slurm step long before.
 _FIRST_CONNECT_TIMEOUT = 600.0
-"""Seconds until a head that was never reached counts as lost; usually the head itself ends the Slurm step long before."""
+# Seconds after a signal in which the head must say that it ends as well. After 30 s Slurm sends SIGKILL (KillWait).
 _HEAD_SIGNAL_TIMEOUT = 20.0
-"""Seconds after a signal in which the head must say that it ends as well. After 30 s Slurm sends SIGKILL (KillWait)."""
 
 
 @dataclass(eq=False)
@@ -227,8 +236,8 @@ class Worker(Listener):
         override = [spec.ray.node_ip_address] if spec.ray is not None and spec.ray.node_ip_address else []
         addresses = all_addresses([*allocation.head_addresses, *override], spec.control_ports)
         self._head = RpcClient(self.loop, spec.control_key, addresses, self)
-        self._agent = NodeAgent(self.loop, spec, self._machine, self._head.send, self.scratch)
-        MemoryWatch(self.loop, self._machine.name, lambda: self._agent.pids(guarded=True), lambda: [], self._report_memory)
+        self._agent = NodeAgent(self.loop, spec, self._machine, self.scratch, send=self._head.send)
+        MemoryWatch(self.loop, self._machine.name, self._agent.guarded_pids, lambda: [], self._report_memory)
         self._parent = os.getppid()
         self._was_signalled = self._head_is_ending = self._was_connected = False
         self._logged_problem = ""
@@ -278,7 +287,7 @@ class Worker(Listener):
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
-        """End this runtime after a signal that the head did not get, because Slurm ends only this node's component."""
+        """End this runtime by itself: Slurm ends only this node's component, so that the head got no signal."""
         if not self._head_is_ending:
             self._agent.log("its component is being ended, and the head's goes on; ending")
             self.exit_code = 128 + signal.SIGTERM

@@ -7,224 +7,20 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 from ..node.network import join_host_port
 from ..node.resources import NodeResources, footprint_error, node_footprint, runtime_footprint
 from ..node.worker_nodes import WorkerNode, WorkerNodes
-from ..process.loop import Loop, Timer
-from ..process.scratch import Scratch
+from ..process.loop import Timer
 from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
-from ..protocol.spec import RaySpec, RuntimeSpec, node_spec
+from ..protocol.spec import RaySpec, node_spec
 from . import membership
-from .membership import Event, Member, Membership, Report
-from .ray_node import RayNode, ray_environment
+from .agent import NodeAgent
+from .membership import Action, Event, Member, Membership, Report
+from .ray_node import ray_environment
 
-Tables = Dict[str, Any]
-"""The answer of `internals.living_things`."""
-
-
-class RayListener:
-    """Callbacks for what happens to a Ray cluster; in this base class they do nothing."""
-
-    def on_ready(self) -> None:
-        """Called once, when enough nodes have joined the Ray cluster."""
-
-    def on_failed(self, error: ClusterError) -> None:
-        """Called once, when the Ray cluster did not start or was lost."""
-
-    def on_node_lost(self, name: str) -> None:
-        """Called when a worker node was lost after the Ray cluster was ready."""
-
-    def on_phase(self, phase: str, message: str) -> None:
-        """Called when something happens that the Dagster log should show; `phase` is a word such as "cluster-start"."""
-
-
-@dataclass(frozen=True)
-class HeadNode:
-    """What a Ray cluster must know of its head's node, and the worker nodes that can join."""
-
-    machine: NodeResources
-    workers: Optional[WorkerNodes] = None
-    address: Optional[str] = None  # Of this node for the worker nodes; None for the one that Ray finds.
-    environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
-
-
-@dataclass(eq=False)
-class RayCluster:
-    """A Ray cluster whose head runs on this node: starts it, watches it and ends it. `Membership` decides."""
-
-    loop: Loop
-    runtime: RuntimeSpec
-    head: HeadNode
-    scratch: Scratch
-    listener: RayListener
-    fresh: Optional[RaySpec] = None  # Describes a payload's own cluster; None for the cluster that the runtime keeps warm.
-    key: str = ""  # Names the cluster on its nodes; "" for the warm one.
-    ray_version: Optional[str] = None
-    address: Optional[str] = None  # "HOST:PORT" for drivers; None until the cluster is ready.
-    _bring_up: Optional[float] = None
-    _dashboard_url: Optional[str] = None
-    _gcs: str = ""
-    _deadline: Optional[Timer] = None
-    _ray: Optional[RayNode] = None
-
-    def __post_init__(self) -> None:
-        spec = self.runtime.ray if self.fresh is None else self.fresh
-        assert spec is not None
-        self.spec = spec
-        self._workers = self.head.workers or WorkerNodes(self.loop, {}, lambda *_: None)
-        titles = [(place, node.title) for place, node in self._workers.members.items()]
-        members = dict(titles[: membership.nodes_expected(spec, 1 + len(titles)) - 1])
-        self.state = Membership(spec, self.head.machine.name, {place: Member(title) for place, title in members.items()})
-        self._started = self.loop.now()
-        self._tails: Dict[str, str] = {}  # The last lines of logs of worker nodes, by title.
-        self._queries: Dict[int, Callable[[Optional[Tables]], None]] = {}
-        self._query_ids = itertools.count(1)
-
-    @property
-    def ready(self) -> bool:
-        """Whether enough nodes have joined."""
-        return self.state.ready
-
-    @property
-    def environment(self) -> Dict[str, str]:
-        """Environment variables with which a payload's `ray.init()` connects to this cluster."""
-        env = ray_environment(self.spec, self.scratch.join("ray.token"))
-        where = {"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": self._dashboard_url}
-        return {**env, **{name: value for name, value in where.items() if value}}
-
-    @property
-    def pid(self) -> Optional[int]:
-        """Id of the process of which all of Ray's processes on this node are descendants; None if there is none."""
-        return self._ray.pid if self._ray is not None else None
-
-    def facts(self) -> Dict[str, Any]:
-        """Version, addresses, start time and nodes of the cluster, for the payload's metadata."""
-        return {
-            "ray_version": self.ray_version,
-            "ray_address": self.address,
-            "dashboard_url": self._dashboard_url,
-            "bring_up": self._bring_up,
-            "nodes": membership.in_order(self.state.nodes, self.spec),
-        }
-
-    def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
-        """Ask Ray's process for the tables of the leak check, and call `done` with them, or with None after `timeout` seconds."""
-        query = next(self._query_ids)
-        self._queries[query] = done
-        asked = self._ray is not None and self._ray.request(tables=query)
-        self.loop.call_later(timeout if asked else 0.0, lambda: self._answer(query, None))
-
-    def prestart(self) -> None:
-        """Have Ray start idle worker processes for the next payload, if the runtime preloads Ray for payloads."""
-        if self._ray is not None and self.ready:
-            self._ray.request(prestart=True)
-
-    def start(self) -> None:
-        """Begin to start the cluster; later the listener's `on_ready` or `on_failed` is called."""
-        self.loop.call_later(0.0, self._check_present)
-        problem = self._problem(self.head.machine)
-        if problem:
-            return self.on_event({"event": Report.FAILED, "error": ClusterError(EndReason.CLUSTER_START, problem)})
-        self._deadline = self.loop.call_later(self.spec.startup_timeout, lambda: self.on_event({"event": Report.DEADLINE}))
-        machine, nodes, environ = self.head.machine, self.state.expected, self.head.environ
-        self._ray = RayNode(self.loop, self.runtime, self.spec, self.key, machine, self.scratch, nodes, self.on_event, environ)
-        self._ray.start(address=self.head.address)
-
-    def stop(self) -> None:
-        """End every process of the cluster at once, on worker nodes as soon as the command reaches them."""
-        if self.key and self.state.attempt:
-            self._workers.send_command(self.state.members, op=NodeCommand.END_RAY, cluster=self.key)
-        self.end()
-
-    def end(self) -> None:
-        """End every process of the cluster on this node at once; the listener gets no more events."""
-        self.state = replace(self.state, failed=True)
-        if self._deadline is not None:
-            self._deadline.cancel()
-        if self._ray is not None:
-            self._ray.end()
-
-    def log_tails(self) -> Dict[str, str]:
-        """The last lines of the logs that may tell why the cluster failed, by title, from this node and from worker nodes."""
-        own = self._ray.log_tails() if self._ray is not None else {}
-        given_up = [(place, member.title) for place, member in self.state.members.items() if member.given_up]
-        logs = {"runtime on %s" % title: self._workers.log_tail(place) for place, title in given_up}
-        return {**own, **self._tails, **{name: text for name, text in logs.items() if text.strip()}}
-
-    def handle(self, member: WorkerNode, message: Event) -> None:
-        """Called with each event of a worker node."""
-        event, kind = {**message, "node": member.node_id}, message.get("event")
-        if kind == NodeEvent.JOINED:
-            event.update(identity=member.identity, here=member.here, problem=self._problem(NodeResources(**member.machine)))
-        elif kind == NodeEvent.RAY_FAILED and event["cluster"] == self.key:
-            self._tails.update({"%s on %s" % (name, member.title): text for name, text in event["tails"].items()})
-        if kind in tuple(NodeEvent) and event.get("cluster", self.key) == self.key:
-            self.on_event(event)
-
-    def on_event(self, event: Event) -> None:
-        """Called with each report of Ray on this node, and each event of a worker node."""
-        kind = event["event"]
-        if kind == Report.TABLES:
-            self._answer(event["id"], event["tables"])
-        elif kind == Report.NODES:
-            self.ray_version = event["ray_version"]
-        elif kind == Report.PHASE:
-            self.listener.on_phase(event["phase"], event["message"])
-        elif kind == Report.STARTING:
-            self._gcs = event["gcs"]
-        self.state, actions = self.state.step(event)
-        for action in actions:
-            self._do(action)
-
-    def _do(self, action: membership.Action) -> None:
-        if isinstance(action, membership.Say):
-            self.listener.on_phase(*action)
-        elif isinstance(action, membership.Join):
-            how = {"gcs": self._gcs, "nodes": self.state.expected, "ray": asdict(self.spec) if self.key else None}
-            command = {"cluster": self.key, "attempt": self.state.attempt, **how}
-            self._workers.send_command(action.members, op=NodeCommand.START_RAY, **command)
-        elif isinstance(action, membership.NodeLost):
-            self.listener.on_node_lost(action.title)
-        elif isinstance(action, membership.Ready):
-            self._be_ready(action.head)
-        else:
-            self.end()
-            self.listener.on_failed(action)
-
-    def _answer(self, query: int, tables: Optional[Tables]) -> None:
-        done = self._queries.pop(query, None)
-        if done is not None:
-            done(tables)
-
-    def _problem(self, machine: NodeResources) -> Optional[str]:
-        """Why a node has too few resources for this cluster; None if they suffice."""
-        own = node_footprint(node_spec(self.spec, machine.component))
-        return footprint_error(own if self.key else runtime_footprint(self.runtime, machine.component), machine)
-
-    def _check_present(self) -> None:
-        """Handle the nodes that had connected, or were lost, before this cluster began to start."""
-        for worker in self._workers.members.values():
-            if worker.joined:
-                self.handle(worker, {"event": NodeEvent.JOINED})
-            if worker.gone:
-                self.handle(worker, {"event": NodeEvent.GONE})
-
-    def _be_ready(self, head: membership.Node) -> None:
-        assert self._ray is not None and self._ray.ports is not None
-        self.address = join_host_port(head["address"], self._ray.ports.gcs)
-        up = "Ray %s is up on %s" % (self.ray_version, membership.in_words(self.state.nodes, self.spec))
-        if self.spec.dashboard:
-            self._dashboard_url = "http://127.0.0.1:%d" % self._ray.ports.dashboard
-            up += ", dashboard: %s on %s" % (self._dashboard_url, head["hostname"])
-        self._ray.ready = True
-        self._bring_up = self.loop.now() - self._started
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self.listener.on_phase("cluster-ready", up)
-        self.prestart()
-        self.listener.on_ready()
+Tables = Dict[str, Any]  # The answer of `internals.living_things`.
 
 
 # ---- What payloads leave in the cluster
@@ -267,35 +63,186 @@ def left_when_idle(tables: Tables) -> List[Leak]:
     return taken + [leak for leak in living(tables) if taken or leak.since]
 
 
-class LeakCheck:
-    """Finds what payloads leave in the warm Ray cluster, which `cluster` returns."""
+# ---- The cluster
 
-    def __init__(self, loop: Loop, cluster: Callable[[], Optional[RayCluster]]) -> None:
-        self._loop, self._cluster, self._timer = loop, cluster, loop.call_later(0.0, lambda: None)
-        self.found: Dict[str, str] = {}  # What was left when the cluster was idle, and has not ended since: key by sentence.
 
-    def at_end(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
+@dataclass(eq=False)
+class RayCluster:
+    """A Ray cluster whose head runs on this node: starts it, watches it and ends it. `Membership` decides.
+
+    Raises OSError if there is no directory for a payload's own cluster.
+    """
+
+    head: NodeAgent  # That of this node.
+    workers: WorkerNodes  # The worker nodes that can join.
+    head_address: Optional[str]  # Of this node for the worker nodes; None for the one that Ray finds.
+    tell: Callable[["RayCluster", Action], None]  # Called with what others must do or know: all actions but `Join`.
+    fresh: Optional[RaySpec] = None  # Describes a payload's own cluster; None for the cluster that the runtime keeps warm.
+    key: str = ""  # Names the cluster on its nodes: "" for the warm one, the payload's nonce for a payload's own.
+    ray_version: Optional[str] = None
+    address: Optional[str] = None  # "HOST:PORT" for drivers; None until the cluster is ready.
+    leaks: Dict[str, str] = field(default_factory=dict)  # Sentences about what was left when it was idle, and is still: with key.
+    _bring_up: Optional[float] = None
+    _dashboard_url: Optional[str] = None
+    _gcs: str = ""
+
+    def __post_init__(self) -> None:
+        self.loop = self.head.loop
+        spec = self.head.spec.ray if self.fresh is None else self.fresh
+        assert spec is not None
+        self.spec = spec
+        titles = [(place, node.title) for place, node in self.workers.members.items()]
+        members = dict(titles[: membership.nodes_expected(spec, 1 + len(titles)) - 1])
+        self.state = Membership(spec, self.head.machine.name, {place: Member(title) for place, title in members.items()})
+        self._ray = self.head.prepare_ray(spec, self.key, self.state.expected, self.on_event)
+        self._started = self.loop.now()
+        self._tails: Dict[str, str] = {}  # The last lines of logs of worker nodes, by title.
+        self._queries: Dict[int, Callable[[Optional[Tables]], None]] = {}
+        self._query_ids = itertools.count(1)
+        self._idle_check = self._deadline = Timer()
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough nodes have joined."""
+        return self.state.ready
+
+    @property
+    def environment(self) -> Dict[str, str]:
+        """Environment variables with which a payload's `ray.init()` connects to this cluster."""
+        where = {"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": self._dashboard_url}
+        return {**ray_environment(self.spec, self._ray.token_path), **{name: value for name, value in where.items() if value}}
+
+    def facts(self) -> Dict[str, Any]:
+        """Version, addresses, start time and nodes of the cluster, for the payload's metadata."""
+        return {
+            "ray_version": self.ray_version,
+            "ray_address": self.address,
+            "dashboard_url": self._dashboard_url,
+            "bring_up": self._bring_up,
+            "nodes": membership.in_order(self.state.nodes, self.spec),
+        }
+
+    def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
+        """Ask Ray's process for the tables of the leak check, and call `done` with them, or with None after `timeout` seconds."""
+        query = next(self._query_ids)
+        self._queries[query] = done
+        asked = self._ray.request(tables=query)
+        self.loop.call_later(timeout if asked else 0.0, lambda: self._answer(query, None))
+
+    def leak_check(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
         """Returns a function to call at the end of the payload that starts now; it passes the payload's leaks to a callback."""
-        began, cluster = time.time(), self._cluster()
-        assert cluster is not None
+        began = time.time()
 
         def find(done: Callable[[List[str]], None], tables: Optional[Tables]) -> None:
-            if tables is not None:
-                still = {leak.key for leak in left_when_idle(tables)}
-                self.found = {message: key for message, key in self.found.items() if key in still}
-            left = [] if tables is None else living(tables)
-            done([leak.message for leak in left if leak.nonce == nonce or leak.since >= began])
+            if tables is None:
+                return done([])
+            still = {leak.key for leak in left_when_idle(tables)}
+            self.leaks = {message: key for message, key in self.leaks.items() if key in still}
+            done([leak.message for leak in living(tables) if leak.nonce == nonce or leak.since >= began])
 
-        return lambda done: cluster.query_tables(_TIMEOUT, lambda tables: find(done, tables))
+        return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Check the whole cluster in some seconds, unless a payload runs by then."""
+        """Find in some seconds what is left in the whole cluster, unless a payload runs by then."""
 
         def check(tables: Optional[Tables]) -> None:
             if tables is not None and is_idle():
-                self.found = {leak.message: leak.key for leak in left_when_idle(tables)}
+                self.leaks = {leak.message: leak.key for leak in left_when_idle(tables)}
 
-        self._timer.cancel()
-        cluster = self._cluster()
-        if cluster is not None:
-            self._timer = self._loop.call_later(_IDLE, lambda: cluster.query_tables(5.0, check) if is_idle() else None)
+        self._idle_check.cancel()
+        self._idle_check = self.loop.call_later(_IDLE, lambda: self.query_tables(5.0, check) if is_idle() else None)
+
+    def prestart(self) -> None:
+        """Have Ray start idle worker processes for the next payload, if the runtime preloads Ray for payloads."""
+        if self.ready:
+            self._ray.request(prestart=True)
+
+    def start(self) -> None:
+        """Begin to start the cluster; later `tell` is called with `Ready` or a `ClusterError`."""
+        self.loop.call_later(0.0, self._check_present)
+        problem = self._problem(self.head.machine)
+        if problem:
+            return self.on_event({"event": Report.FAILED, "error": ClusterError(EndReason.CLUSTER_START, problem)})
+        self._deadline = self.loop.call_later(self.spec.startup_timeout, lambda: self.on_event({"event": Report.DEADLINE}))
+        self._ray.start(address=self.head_address)
+
+    def stop(self) -> None:
+        """End a payload's own cluster on all nodes: at once here, on worker nodes as soon as the command reaches them."""
+        if self.state.attempt:
+            self.workers.send_command(self.state.members, op=NodeCommand.END_RAY, cluster=self.key)
+        self.end()
+        self.head.end_ray(self.key)
+
+    def end(self) -> None:
+        """End every process of the cluster on this node at once; afterwards `tell` is not called."""
+        self.state = replace(self.state, failed=True)
+        self._deadline.cancel()
+        self._ray.end()
+
+    def log_tails(self) -> Dict[str, str]:
+        """The last lines of the logs that may tell why the cluster failed, by title, from this node and from worker nodes."""
+        given_up = [(place, member.title) for place, member in self.state.members.items() if member.given_up]
+        logs = {"runtime on %s" % title: self.workers.log_tail(place) for place, title in given_up}
+        return {**self._ray.log_tails(), **self._tails, **{name: text for name, text in logs.items() if text.strip()}}
+
+    def handle(self, member: WorkerNode, message: Event) -> None:
+        """Called with each event of a worker node."""
+        event, kind = {**message, "node": member.node_id}, message.get("event")
+        if kind == NodeEvent.JOINED and member.machine is not None:
+            event.update(identity=member.identity, here=member.here, problem=self._problem(member.machine))
+        elif kind == NodeEvent.RAY_FAILED and event["cluster"] == self.key:
+            self._tails.update({"%s on %s" % (name, member.title): text for name, text in event["tails"].items()})
+        if kind in tuple(NodeEvent) and event.get("cluster", self.key) == self.key:
+            self.on_event(event)
+
+    def on_event(self, event: Event) -> None:
+        """Called with each report of Ray on this node, and each event of a worker node."""
+        kind = event["event"]
+        if kind == Report.TABLES:
+            self._answer(event["id"], event["tables"])
+        elif kind == Report.NODES:
+            self.ray_version = event["ray_version"]
+        elif kind == Report.STARTING:
+            self._gcs = event["gcs"]
+        self.state, actions = self.state.step(event)
+        for action in actions:
+            if isinstance(action, membership.Join):
+                how = {"gcs": self._gcs, "nodes": self.state.expected, "ray": asdict(self.spec) if self.key else None}
+                command = {"cluster": self.key, "attempt": self.state.attempt, **how}
+                self.workers.send_command(action.members, op=NodeCommand.START_RAY, **command)
+                continue
+            if isinstance(action, membership.Ready):
+                self._be_ready(action.head)
+            elif isinstance(action, ClusterError):
+                self.end()
+            self.tell(self, action)
+
+    def _answer(self, query: int, tables: Optional[Tables]) -> None:
+        done = self._queries.pop(query, None)
+        if done is not None:
+            done(tables)
+
+    def _problem(self, machine: NodeResources) -> Optional[str]:
+        """Why a node has too few resources for this cluster; None if they suffice."""
+        own = node_footprint(node_spec(self.spec, machine.component))
+        return footprint_error(own if self.key else runtime_footprint(self.head.spec, machine.component), machine)
+
+    def _check_present(self) -> None:
+        """Handle the nodes that had connected, or were lost, before this cluster began to start."""
+        for worker in self.workers.members.values():
+            if worker.joined:
+                self.handle(worker, {"event": NodeEvent.JOINED})
+            if worker.gone:
+                self.handle(worker, {"event": NodeEvent.GONE})
+
+    def _be_ready(self, head: membership.Node) -> None:
+        self.address = join_host_port(head["address"], self._ray.ports.gcs)
+        up = "Ray %s is up on %s" % (self.ray_version, membership.in_words(self.state.nodes, self.spec))
+        if self.spec.dashboard:
+            self._dashboard_url = "http://127.0.0.1:%d" % self._ray.ports.dashboard
+            up += ", dashboard: %s on %s" % (self._dashboard_url, head["hostname"])
+        self._ray.ready = True
+        self._bring_up = self.loop.now() - self._started
+        self._deadline.cancel()
+        self.tell(self, membership.Say("cluster-ready", up))
+        self.prestart()

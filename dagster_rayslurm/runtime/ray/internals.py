@@ -2,12 +2,10 @@
 
 Written for Ray 2.52 (the first with token authentication) and newer, and tried on 2.60. Older versions work with
 `auth="disabled"` as far as they have the same names. `tests/runtime/test_ray_internals.py` calls each function with the
-installed Ray, so that test fails when a release of Ray moves something.
+installed Ray. Each function imports what it needs of Ray, because the runtime itself never imports Ray.
 
-Each function imports the modules of Ray when it is called, because the runtime itself never imports Ray. One other module
-depends on Ray's internals, because it runs in a payload's process, which cannot import the runtime:
-`payload/preload_child.py` (modules that Ray imports lazily, the exit of a driver). Formats that are only read stay with their
-readers: names of worker logs (`node/usage.py`) and the raylet's command line (`payload/environment.py`).
+Other files that know Ray's internals: `payload/preload_child.py`, which cannot import the runtime, `node/usage.py` (names of
+worker logs) and `payload/environment.py` (the raylet's command line).
 """
 
 from __future__ import annotations
@@ -25,16 +23,14 @@ from ..node.network import join_host_port
 from ..protocol.spec import COMPONENT_LABEL, JOB_MARK
 from .membership import Nodes
 
+# Make the raylet look for its object store every 20 ms instead of every second, for 10 s at most as before (Ray 2.60).
 RAYLET_ENVIRON = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
 }
-"""Make the raylet look for its object store every 20 ms instead of every second, for 10 s at most as before (Ray 2.60)."""
+# Variable of the raylet; "0" keeps it from starting one worker per CPU for each new driver, even if idle workers wait. Those
+# workers take the CPU time that the driver needs for its first task.
 PRESTART_AT_FIRST_DRIVER = "RAY_prestart_worker_first_driver"
-"""Variable of the raylet; "0" keeps it from starting one worker per CPU for each new driver, even if idle workers wait.
-
-Those workers take the CPU time that the driver needs for its first task.
-"""
 
 _ALIVE = 0  # GcsNodeInfo.ALIVE in gcs.proto
 _GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in gcs.proto
@@ -46,8 +42,8 @@ _HEAD_INFO = "get_all_node_info_until_retrieved"  # Function of `ray start --add
 _TEMP_DIR_KEY = b"rayslurm_temp_dir"  # Key under which the head writes its temporary directory to the GCS, for the worker nodes.
 # Prefix of the name of the actor that runs a job of `ray job submit`; the job's id follows.
 _SUBMITTED = "_ray_internal_job_actor_"
+# Libraries of Ray whose detached actors are no leaks: later payloads use them too, and would fail without them.
 _SHARED_LIBRARIES = ("ray.data.", "ray.train.", "ray.tune.", "ray.llm.")
-"""Libraries of Ray whose detached actors are no leaks: later payloads use them too, and would fail without them."""
 _TIMEOUT = 5.0  # Seconds that a request about idle workers may take.
 _IDLE_WORKERS = 600  # Seconds after which Ray may end an idle worker, if there are more idle workers than CPUs.
 _MOST_NAMES = 4  # Most nodes, or bundles of a placement group, that one message names.
@@ -81,9 +77,8 @@ def dashboard_problem() -> Optional[str]:
 def disable_client_server(command: List[str]) -> List[str]:
     """Keep `ray start` in this process from starting the Ray Client server, which costs a second of CPU time and a port.
 
-    Nobody needs that server, because drivers run on the nodes. Ray 2.60 always starts it if `grpcio` is installed, and
-    refuses an option for its port if not. `ray symmetric-run` calls `ray start` in other processes, where this has no effect.
-    Returns the words of the command line after `ray` to use instead of `command`.
+    Ray 2.60 always starts it if `grpcio` is installed, and refuses an option for its port if not. `ray symmetric-run` calls
+    `ray start` in other processes, where this has no effect. Returns the command to use instead of `command`.
     """
     scripts = _module("ray.scripts.scripts")
     if command[0] == "start" and hasattr(scripts, _CLIENT_SERVER):
@@ -271,11 +266,8 @@ def connect_state(gcs: str) -> Any:
 def living_things(accessor: Any) -> Dict[str, Any]:
     """The tables for the leak check, as JSON: everything that is alive and does not end with its Ray job. Takes some 2 ms.
 
-    Returns:
-        jobs: nonce of the payload by Ray's job id.
-        living: detached actors, placement groups that outlive their job, and running jobs of `ray job submit`.
-        available: free amounts by name of resource.
-        total: all amounts by name of resource.
+    `jobs` are the payloads' nonces by Ray's job id; `living` detached actors, placement groups that outlive their job, and
+    running jobs of `ray job submit`; `available` and `total` amounts by name of resource.
     """
     messages = _module("ray.core.generated.gcs_pb2")
     # Without these options the GCS asks every driver, also stopped ones, whether it is busy.

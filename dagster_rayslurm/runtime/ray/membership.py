@@ -14,16 +14,14 @@ from ..node.worker_nodes import Identity
 from ..protocol.messages import ClusterError, EndReason, NodeEvent, TextEnum
 from ..protocol.spec import RaySpec
 
+# A report of Ray on the head (`Report`) or an event of the worker node `node` (`NodeEvent`); `event` is its kind.
 Event = Dict[str, Any]
-"""A report of Ray on the head (`Report`) or an event of the worker node `node` (`NodeEvent`); `event` is its kind."""
-Node = Dict[str, Any]
-"""One row of Ray's node table; see `internals.node_table`."""
-Nodes = Dict[str, Node]
-"""Ray's node table: its rows by Ray's id of the node."""
+Node = Dict[str, Any]  # One row of Ray's node table; see `internals.node_table`.
+Nodes = Dict[str, Node]  # Ray's node table: its rows by Ray's id of the node.
 
 
+# Name of the phase in which a payload waits for resources that no node of its Ray cluster can ever grant.
 UNSCHEDULABLE = "unschedulable"
-"""Name of the phase in which a payload waits for resources that no node of its Ray cluster can ever grant."""
 
 
 class Report(TextEnum):
@@ -65,8 +63,8 @@ class Ready(NamedTuple):
 
 
 Step = Tuple["Membership", List["Action"]]
+# What follows from an event; a `ClusterError` means that the cluster has failed and must end.
 Action = Union[Say, Join, NodeLost, Ready, ClusterError]
-"""What follows from an event; a `ClusterError` means that the cluster has failed and must end."""
 
 
 class Member(NamedTuple):
@@ -166,6 +164,9 @@ class Membership:
             actions += [Say("node-lost", "Ray on node %s is dead, the others go on" % name), NodeLost(name)]
         return after, actions
 
+    def _phase(self, event: Event) -> Step:
+        return self, [Say(event["phase"], event["message"])]
+
     def _at_entrypoint(self, _: Event) -> Step:
         return replace(self, entrypoint=True)._ready_if_complete()
 
@@ -209,6 +210,7 @@ _HANDLERS: Dict[str, Callable[[Membership, Event], Step]] = {
     NodeEvent.GONE: Membership._gone,
     Report.STARTING: Membership._started,
     Report.NODES: Membership._table,
+    Report.PHASE: Membership._phase,
     Report.ENTRYPOINT: Membership._at_entrypoint,
     Report.FAILED: Membership._head_failed,
     Report.DEADLINE: Membership._timed_out,
@@ -216,7 +218,7 @@ _HANDLERS: Dict[str, Callable[[Membership, Event], Step]] = {
 
 
 def nodes_expected(spec: RaySpec, available: int) -> int:
-    """Number of nodes of a complete Ray cluster in an allocation of `available` nodes."""
+    """How many of an allocation's `available` nodes the Ray cluster uses: all, or the head and at most `max_workers` others."""
     return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
 
 

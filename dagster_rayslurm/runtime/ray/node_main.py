@@ -19,6 +19,7 @@ from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.network import split_host_port
 from ..node.usage import logs_of, started_ahead
+from ..process.processes import become_subreaper
 from ..protocol.messages import EndReason
 from . import internals
 from .membership import UNSCHEDULABLE, Nodes, Report
@@ -62,6 +63,8 @@ def main(argv: List[str]) -> int:
             internals.move_dashboard_files(order["temp_dir"])
     else:
         _wait_for_head(order["gcs"], command)
+    if command[0] != "start":
+        become_subreaper()  # `ray symmetric-run` leaves Ray's daemons without a parent; they are ended with this process.
     sys.argv = ["ray", *internals.disable_client_server(command)]
     scripts.main()  # type: ignore[no-untyped-call]
     return 0
@@ -157,7 +160,7 @@ def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int
                 raylet = internals.connect_raylet(gcs) if raylet is None else raylet
                 internals.start_workers(raylet, missing)
                 until = time.monotonic() + _START_TIMEOUT
-                while started_ahead(logs).ever < ever + missing:
+                while started_ahead(logs)[0] < ever + missing:
                     if time.monotonic() > until:
                         return  # New workers have no logs to count them by, so each further request would start too many.
                     time.sleep(_POLL)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from ..node.network import Ports, choose_ports, interface_address, join_host_port, route_address, split_host_port
 from ..node.resources import NodeResources, usable_memory
@@ -49,11 +49,9 @@ exec %s -m ray.scripts.scripts "$@"
 _HOLD = ["/bin/sh", "-c", ': >"$0"; exec sleep 2147483647']
 _STORE_SHARE = 0.3  # Of a node's memory, for Ray's object store if the user sets no size; Ray's own default.
 _SMALLEST_STORE = 75 * 2**20  # Bytes; Ray 2.60 refuses to start with a smaller object store.
-# Variable by which processes of a payload's own cluster are found even if they left the process tree below `ray start`.
-_MARK = "RAYSLURM_CLUSTER"
-# Names of clusters' directories: one character, because the path of a Unix socket must be short. "r" is the warm one's.
+# Names of clusters' directories: one character, because the path of a Unix socket must be short. "r" is Ray's of the warm one.
 _DIR_NAMES = [name for name in string.digits + string.ascii_lowercase if name != "r"]
-_DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directories are removed, and until another attempt.
+_DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directory is removed, and until another attempt.
 
 
 # ---- Arguments and environment of `ray start` and `ray symmetric-run` (Ray 2.60), without side effects
@@ -133,39 +131,27 @@ def _token(runtime: RuntimeSpec, key: str) -> str:
 
 
 class ClusterDir(Scratch):
-    """New directories for one Ray cluster inside a scratch directory; OSError if all names are in use or they cannot be made."""
+    """A new directory for one Ray cluster inside a scratch directory; OSError if all names are in use or it cannot be made."""
 
     def __init__(self, parent: Scratch) -> None:
-        taken = os.listdir(parent.path)
-        free = [name for name in _DIR_NAMES if name not in taken and "cluster-" + name not in taken]
-        if not free:
-            raise OSError("%d clusters are in %s already" % (len(_DIR_NAMES), parent.path))
-        name = random.choice(free)  # Names are seldom reused soon, because removal takes time.
-        self.path, self._ray_temp_dir = parent.join("cluster-" + name), parent.join(name)
-        os.mkdir(self.path, 0o700)
-
-    @property
-    def ray_temp_dir(self) -> str:
-        return self._ray_temp_dir
+        for name in random.sample(_DIR_NAMES, len(_DIR_NAMES)):  # Names are seldom reused soon, because removal takes time.
+            self.path = parent.join(name)
+            if not os.path.lexists(self.path):
+                return os.mkdir(self.path, 0o700)
+        raise OSError("%d clusters are in %s already" % (len(_DIR_NAMES), parent.path))
 
     def remove(self) -> None:
-        shutil.rmtree(self._ray_temp_dir, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def remove_later(self, loop: Loop, delay: float = _DYING) -> None:
+        """Remove the directory, again and again until it is gone: dying processes may write to it again."""
 
-def clean_up_cluster(loop: Loop, place: Scratch, key: str) -> None:
-    """Remove what a payload's own Ray cluster leaves on this node: its directories, and processes outside the process tree.
+        def clear() -> None:
+            self.remove()
+            if os.path.lexists(self.path):
+                self.remove_later(loop, _PAUSE)
 
-    Dying processes may write to the directories again, so the removal is repeated until nothing is left.
-    """
-
-    def clear() -> None:
-        processes.kill_all(processes.with_environment("%s=%s" % (_MARK, key)))
-        place.remove()
-        if os.path.lexists(place.path) or os.path.lexists(place.ray_temp_dir):
-            loop.call_later(_PAUSE, clear)
-
-    loop.call_later(_DYING, clear)
+        loop.call_later(delay, clear)
 
 
 # ---- The process
@@ -178,7 +164,7 @@ class RayNode:
     loop: Loop
     runtime: RuntimeSpec
     cluster: RaySpec
-    key: str  # Names the cluster on its nodes: "" for the warm one, the payload's nonce for a payload's own.
+    key: str  # As in `RayCluster`.
     machine: NodeResources
     scratch: Scratch
     nodes: int  # Of the complete cluster.
@@ -186,7 +172,7 @@ class RayNode:
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
     ready: bool = False  # Whether the cluster is complete; from then on an end of Ray here is its loss, not a failed start.
     pid: Optional[int] = None  # Process id of the common ancestor of all Ray processes on this node.
-    ports: Optional[Ports] = None
+    ports: Ports = field(default_factory=Ports)  # Of the latest attempt to start Ray.
 
     def __post_init__(self) -> None:
         self.spec = node_spec(self.cluster, self.machine.component)
@@ -196,12 +182,9 @@ class RayNode:
         self._address: Optional[str] = None
         self._socket: Optional[socket.socket] = None  # Connection to Ray's process; None while there is none.
         self._partial = b""
-        self._daemons: Set[int] = set()  # Ray's daemons that are children of this runtime; only with `ray symmetric-run`.
         self._attempt = 0
         self._over = False
-        self._token_path = self.scratch.join("ray.token")
-        with open(self._token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(_token(self.runtime, self.key))
+        self.token_path = self.scratch.join("ray.token")
 
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
         """Run the health check, if there is one, and start Ray on this node.
@@ -235,8 +218,7 @@ class RayNode:
         """End every process of Ray on this node at once; there are no more events."""
         self._over = True
         self._kill()
-        if self.ports is not None:
-            self.ports.release()
+        self.ports.release()
 
     def log_tails(self) -> Dict[str, str]:
         """The last lines of the logs that may tell why Ray failed on this node, by name of log."""
@@ -263,12 +245,13 @@ class RayNode:
 
     def _run_ray(self) -> None:
         self._attempt += 1
-        if self.ports is not None:
-            self.ports.release()
+        self.ports.release()
         spec, head, temp_dir = self.spec, self._gcs is None, self.scratch.ray_temp_dir
         self.ports = choose_ports(spec.port_range, head=head)
         shutil.rmtree(temp_dir, ignore_errors=True)
         os.mkdir(temp_dir, 0o700)
+        with open(self.token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(_token(self.runtime, self.key))
         gcs = self._gcs or join_host_port(self._address or "127.0.0.1", self.ports.gcs)
         if head:
             self.on_event({"event": Report.STARTING, "gcs": gcs})
@@ -279,8 +262,8 @@ class RayNode:
         if cpus > existing:
             env.setdefault(PRESTART_AT_FIRST_DRIVER, "0")  # More CPUs are simulated than exist; not each needs a worker.
         env.update(self.ports.environ)
-        env.update(ray_environment(spec, self._token_path))
-        entrypoint = self.scratch.join("entrypoint") if self._symmetric else None
+        env.update(ray_environment(spec, self.token_path))
+        entrypoint = os.path.join(temp_dir, "entrypoint") if self._symmetric else None  # Each attempt has a new one.
         if entrypoint:
             command = symmetric_arguments(command, gcs, self.nodes, [*_HOLD, entrypoint])
             env["PATH"] = os.pathsep.join([self._write_shim(), env.get("PATH", os.defpath)])
@@ -314,8 +297,7 @@ class RayNode:
 
     def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
         """`environ` with the variables for Ray's daemons on this node, which its workers inherit."""
-        mark = {_MARK: self.key} if self.key else {}
-        wanted = {**environ, **self.runtime.worker_env, **mark, **self.environ}
+        wanted = {**environ, **self.runtime.worker_env, **self.environ}
         return {name: value for name, value in wanted.items() if value is not None}
 
     def _write_shim(self) -> str:
@@ -349,20 +331,7 @@ class RayNode:
         elif kind == Report.GCS_LOST and self.ready:
             self._fail("the GCS on node %s is gone" % self.machine.name)
         elif not self._over:
-            if kind == Report.ENTRYPOINT:
-                self._adopt_daemons()
             self.on_event(event)
-
-    def _adopt_daemons(self) -> None:
-        """Record Ray's daemons as children of this runtime, so that they are not ended as strays.
-
-        `ray symmetric-run` leaves them without a parent, so they become children of this process.
-        """
-        mark, own = "TMPDIR=" + self.scratch.ray_temp_dir, os.getpid()
-        for process in processes.table().values():
-            if process.parent == own and process.pid != self.pid and processes.has_environment(process.pid, mark):
-                self._daemons.add(process.pid)
-                self.loop.adopt(process.pid, partial(lambda pid, *_: self._daemons.discard(pid), process.pid))
 
     def _exited(self, code: int, _: Any) -> None:
         self.pid = None
@@ -390,11 +359,10 @@ class RayNode:
 
     def _kill(self) -> None:
         """Send SIGKILL to `ray start` and all its descendants; its process group alone would not contain Ray's daemons."""
-        roots = [*self._daemons, *([] if self.pid is None else [self.pid])]
-        below = [process.pid for root in roots for process in processes.descendants(root)]
         if self.pid is not None:
+            below = [process.pid for process in processes.descendants(self.pid)]
             processes.signal_group(self.pid, signal.SIGKILL)
-        processes.kill_all([*below, *self._daemons])
+            processes.kill_all(below)
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

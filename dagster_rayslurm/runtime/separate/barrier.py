@@ -1,11 +1,8 @@
 """Barrier of the separate topology: decides when the payloads of all components start and end. Pure.
 
-Each component of the heterogeneous job has a runtime and a payload of its own. The payloads start together, and the first
-failure ends all of them. A runtime stays until all payloads have ended, because payloads of other components may use its Ray
-cluster until then.
-
-The runtime of the first component is the barrier's host, with the exit code of the first failure. The others are its guests: each
-sends its `ComponentState` to the host, and gets the `RunState`, whenever one changes and after each connection.
+The payloads start together, and the first failure ends all. A runtime stays until all payloads have ended, because they may use
+its Ray cluster until then. The runtime of the first component is the barrier's host, the others are its guests: each sends its
+`ComponentState` to the host, and gets the `RunState`, whenever one changes and after each connection.
 """
 
 from __future__ import annotations
@@ -18,10 +15,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class ComponentAddress:
-    """Where one component runs; each payload finds the addresses of all components in RAYSLURM_COMPONENTS.
-
-    `host` and `address` are those of the component's first node, `ray_address` that of its Ray cluster, if it has one.
-    """
+    """Where a component runs: its first node, its Ray cluster if any, and all nodes; in RAYSLURM_COMPONENTS for each payload."""
 
     host: str
     address: str
@@ -71,8 +65,8 @@ class _Member:
 class Barrier:
     """The host's state of all components; `state` is what follows for all of them.
 
-    All must be ready within `patience` seconds after `now`. A guest that lost its connection may reconnect within `grace`
-    seconds; after a failure, the host waits that long for guests that have never connected.
+    All must be ready within `patience` seconds. A guest that lost its connection may reconnect within `grace` seconds; after a
+    failure, the host waits that long for guests that have never connected.
     """
 
     def __init__(self, components: Sequence[str], patience: float, grace: float, now: float) -> None:

@@ -1,7 +1,6 @@
 """Connects a component's runtime to the barrier: its payload starts when all components are ready, and ends when one fails.
 
-The runtime of the first component is the RPC server, those of the others are its clients. Each message holds the sender's whole
-state, so that no news is lost with a connection.
+Each message between host and guests holds the sender's whole state, so that no news is lost with a connection.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Participant(Hooks, Listener, ABC):
                 payload.phase("start", "all %d components are ready" % len(addresses))
             self.supervisor.schedule()
         if told.failed is not None and before.failed is None:
-            payload.end_early(self._end_by(told.failed, told.why))
+            payload.end_early(self._end_after(told.failed, told.why))
         if told.finished and not before.finished:
             if not payload.ended:  # The host has given this component up.
                 payload.on_ended.append(self.loop.stop)
@@ -116,8 +115,8 @@ class Participant(Hooks, Listener, ABC):
                     take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
             self.loop.stop()
 
-    def _end_by(self, failed: str, why: str) -> End:
-        """How this component's payload ends after a failure of a component."""
+    def _end_after(self, failed: str, why: str) -> End:
+        """The reason and message with which this component's payload ends after the component `failed` has failed."""
         if failed != self.spec.component_id:
             return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
         if isinstance(self, Host):
@@ -217,10 +216,7 @@ class Guest(Participant):
 
     @property
     def exit_code(self) -> int:
-        """0 unless the host is lost and the payload did not succeed: any other exit code makes `srun` end all components.
-
-        As long as there is a host, its exit code reports the failure.
-        """
+        """0 unless the host is lost and the payload did not succeed: another code makes `srun` end all components."""
         return 1 if self._given_up and (self.mine.ended is None or self.mine.ended.failure is not None) else 0
 
     def _report(self) -> None:
@@ -283,10 +279,7 @@ def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participa
 
 
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
-    """The share of this machine that one component gets if all components run on it, and a remark about simulated devices.
-
-    Sets the environment of this process so that it sees only the GPUs of that share.
-    """
+    """One component's share of this machine, and a remark about simulated devices; hides the GPUs of others from this process."""
     assert spec.meeting is not None
     here = detect(with_gpus=True)
     shares = simulated_shares(replace(spec, ray=None), here)

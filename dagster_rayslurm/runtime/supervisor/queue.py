@@ -26,10 +26,7 @@ _REGULAR = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
 
 
 class Closing(Exception):
-    """Raised when the runtime does not take a payload because the runtime is about to end; the message says why.
-
-    The payload can run in another runtime, which the client starts.
-    """
+    """Raised when the runtime takes no more payloads, or has too little time for this one; the message says why."""
 
 
 class Misfit(SpecError):
@@ -48,7 +45,7 @@ Claims = Mapping[Optional[str], Claim]
 
 
 def capacities_of(machines: Iterable[NodeResources]) -> Claims:
-    """The CPUs and GPUs that every node of a component has at least, by component."""
+    """By component, the CPUs and GPUs that each of its nodes has at least."""
     known: Dict[Optional[str], Claim] = {}
     for machine in machines:
         least = known.get(machine.component, Claim(machine.num_cpus, machine.num_gpus))

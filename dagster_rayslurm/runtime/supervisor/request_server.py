@@ -1,8 +1,7 @@
-"""How Dagster processes reach a runtime: a pipe or a file for its single payload, a server on TCP for the payloads of a session.
+"""How Dagster processes reach a runtime: a file for each payload, and a server on TCP for the payloads of a session.
 
-A session's payload goes on when the client's connection ends, unless the request names a lock of the client. Each request has the
-id of its payload, so a client whose answer was lost may repeat the request, to this session or a later one, and the payload
-still runs once.
+Each request has the id of its payload, so a client whose answer was lost may repeat the request, to this session or a later one,
+and the payload still runs once.
 """
 
 from __future__ import annotations
@@ -11,53 +10,35 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import sys
 from dataclasses import asdict, replace
-from typing import Any, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 from ..node.allocation import Allocation
 from ..payload.payload import Payload
 from ..protocol.messages import End, EndReason, Operation, Refusal, answer_safely, refuse
-from ..protocol.record import CANCEL, JOURNAL, SESSION, split_lines, write_atomically
+from ..protocol.record import CANCEL, JOURNAL, SESSION, write_atomically
 from ..protocol.rpc import Channel, Listener, Message, RpcServer
 from ..protocol.spec import PROTOCOL_VERSION, Announcement, SpecError
 from .queue import Closing, Misfit
 from .supervisor import Supervisor
 
-_CANCEL_POLL = 0.5
-"""Seconds between two reads of the file in a run directory that may cancel its payload."""
-_ANNOUNCEMENT_POLL = 1.0
-"""Seconds between two checks that the session's announcement file is there and up to date."""
+_CANCEL_POLL = 0.5  # Seconds between two reads of the file in a run directory that may cancel its payload.
+_ANNOUNCEMENT_POLL = 1.0  # Seconds between two checks that the session's announcement file is there and up to date.
 
+# How a payload ends whose requester has closed its end of the pipe, or holds its lock no longer.
 ORPHANED = End(EndReason.CANCEL, "the Dagster process that asked for the run is gone")
-"""How a payload ends whose requester has closed its end of the pipe, or holds its lock no longer."""
 CANCELLED = End(EndReason.CANCEL, "cancelled from Dagster")
 _STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
 
-def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> Payload:
-    """Queue the payload of a run directory for the parent process, which cancels it by a line over the pipe, or by closing it."""
-    payload, partial = supervisor.submit(run_dir), [b""]
-
-    def read() -> None:
-        data = os.read(fd, 65536)
-        if not data:
-            supervisor.loop.forget(fd)
-            return payload.end_early(ORPHANED)
-        lines, partial[0] = split_lines(partial[0] + data)
-        for line in lines:
-            _cancel(payload, line)
-
-    supervisor.loop.on_readable(fd, read)
-    return payload
-
-
 def serve_run_dir(
-    supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None, lock: Optional[str] = None
+    supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None, orphaned: Callable[[], bool] = lambda: False
 ) -> Payload:
-    """Queue the payload of a run directory, and cancel it if a request appears in the directory's file `cancel.json`.
+    """Queue the payload of a run directory, and end it if a request appears in the directory's file `cancel.json`.
 
-    With a `lock`, a file that its Dagster process has locked, the payload also ends when the process does or unlocks it.
+    The payload also ends once `orphaned` says that its Dagster process is gone.
     """
     payload = supervisor.submit(run_dir, environ)
     handled = [b""]
@@ -70,12 +51,17 @@ def serve_run_dir(
                 handled[0] = text
                 _cancel(payload, text)
         if not payload.ended:
-            if lock is not None and _is_free(lock):
+            if orphaned():
                 payload.end_early(ORPHANED)
             supervisor.loop.call_later(_CANCEL_POLL, poll)
 
     supervisor.loop.call_later(_CANCEL_POLL, poll)
     return payload
+
+
+def parent_is_gone() -> bool:
+    """Whether the other end of standard input is closed, a pipe on which nothing is written."""
+    return bool(select.select([0], [], [], 0.0)[0])
 
 
 def _is_free(lock: str) -> bool:
@@ -99,11 +85,7 @@ class RequestServer(Listener):
     """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
 
     It writes hosts, port and key to `session.json` in the session's directory (the announcement), where clients find them.
-
-    Args:
-        key: the secret that clients must know, hexadecimal.
-        ports: candidates for the port, in order; if none of them is free, the kernel chooses one.
-        allocation: the Slurm allocation in which the session runs; None for a session that only this machine may reach.
+    Clients must know the `key`, hexadecimal. Without an `allocation` only this machine may reach the session.
     """
 
     def __init__(
@@ -176,7 +158,7 @@ class RequestServer(Listener):
         op = request.get("op")
         if op in (Operation.RUN, Operation.WITHDRAW):
             request_id = request["request_id"]
-            if request_id in self._accepted_ids or _has_started(request["run_dir"]):
+            if request_id in self._accepted_ids or _was_accepted(request["run_dir"]):
                 return refuse(Refusal.DUPLICATE)
             if op == Operation.WITHDRAW:
                 self._withdrawn.add(request_id)
@@ -203,7 +185,8 @@ class RequestServer(Listener):
             return refuse(Refusal.MISSING, missing=missing)
         try:
             lay_out(run_dir, request["files"])
-            serve_run_dir(self._supervisor, run_dir, request.get("environ"), request.get("lock"))
+            lock = request.get("lock")  # A file that the Dagster process has locked as long as it follows the payload.
+            serve_run_dir(self._supervisor, run_dir, request.get("environ"), lambda: lock is not None and _is_free(lock))
         except Closing as error:
             return refuse(Refusal.CLOSING, error)
         except Misfit as error:
@@ -225,7 +208,7 @@ def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
             file.write(text.encode("utf-8"))
 
 
-def _has_started(run_dir: str) -> bool:
+def _was_accepted(run_dir: str) -> bool:
     """Whether a session has accepted this payload before; if so, its journal is not empty."""
     with contextlib.suppress(OSError):
         return os.path.getsize(os.path.join(run_dir, JOURNAL)) > 0
@@ -233,12 +216,8 @@ def _has_started(run_dir: str) -> bool:
 
 
 def _use(path: str) -> bool:
-    """Whether a file exists and belongs to this user; if so, its time is set to now, so that no clean-up removes the file.
-
-    The function lists the directory instead of looking up the name: an NFS client remembers for up to a minute that a name
-    was missing.
-    """
-    try:
+    """Whether a file exists and belongs to this user; if so, its time is set to now, so that no clean-up removes the file."""
+    try:  # An NFS client remembers for up to a minute that a name was missing, so the directory is listed.
         found = os.path.basename(path) in os.listdir(os.path.dirname(path)) and os.lstat(path).st_uid == os.geteuid()
     except OSError:
         return False

@@ -18,23 +18,22 @@ from ..node import resources
 from ..node.allocation import Allocation, head_address
 from ..node.memory import MemoryWatch
 from ..node.resources import NodeResources, Share, count_cpus, footprint_error, may_need_gpus, named, runtime_footprint
-from ..node.usage import GpuMonitor
 from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..payload.environment import payload_environment
 from ..payload.payload import Payload
-from ..payload.record import UsageMeasurement
+from ..payload.results import UsageMeasurement
 from ..process import processes
 from ..process.loop import Loop, Timers
-from ..process.processes import StrayProcesses
 from ..process.scratch import Scratch
 from ..protocol.messages import ClusterError, End, EndReason, NodeCommand, NodeEvent, defect
 from ..protocol.record import PAYLOAD, RunRecord, node_log, tail_lines
 from ..protocol.rpc import Message
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RaySpec, RuntimeSpec, SpecError, from_json, read_text, take_secrets
-from ..ray.cluster import HeadNode, LeakCheck, RayCluster, RayListener
+from ..ray.agent import NodeAgent, simulate
+from ..ray.cluster import RayCluster
 from ..ray.internals import installed_version
-from ..ray.membership import UNSCHEDULABLE, nodes_expected
-from ..ray.ray_node import ClusterDir, clean_up_cluster, granted_defaults
+from ..ray.membership import UNSCHEDULABLE, Action, NodeLost, Say, nodes_expected
+from ..ray.ray_node import granted_defaults
 from .queue import Closing, Misfit, Next, Queue, capacities_of, misfit
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ _MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
 
 
 class Hooks:
-    """Callbacks by which another module decides about starts of payloads and the runtime's end."""
+    """Callbacks by which the separate topology decides when payloads start and when the runtime ends."""
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
         """Whether a payload whose Ray cluster is up may start; call `Supervisor.schedule` when the answer changes."""
@@ -70,7 +69,7 @@ class Hooks:
 
 
 @dataclass(eq=False)
-class Supervisor(RayListener):
+class Supervisor:
     """Queues and runs payloads: all on one warm Ray cluster if the start record describes one, otherwise each on its own."""
 
     loop: Loop
@@ -90,10 +89,10 @@ class Supervisor(RayListener):
         self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if self.here is None else self.here
         self._shares: List[Share] = []  # Of all components in local mode, the head's first; they may be simulated.
         self.workers = WorkerNodes(loop, {}, self._handle_message, self._log_path)  # The other nodes.
-        address: Optional[str] = None
+        self._address: Optional[str] = None  # Of this node for the worker nodes; None for the one that Ray finds.
         environ: Mapping[str, Optional[str]] = {}  # For Ray's daemons.
         if allocation is not None:
-            address = head_address(allocation)
+            self._address = head_address(allocation)
             self.machine = replace(self.machine, component=allocation.component_of(0))
             for place, name in list(enumerate(allocation.nodes))[1:]:
                 self.workers.members[place] = WorkerNode(place, name, allocation.component_of(place))
@@ -104,10 +103,8 @@ class Supervisor(RayListener):
             self._shares = shares = resources.simulated_shares(spec, self.machine)
             self.machine, environ, _ = shares[0]
             if spec.components:
-                from ..ray.agent import simulate  # Other runtimes need no agents.
-
-                address, self.spec = "127.0.0.1", simulate(self.workers, spec, shares, self.scratch)
-        self._head = HeadNode(self.machine, self.workers, address, environ)
+                self._address, self.spec = "127.0.0.1", simulate(self.workers, spec, shares, self.scratch)
+        self.agent = NodeAgent(loop, self.spec, self.machine, self.scratch, environ)
         self.is_session = spec.idle_timeout is not None
         self.queue = Queue(
             spec.max_concurrent_payloads, spec.drain_margin, spec.idle_timeout, allocation is not None, idle_since=loop.now()
@@ -116,7 +113,6 @@ class Supervisor(RayListener):
         self._unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
         self._signalled = False
         self._timers = Timers(loop)
-        self._gpus = GpuMonitor(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
         loop.call_later(_REFRESH_INTERVAL, self._refresh)
@@ -126,12 +122,10 @@ class Supervisor(RayListener):
 
             self._preload_server = PreloadServer(loop, self.scratch.join("preload"))
         self._ray_version = installed_version() if self.is_session else None
-        self._leaks = LeakCheck(loop, lambda: self.cluster)
-        self._strays = StrayProcesses(loop)
         if spec.ray is not None:
-            self.cluster = RayCluster(loop, self.spec, self._head, self.scratch, self)
+            self.cluster = RayCluster(self.agent, self.workers, self._address, self._handle_cluster)
         if allocation is not None:
-            MemoryWatch(loop, self.machine.name, self.guarded_pids, self._driver_pids, self._report_memory)
+            MemoryWatch(loop, self.machine.name, self.agent.guarded_pids, self._driver_pids, self._report_memory)
 
     def _log_path(self, place: int) -> str:  # Simulated nodes have no log of their own.
         return "" if self.allocation is None else os.path.join(self.log_dir, node_log(self.allocation.first + place))
@@ -149,8 +143,8 @@ class Supervisor(RayListener):
     @property
     def machines(self) -> List[NodeResources]:
         """The resources of each node that has connected so far, the head first."""
-        members = self.workers.members.values()
-        return [self.machine, *(NodeResources(**member.machine) for member in members if member.joined)]
+        machines = [member.machine for member in self.workers.members.values()]
+        return [self.machine, *(machine for machine in machines if machine is not None)]
 
     @property
     def _running(self) -> List[Payload]:
@@ -177,7 +171,10 @@ class Supervisor(RayListener):
             self.settle()
             self.loop.run()
         except BaseException as error:
-            self._abort(error)  # A defect here must not leave a client waiting for an `end` that is never written.
+            self.queue = replace(self.queue, ending="it has a defect: %s" % defect(error).message)
+            for payload in self.payloads:  # A client must not wait for an `end` that is never written.
+                with contextlib.suppress(Exception):  # The record may be what is broken.
+                    payload.fail(error)
             raise
         finally:
             for each in self._clusters:
@@ -187,7 +184,7 @@ class Supervisor(RayListener):
             self.workers.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             deadline = self.loop.now() + _END_TIMEOUT
-            while [each for each in self._unrecorded if not each.record.write_end()] and self.loop.now() < deadline:
+            while [each for each in self._unrecorded if not each.write_end()] and self.loop.now() < deadline:
                 time.sleep(_END_TIMEOUT / 10)
             self.scratch.remove()
             self.workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
@@ -209,7 +206,8 @@ class Supervisor(RayListener):
         """Take no more payloads, let the present ones finish, and then end the runtime. Later clients are told `why`."""
         if self.closing is None:
             self.queue = replace(self.queue, draining=why)
-            self.on_phase("drain", "the runtime takes no more payloads: " + why)
+            for payload in self.payloads:
+                payload.phase("drain", "the runtime takes no more payloads: " + why)
             self.settle()
 
     def give_way(self) -> bool:
@@ -230,13 +228,6 @@ class Supervisor(RayListener):
         elif what == Next.IDLE:
             self._timers.due("idle", delay, lambda: self.close(End(EndReason.CANCEL, "it was idle for %g s" % delay)))
 
-    def _abort(self, error: BaseException) -> None:
-        """End all payloads because the runtime itself has a defect, and write their `end` records."""
-        self.queue = replace(self.queue, ending="it has a defect: %s" % defect(error).message)
-        for payload in self.payloads:
-            with contextlib.suppress(Exception):  # The record may be what is broken.
-                payload.fail(error)
-
     def _interrupted(self, signum: int) -> None:
         self._signalled = True
         again = self.queue.ending is not None and self.loop.now() - self.queue.ending_since > _SAME_SIGNAL
@@ -250,21 +241,16 @@ class Supervisor(RayListener):
     def _refresh(self) -> None:
         """Update the times of the run directories now and then, so that no clean-up removes them."""
         for payload in self.payloads:
-            payload.record.keep_fresh()
+            payload.keep_fresh()
         self.loop.call_later(_REFRESH_INTERVAL, self._refresh)
 
     # ---- From the start to the end of a payload
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-        """Queue the payload of a run directory, and start it if it can start now.
+        """Queue the payload of a run directory, and start it if it can start now; its environment is based on `environ`.
 
-        The payload's environment is based on `environ`, or on the runtime's own.
-
-        Raises:
-            Closing: this runtime takes no more payloads, or has too little time left for this one.
-            Misfit: the payload needs more than the nodes have.
-            SpecError: the payload's specification in the run directory is not valid.
-            OSError: the run directory cannot be read or written.
+        Raises `Closing`, `Misfit` (it needs more than the nodes have), SpecError if its specification is not valid, or OSError
+        if the run directory cannot be read or written.
         """
         version = self._ray_version
         if self.closing is None and version is not None and (installed_version() or version) != version:
@@ -294,7 +280,7 @@ class Supervisor(RayListener):
         start = {"type": "start", "nonce": spec.nonce, "attempt": attempt, "protocol": PROTOCOL_VERSION, "at": time.time()}
         start.update(cluster_id=self.spec.cluster_id, hostname=self.machine.hostname, pid=os.getpid())
         start.update(python=sys.version.split()[0], allocation=self._allocation_facts)
-        payload.record.keep(start)
+        payload.keep(start)
         if self._waits(spec):
             where = self._in_words(self.spec.ray)
             payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, where))
@@ -303,7 +289,7 @@ class Supervisor(RayListener):
         for share in self._shares if spec.uses_ray else self._shares[:1]:
             if share.remark:
                 payload.phase("cluster-start", share.remark)
-        for leak in self._leaks.found:
+        for leak in self.cluster.leaks if self.cluster is not None else ():
             payload.phase("leaks", "left in the Ray cluster by payloads before: " + leak)
         self.schedule()
         return payload
@@ -341,19 +327,17 @@ class Supervisor(RayListener):
 
     def _begin(self, payload: Payload) -> None:
         """Start a payload whose turn it is, as soon as its Ray cluster is up."""
-        self._strays.begin(payload.spec.nonce)
+        self.agent.strays.begin(payload.spec.nonce)
         if not self._is_fresh(payload.spec):
             return self._start(payload, self.cluster if payload.spec.uses_ray else None)
         where = self._in_words(payload.spec.ray)
         payload.phase("cluster-start", "starting a Ray cluster of the payload's own on %s" % where)
         key = payload.spec.nonce
         try:
-            scratch = ClusterDir(self.scratch)
+            cluster = RayCluster(self.agent, self.workers, self._address, self._handle_cluster, payload.spec.ray, key)
         except OSError as error:
             return payload.end_early(End(EndReason.CLUSTER_START, "no directory for its cluster: %s" % error))
-        listener = _FreshListener(payload, self._start)
-        cluster = RayCluster(self.loop, self.spec, self._head, scratch, listener, payload.spec.ray, key)
-        listener.cluster = self._fresh[key] = cluster
+        self._fresh[key] = cluster
         cluster.start()
 
     def _start(self, payload: Payload, cluster: Optional[RayCluster]) -> None:
@@ -367,18 +351,11 @@ class Supervisor(RayListener):
         messages = self.scratch.join("messages-%s.jsonl" % spec.nonce)
         ray_env, worker_env = ({}, {}) if cluster is None else (cluster.environment, self.spec.worker_env)
         env = payload_environment(spec, payload.environ, sys.executable, payload.run_dir, messages, ray_env, worker_env)
-        measurement = UsageMeasurement(
-            self.loop,
-            spec.nonce,
-            payload.record.note,
-            self._gpus,
-            foreign_pids=lambda: self._foreign_pids(payload),
-            ray_temp_dir=None if cluster is None else cluster.scratch.ray_temp_dir,
-            shared_ray_pid=(lambda: cluster.pid) if cluster is not None and is_warm and self.is_session else None,
-            workers=None if cluster is None or not self.workers.members else self.workers,
-            sampled=lambda: payload.check_own_ray(self.machine),
-        )
-        payload.start(env, messages, measurement, self._leaks.at_end(spec.nonce) if is_warm else None)
+        shared, workers = is_warm and self.is_session, self.workers if self.workers.members and cluster is not None else None
+        sampler = self.agent.sampler(spec.nonce, cluster is not None, shared, lambda: self._foreign_pids(payload))
+        check_ray = functools.partial(payload.check_own_ray, self.machine)
+        measurement = UsageMeasurement(spec.nonce, sampler, payload.note, check_ray, workers)
+        payload.start(env, messages, measurement, cluster.leak_check(spec.nonce) if cluster is not None and is_warm else None)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.ending.exit_code
@@ -389,42 +366,56 @@ class Supervisor(RayListener):
         cluster = self._fresh.pop(payload.spec.nonce, None)
         if cluster is not None:
             cluster.stop()
-            clean_up_cluster(self.loop, cluster.scratch, cluster.key)
-        self._strays.end(payload.spec.nonce)
-        if not self.queue.running:
-            self._leaks.check_when_idle(lambda: not self.queue.running)
+        self.agent.strays.end(payload.spec.nonce)
+        if not self.queue.running and self.cluster is not None:
+            self.cluster.check_when_idle(lambda: not self.queue.running)
         self.schedule()
         if not self.queue.running and self.closing is None and self.cluster is not None:
             self.cluster.prestart()  # Only when no payload runs, because new Ray workers take CPU time.
         self.settle()
 
-    # ---- Events of the warm Ray cluster and of the nodes
+    # ---- Events of the Ray clusters and of the nodes
 
-    def on_ready(self) -> None:
-        self.schedule()
+    def _handle_cluster(self, cluster: RayCluster, action: Action) -> None:
+        """Do what follows from an event of the warm Ray cluster, or of a payload's own."""
+        is_warm = cluster is self.cluster
+        payloads = self.payloads if is_warm else [each for each in self._running if each.spec.nonce == cluster.key]
+        if isinstance(action, Say):
+            for payload in payloads:  # What cannot be scheduled matters to running payloads with Ray only.
+                if action.phase != UNSCHEDULABLE or (payload.spec.uses_ray and payload.pid is not None):
+                    payload.phase(*action)
+        elif isinstance(action, NodeLost):
+            if is_warm:  # A payload's next cluster of its own may have the node again.
+                self._lose_node(action.title)
+        elif isinstance(action, ClusterError):
+            self._lose_cluster(cluster, payloads, action)
+        elif is_warm:
+            self.schedule()
+        else:
+            for payload in payloads:
+                if not payload.ended:
+                    payload.safely(functools.partial(self._start, payload, cluster))
 
-    def on_phase(self, phase: str, message: str) -> None:
-        for payload in self.payloads:  # What cannot be scheduled matters to running payloads with Ray only.
-            if phase != UNSCHEDULABLE or (payload.spec.uses_ray and payload.pid is not None):
-                payload.phase(phase, message)
-
-    def on_node_lost(self, name: str) -> None:
+    def _lose_node(self, name: str) -> None:
         """Let the payloads go on without a lost worker node, but take no more of them in a session."""
         if self.is_session:
             self.drain("node %s is lost" % name)
 
-    def on_failed(self, error: ClusterError) -> None:
-        """End all payloads and the runtime, because the warm Ray cluster did not start or was lost."""
-        assert self.cluster is not None
-        if self.queue.ending is not None:
+    def _lose_cluster(self, cluster: RayCluster, payloads: List[Payload], error: ClusterError) -> None:
+        """End the payloads of a Ray cluster that did not start or was lost; and the runtime, if that is the warm one."""
+        is_warm, end = cluster is self.cluster, End(error.reason, str(error))
+        if is_warm and self.queue.ending is not None:
             return  # The runtime is ending anyway, for instance because Slurm signals every process of the job.
-        for name, text in self.cluster.log_tails().items():
-            for payload in self.payloads:
+        for name, text in cluster.log_tails().items():
+            for payload in payloads:
                 payload.tail(name, text)
             if not self.queue.served:  # No payload can report it; the runs that started the session read this node's log.
                 print("rayslurm: the end of %s:\n%s" % (name, tail_lines(text)), file=sys.stderr)
-        queued = End(error.reason, "the payload never started: " + str(error)) if self.cluster.ready else None
-        self.close(End(error.reason, str(error)), _LOST_GRACE, queued)
+        if is_warm:
+            never = End(error.reason, "the payload never started: " + str(error)) if cluster.ready else None
+            return self.close(end, _LOST_GRACE, never)
+        for payload in payloads:
+            payload.end_early(end, _LOST_GRACE)
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
         """Pass a message of a worker node to the Ray clusters; log nodes without memory and lost nodes."""
@@ -433,7 +424,7 @@ class Supervisor(RayListener):
         if message.get("event") == NodeEvent.MEMORY:
             self._report_memory(str(message["message"]), bool(message["killed"]))
         elif message.get("event") == NodeEvent.GONE:
-            self.on_node_lost(member.title)
+            self._lose_node(member.title)
 
     def _report_memory(self, message: str, killed: bool) -> None:
         """Tell running payloads that a node is nearly out of memory, and count the Ray workers killed while each ran."""
@@ -463,13 +454,7 @@ class Supervisor(RayListener):
             "running": len(queue.running),
             "waiting": len(queue.arrived),
             "payloads": [
-                {
-                    "run_dir": each.run_dir,
-                    "run_id": each.spec.run_id,
-                    "step": each.spec.step,
-                    "state": state,
-                    "age": round(now - since, 1),
-                }
+                dict(run_dir=each.run_dir, run_id=each.spec.run_id, step=each.spec.step, state=state, age=round(now - since, 1))
                 for each, state, since in payloads
             ],
             "served": queue.served,
@@ -478,7 +463,7 @@ class Supervisor(RayListener):
             "ray_version": cluster.get("ray_version"),
             "address": cluster.get("ray_address"),
             "dashboard_url": cluster.get("dashboard_url"),
-            "leaks": list(self._leaks.found),
+            "leaks": [] if self.cluster is None else list(self.cluster.leaks),
             "time_left": self.time_left(),
         }
 
@@ -527,38 +512,10 @@ class Supervisor(RayListener):
 
     # ---- Processes
 
-    def guarded_pids(self) -> List[int]:
-        """Process ids of Ray on this node, for clusters with a memory guard: it may kill Ray workers below these processes."""
-        return [cluster.pid for cluster in self._clusters if cluster.spec.memory_guard and cluster.pid is not None]
-
     def _driver_pids(self) -> List[int]:
         return [payload.pid for payload in self._running if payload.pid is not None]
 
     def _foreign_pids(self, payload: Payload) -> List[int]:
-        """Process ids on this node that, with all their descendants, do not belong to this payload."""
-        own = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
-        clusters = [cluster.pid for cluster in self._clusters if cluster is not own and cluster.pid is not None]
-        drivers = [pid for pid in self._driver_pids() if pid != payload.pid]
+        """Process ids of other payloads, of preload processes and of simulated nodes; these and all below are not this one's."""
         preloading = [] if self._preload_server is None else self._preload_server.pids()
-        return [*drivers, *preloading, *clusters, *self.workers.pids]
-
-
-@dataclass(eq=False)
-class _FreshListener(RayListener):
-    """Starts a payload once its own Ray cluster is up; ends the payload if the cluster fails."""
-
-    payload: Payload
-    start: Callable[[Payload, Optional[RayCluster]], None]
-    cluster: Optional[RayCluster] = None
-
-    def on_ready(self) -> None:
-        if not self.payload.ended:
-            self.payload.safely(lambda: self.start(self.payload, self.cluster))
-
-    def on_failed(self, error: ClusterError) -> None:
-        for name, text in self.cluster.log_tails().items() if self.cluster is not None else ():
-            self.payload.tail(name, text)
-        self.payload.end_early(End(error.reason, str(error)), _LOST_GRACE)
-
-    def on_phase(self, phase: str, message: str) -> None:
-        self.payload.phase(phase, message)
+        return [*(pid for pid in self._driver_pids() if pid != payload.pid), *preloading, *self.workers.pids]

@@ -81,7 +81,7 @@ class TimeLimit:
             self.unknown("squeue cannot be run (%s)" % error.strerror)
 
     def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
-        """Make a call `before` seconds ahead of the known limit, with the seconds left.
+        """Call `call` with the seconds left, `before` seconds ahead of the limit; at once if that is past, never without a limit.
 
         squeue is asked just before, because an administrator may have moved the limit. Without an answer the last one counts.
         """

@@ -1,26 +1,23 @@
-"""Sweep the base directory on a cluster: remove what was not used for long, by names of our own form."""
+"""The base directory on a cluster: find and install bundles and the runtime, and remove what was not used for long."""
 
 import contextlib
+import grp
 import json
 import os
+import pwd
 import re
+import stat
 import time
 
-from . import delivery
+from . import files, processes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SWEPT = ".swept"
-"""File in the base directory that each sweep touches, so that its age tells when the last sweep was."""
-BOOKMARK = ".followed"
-"""Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster."""
-_LOCK = ".sweeping"
-_LOCK_EXPIRES = 15 * 60.0
-"""Seconds after which a lock directory was left by a killed process, so that another process may sweep."""
-_LEFTOVER = 86400.0
-"""Seconds after which a file or directory with a temporary name was left by a killed process."""
+SWEPT = ".swept"  # File in the base directory that each sweep touches first, so that its age tells when the last sweep began.
+BOOKMARK = ".followed"  # Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster.
+_LEFTOVER = 86400.0  # Seconds after which a file or directory with a temporary name was left by a killed process.
 _RUN = "[A-Za-z0-9_.-]+-[0-9a-f]{12}"
 _USED = re.compile(rb"(?:bundles|files|prefixes|runtime)/[A-Za-z0-9_.-]+")
 _NAMED = (
@@ -29,30 +26,116 @@ _NAMED = (
     ("prefixes", "[0-9a-f]{32}-[0-9a-f]{8}"),
     ("runtime", r"runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\.pyz"),
 )
+_OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions")
+
+
+def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
+    """Which of some paths below the base directory exist.
+
+    Returns the name of another user who owns one of our directories, or ""; one of them that everybody may write to, or ""; the
+    group that may change the base directory, or ""; and the paths that exist.
+
+    The paths are touched, because the sweep keeps recently touched files. Names are predictable, so on a shared file system
+    another user could place a runtime there. Therefore only files of this user count, in directories that this user owns and
+    that are not world-writable. Our own directories are closed to the group, because project file systems open them by umask or
+    default ACL. The base directory may hold more than our files.
+    """
+    user, group, found = os.geteuid(), "", []
+    for name in ("", *_OURS):
+        path = os.path.join(base, name)
+        try:
+            status = os.stat(path)
+        except OSError:
+            if name:
+                continue
+            return "", "", "", []
+        if status.st_uid != user:
+            return _name(pwd.getpwuid, status.st_uid), "", "", []
+        if status.st_mode & stat.S_IWOTH:
+            return "", os.path.normpath(path), "", []
+        if name and status.st_mode & stat.S_IWGRP:
+            with contextlib.suppress(OSError):
+                os.chmod(path, 0o700)
+        elif status.st_mode & (stat.S_IWGRP | stat.S_ISVTX) == stat.S_IWGRP:
+            group = _name(grp.getgrgid, status.st_gid)
+    for place in places:
+        with contextlib.suppress(OSError):
+            path = os.path.join(base, place)
+            os.utime(path)
+            if os.stat(path).st_uid == user:
+                found.append(place)
+    return "", "", "" if group == _name(pwd.getpwuid, user) else group, found
+
+
+def _name(entry: "object", number: int) -> str:
+    try:
+        return str(entry(number)[0])  # type: ignore[operator]
+    except KeyError:
+        return str(number)
+
+
+def install(directory: str, name: str, archive: str, data: bytes) -> None:
+    """Make the directory `name` in a directory from `data`, or from the archive of this name there, which is removed.
+
+    The name tells the content. If the directory is there already, by this user, that is fine.
+    """
+    make_private(directory)
+    target, uploaded = os.path.join(directory, name), os.path.join(directory, archive) if archive else ""
+    work = files.temporary_name(target)
+    try:
+        if _is_ours(target):
+            return
+        os.mkdir(work, 0o700)
+        script = 'unset TAR_OPTIONS; umask 077; exec tar -x -z -m --no-same-owner -C "$1" -f "$2"'
+        code, _, error = processes.run(["sh", "-c", script, "sh", work, uploaded or "-"], data)
+        if code:
+            raise OSError(error.decode("utf-8", "replace")[-500:].strip() or "tar ended with exit code {}".format(code))
+        os.chmod(work, 0o500)
+        try:
+            os.rename(work, target)
+        except OSError:
+            if not _is_ours(target):  # Otherwise another process was faster.
+                raise
+    finally:
+        remove(work)
+        if uploaded:
+            files.remove(uploaded)
+
+
+def _is_ours(path: str) -> bool:
+    return os.path.isdir(path) and os.stat(path).st_uid == os.geteuid()
+
+
+def make_private(directory: str) -> None:
+    """Make a directory that only this user can enter, or close one to all others."""
+    files.make_dir(directory)
+    os.chmod(directory, 0o700)
+
+
+def install_file(directory: str, name: str, data: bytes) -> None:
+    """Make a read-only file."""
+    make_private(directory)
+    files.write(os.path.join(directory, name), data, 0o400)
+
+
+def remove(path: str) -> None:
+    """Remove a file, or a directory with everything in it, also if parts of it are read-only."""
+    for parent, _, _ in os.walk(path):
+        with contextlib.suppress(OSError):
+            os.chmod(parent, 0o700)
+    files.remove(path)
 
 
 def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> "list[str]":
-    """Sweep unless another process does, or did less than `every` seconds ago; returns the removed paths.
+    """Sweep unless a process on any machine began to less than `every` seconds ago; returns the removed paths.
 
     Files not used for `age` seconds are removed. `jobs` are the ids of jobs that Slurm knows; None if it does not answer.
     """
-    lock, swept = os.path.join(base, _LOCK), os.path.join(base, SWEPT)
+    swept = os.path.join(base, SWEPT)
     if not os.path.isdir(base) or (_is_recent(swept, every) and not _is_recent(swept, -every)):
         return []  # A time in the future is that of a clock which was wrong once.
-    if every and os.path.isdir(lock) and not _is_recent(lock, _LOCK_EXPIRES):
-        os.rmdir(lock)
-    try:
-        if every:
-            os.mkdir(lock, 0o700)
-    except FileExistsError:
-        return []
-    try:
-        removed = _Sweep(base, age, jobs).run()
-        os.close(os.open(swept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-        return removed
-    finally:
-        if every:
-            os.rmdir(lock)
+    os.close(os.open(swept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+    return _Sweep(base, age, jobs).run()
 
 
 def sweep_runs(base: str, age: float) -> "list[str]":
@@ -117,10 +200,9 @@ class _Sweep:
                 self._remove("environments", name)
         sessions = [os.path.join("sessions", name) for name in self._names("sessions", _RUN, directory=True)]
         for place in ["bundles", "files", "prefixes", "runtime", "environments", "queue", "runs", "sessions", *sessions]:
-            for name in self._names(place, r"\.rs-[0-9a-f]{16}\.[a-z]+|claim-[0-9]+"):
+            for name in self._names(place, r"\.rs-[0-9a-f]{16}\.[a-z]+"):
                 with contextlib.suppress(OSError):
-                    age = time.time() - os.lstat(self._path(place, name)).st_ctime
-                    if age > _LEFTOVER and (place == "queue" or name.startswith(".rs-")):
+                    if time.time() - os.lstat(self._path(place, name)).st_ctime > _LEFTOVER:
                         self._remove(place, name)
         return self._removed
 
@@ -196,6 +278,6 @@ class _Sweep:
         """Remove a file or directory, which may have another name now."""
         path = self._path(place, now or name)
         with contextlib.suppress(OSError):
-            delivery.remove(path)
+            remove(path)
         if not os.path.lexists(path):
             self._removed.append(os.path.join(place, name))

@@ -1,0 +1,146 @@
+"""What a payload leaves: the usage on all its nodes, and the output files for Dagster."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import stat
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Union
+
+from ..node.usage import UsageSampler, merge_usage
+from ..node.worker_nodes import WorkerNodes
+from ..protocol.record import Record
+
+# Most sentences in `left_out`; the `end` record must fit into a fixed amount of reserved disk space.
+_MAX_SENTENCES = 50
+# Usage is recorded again when the elapsed time or the peak memory has grown by such a factor; a long run has some hundred
+# usage records.
+_TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05
+
+
+@dataclass(eq=False)
+class UsageMeasurement:
+    """Measures the usage of a payload on this node and on the worker nodes, from its construction to `finish` or `cancel`."""
+
+    nonce: str
+    sampler: UsageSampler  # That of this node.
+    note: Callable[[Record], None]  # Writes a record of the usage so far; a run leaves its figures even if Slurm kills the job.
+    sampled: Callable[[], None]  # Called after each sample on this node.
+    workers: Optional[WorkerNodes] = None  # The worker nodes of the Ray cluster, which measure usage as well.
+
+    def __post_init__(self) -> None:
+        self._noted = (0.0, 0)
+        self._total: Dict[str, Any] = {}
+        self._announced: Optional[Set[str]] = None
+        self.sampler.sampled = self._sampled
+        self._announce_jobs()
+
+    def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
+        """Take the last figures after the payload's process `pid` has ended, with the kernel's (getrusage(2)).
+
+        Returns whether there are worker nodes; then `done` is called when they have sent theirs, or the time for that is over.
+        """
+        own = self._total = self.sampler.stop(pid, rusage)
+        self._announce_jobs()
+
+        def collected(others: Dict[str, Dict[str, Any]]) -> None:
+            with contextlib.suppress(Exception):  # Malformed figures of a worker node must not fail the payload.
+                self._total = merge_usage({hostname: own, **others})
+            done()
+
+        return self._collect(collected)
+
+    def cancel(self) -> None:
+        """Stop measuring on all nodes."""
+        self.sampler.cancel()
+        self._collect(lambda _: None)
+
+    def current(self) -> Dict[str, Any]:
+        """The usage of all nodes, or of this node alone until the other nodes have sent theirs; empty before the first sample."""
+        usage = self._total or self.sampler.meter.summary()
+        return usage if usage["elapsed"] else {}
+
+    def _sampled(self) -> None:
+        self._announce_jobs()
+        self.sampled()
+        usage = self.sampler.meter.summary()
+        points = usage.pop("points")
+        elapsed, peak = self._noted
+        if points and (usage["elapsed"] > _TIME_GROWTH * elapsed or usage["peak_memory"] > _MEMORY_GROWTH * peak):
+            self._noted = usage["elapsed"], usage["peak_memory"]
+            self.note({"type": "usage", "usage": usage, "memory": points[-1][2]})
+
+    def _announce_jobs(self) -> None:
+        """Have the worker nodes measure usage too, and tell them of new Ray jobs of the payload in a shared Ray cluster."""
+        jobs = None if self.sampler.jobs is None else self.sampler.jobs.job_ids
+        if self.workers is not None and (jobs or set()) != self._announced:
+            self._announced = set(jobs or ())
+            self.workers.measure(self.nonce, None if jobs is None else sorted(jobs))
+
+    def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
+        """Have the worker nodes stop measuring and pass their figures to `done`; returns whether there are worker nodes."""
+        workers, self.workers = self.workers, None
+        if workers is not None:
+            workers.collect(self.nonce, done)
+        return workers is not None
+
+
+@dataclass(eq=False)
+class OutputSearch:
+    """Finds the files that a payload made in its working directory, smallest first; links to inputs are no outputs."""
+
+    work_dir: str
+    patterns: Sequence[str]  # As for `glob.glob`; `**` crosses directories.
+    max_bytes: int
+    # Name and size in bytes of each file for Dagster to fetch.
+    files: List[Dict[str, Union[str, int]]] = field(default_factory=list)
+    # One sentence for each pattern without a match and for each file beyond the limit.
+    left_out: List[str] = field(default_factory=list)
+
+    def run(self) -> Iterator[None]:
+        """Fill `files` and `left_out`; yields between files and directories, so that the caller can pause."""
+        sizes: Dict[str, int] = {}
+        real_work_dir = os.path.realpath(self.work_dir)
+        for pattern in self.patterns:
+            matched = False
+            for path in _expand(self.work_dir, pattern.split("/")):
+                yield
+                with contextlib.suppress(OSError):  # The file was removed meanwhile.
+                    status = os.stat(path)
+                    name = os.path.relpath(path, self.work_dir)
+                    own = os.path.realpath(path) == os.path.join(real_work_dir, name)
+                    if own and stat.S_ISREG(status.st_mode):
+                        sizes[name] = status.st_size
+                        matched = True
+            if not matched:
+                self.left_out.append("no file that the payload made matches %r" % pattern)
+        total = 0
+        for name, size in sorted(sizes.items(), key=lambda item: (item[1], item[0])):
+            if total + size > self.max_bytes:
+                sentence = "%s (%d bytes) exceeds what is left of the limit of %d bytes" % (name, size, self.max_bytes)
+                self.left_out.append(sentence)
+            else:
+                total += size
+                self.files.append({"name": name, "size": size})
+        more = len(self.left_out) - _MAX_SENTENCES
+        if more > 0:
+            self.left_out[_MAX_SENTENCES:] = ["and %d more" % more]
+
+
+def _expand(directory: str, parts: Sequence[str]) -> Iterator[str]:
+    """Paths below a directory that match the parts of a pattern, and every directory that a `**` walks through.
+
+    `glob.iglob` would walk a whole tree before its first match, which may take minutes on a network file system.
+    """
+    if "**" not in parts:
+        yield from glob.iglob(os.path.join(glob.escape(directory), *parts))
+        return
+    position = list(parts).index("**")
+    starts = _expand(directory, parts[:position]) if position else [directory]
+    for start in starts:
+        for path, names, _ in os.walk(start):  # `os.walk` follows no links, and what links lead to is no output.
+            names[:] = [name for name in names if not name.startswith(".")]
+            yield path
+            yield from _expand(path, parts[position + 1 :] or ["*"])
