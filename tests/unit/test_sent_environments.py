@@ -30,7 +30,7 @@ from dagster_rayslurm import (
 )
 from dagster_rayslurm.edge import environment as edge
 from dagster_rayslurm.edge.base_directory import sweep
-from dagster_rayslurm.environments import SentEnvironment, path_on_cluster, resolve_environment, send, uv
+from dagster_rayslurm.environments import SentEnvironment, path_on_cluster, resolve_environment, send, wheels
 from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -88,7 +88,7 @@ class Cluster:
 
     def lock(self, *dependencies: str, more: str = "", requires: str = ">=3.10") -> UvEnvironment:
         environment = self.write(*dependencies, more=more, requires=requires)
-        command = [uv._find_uv()[0], "lock", "--quiet", "--offline"]
+        command = [wheels.find_uv()[0], "lock", "--quiet", "--offline"]
         subprocess.run(command, cwd=self.project, check=True, env={**os.environ, "UV_CACHE_DIR": str(self.base) + "-uv"})
         return environment
 
@@ -110,8 +110,8 @@ class Cluster:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = Cluster(tmp_path)
-    program = uv._find_uv()[0]
-    monkeypatch.setattr(uv, "_uv_piece", lambda *_: send.Piece("0" * 64, "uv", lambda: program))
+    program = wheels.find_uv()[0]
+    monkeypatch.setattr(wheels, "uv_program", lambda *_: send.Piece("0" * 64, "uv", lambda: program))
     found = {
         "machine": MACHINE,
         "glibc": "2.28",
@@ -218,7 +218,7 @@ def test_an_interpreter_is_brought_if_the_cluster_has_none(cluster: Cluster, mon
     """By the documented command line of uv, as its interpreters cannot be fetched in tests."""
     wheel(cluster.index, "left")
     cluster.bare = True
-    environment, real, asked = cluster.lock("left"), uv._uv, []
+    environment, real, asked = cluster.lock("left"), wheels.run_uv, []
     full = ".".join(map(str, sys.version_info[:3]))
 
     def install(program: str, *words: str, directory: str | None = None) -> str:
@@ -230,7 +230,7 @@ def test_an_interpreter_is_brought_if_the_cluster_has_none(cluster: Cluster, mon
         (made / "python3").symlink_to(sys._base_executable)  # type: ignore[attr-defined]
         return ""
 
-    monkeypatch.setattr(uv, "_uv", install)
+    monkeypatch.setattr(wheels, "run_uv", install)
     first = cluster.send(environment)
     assert asked == [f"cpython-{VERSION}-linux-{MACHINE}-gnu"]
     assert says(first, "import left; print(left.version)") == "1.0"
@@ -241,7 +241,7 @@ def test_an_interpreter_is_brought_if_the_cluster_has_none(cluster: Cluster, mon
 def test_a_file_that_is_not_the_one_in_the_lock(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(cluster.index, "left")
     environment = cluster.lock("left")
-    monkeypatch.setattr(uv, "_content", lambda place: iter([b"something else"]))
+    monkeypatch.setattr(wheels, "_content", lambda place: iter([b"something else"]))
     cluster.refuses(environment, "left-1.0-py3-none-any.whl is not the file in the lock: its SHA-256 is")
     assert not [each for each in Path(send.cached("files", "")).rglob("*") if each.is_file()]
 
