@@ -4,7 +4,14 @@ from dagster._core.libraries import DagsterLibraryRegistry
 
 from .compute import ComputeResource
 from .config import ExecutionMode, SessionConfig
-from .environments import CommandEnvironment, InheritedEnvironment, PackedEnvironment, PreDeployedEnvironment, UvEnvironment
+from .environments import (
+    CommandEnvironment,
+    InheritedEnvironment,
+    PackedEnvironment,
+    PixiEnvironment,
+    PreDeployedEnvironment,
+    UvEnvironment,
+)
 from .errors import CompletedRun, RunFailure
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
@@ -24,6 +31,7 @@ __all__ = [
     "InheritedEnvironment",
     "Launcher",
     "PackedEnvironment",
+    "PixiEnvironment",
     "PreDeployedEnvironment",
     "RayLauncher",
     "RunFailure",

@@ -69,6 +69,16 @@ class UvEnvironment(SentEnvironment):
     """A requirements file to install instead of a project's lock file; pinned at its first use."""
 
 
+class PixiEnvironment(SentEnvironment):
+    """An environment made on the cluster from the packages in a lock file of pixi, which this machine fetches and sends."""
+
+    kind: Literal["pixi"] = "pixi"
+    manifest: Annotated[str, plain_text] = "pixi.toml"
+    """The project's manifest on this machine, pixi.toml or pyproject.toml, with pixi.lock beside it."""
+    environment: Annotated[str, plain_text] = "default"
+    """The environment in the manifest. It needs Python 3.10 or newer from conda."""
+
+
 class PackedEnvironment(SentEnvironment):
     """An environment in an archive on this machine: of conda-pack, venv-pack, pixi-pack --create-executable, or pex."""
 
@@ -77,7 +87,9 @@ class PackedEnvironment(SentEnvironment):
     """The archive's path; its content says what wrote it."""
 
 
-Environment = Union[InheritedEnvironment, PreDeployedEnvironment, CommandEnvironment, UvEnvironment, PackedEnvironment]
+Environment = Union[
+    InheritedEnvironment, PreDeployedEnvironment, CommandEnvironment, UvEnvironment, PixiEnvironment, PackedEnvironment
+]
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tarfile
 import zipfile
 
 from ..edge.environment import PREFIX
 from . import PackedEnvironment
-from .send import Piece, Platform, Recipe
+from .send import Piece, Platform, Recipe, digest_of
 
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # First bytes of archives by gzip, bzip2, xz and zstd.
 _HEADER = 65536
@@ -44,7 +43,7 @@ def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
         script, more = _script(path, platform)
         known, digest = _digests.get(path, (None, ""))
         if known != state():
-            now, digest = state(), _digest(path)
+            now, digest = state(), digest_of(path)
             _digests[path] = now, digest
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; name the archive of an environment") from None
@@ -73,11 +72,3 @@ def _script(path: str, platform: Platform) -> tuple[str, list[str]]:
     raise ValueError(
         f"{path} is no archive of conda-pack, venv-pack, pixi-pack --create-executable or pex; pack it with one of them"
     )
-
-
-def _digest(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(2**20):
-            digest.update(data)
-    return digest.hexdigest()

@@ -27,7 +27,15 @@ from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import locked
 from ..upload.bundle import bundle_files
 from ..upload.deliver import install, log_progress, missing, place_of, send_files
-from . import CommandEnvironment, Environment, PreDeployedEnvironment, SentEnvironment, UvEnvironment
+from . import (
+    CommandEnvironment,
+    Environment,
+    PackedEnvironment,
+    PixiEnvironment,
+    PreDeployedEnvironment,
+    SentEnvironment,
+    UvEnvironment,
+)
 
 _FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
 # Seconds for which this machine's cache of a platform is valid; a prefix is made for what was looked at just now.
@@ -131,15 +139,20 @@ def send_environment(connection: Connection, environment: Environment, base: str
 def _recipe(connection: Connection, environment: SentEnvironment, age: float) -> Recipe:
     """The recipe of an environment; raises `ValueError`, whose sentence says what to do, if there can be none."""
     from .packed import packed_recipe
+    from .pixi import pixi_recipe
     from .uv import uv_recipe, wanted_command
 
+    writers: dict[type, Callable[[Any, Platform], Recipe]] = {
+        UvEnvironment: uv_recipe,
+        PixiEnvironment: pixi_recipe,
+        PackedEnvironment: packed_recipe,
+    }
     wanted = wanted_command(environment.python) if isinstance(environment, UvEnvironment) else ""
     platform = _platform(connection, wanted, age)
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:
-        write: Callable[[Any, Platform], Recipe] = uv_recipe if isinstance(environment, UvEnvironment) else packed_recipe
-        known = write(environment, platform)
+        known = writers[type(environment)](environment, platform)
         _recipes[key] = known, known.inputs()
     return known
 
@@ -166,6 +179,15 @@ def cached(*names: str) -> str:
     path = os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "dagster-rayslurm", *names)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     return path
+
+
+def digest_of(path: str) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(2**20):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any) -> None:

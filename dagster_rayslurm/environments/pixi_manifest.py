@@ -1,0 +1,105 @@
+"""The manifest of a pixi project: what it wants in an environment, whether the lock has it, and what it adds to the activation.
+
+https://pixi.sh/latest/reference/pixi_manifest/ describes the tables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tomli
+from packaging.requirements import Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an environment shall have on a platform."""
+
+    conda: list[tuple[str, str]]  # Names, and versions with builds as in a MatchSpec; "" for any.
+    pypi: list[tuple[str, str]]  # Names, and version specifiers; "" for any.
+    variables: dict[str, str]  # These the activation sets, after it has sourced the scripts of the packages.
+    scripts: list[str]  # Paths of scripts that the activation sources at its end.
+
+
+def read_manifest(path: str) -> Mapping[str, Any]:
+    """The tables of a pixi.toml, or of a pyproject.toml with pixi's; raises `ValueError` if there are none."""
+    try:
+        with open(path, "rb") as file:
+            tables = tomli.load(file)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; name the pixi.toml or pyproject.toml of a project") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    if os.path.basename(path) != "pyproject.toml":
+        return tables
+    if "pixi" not in tables.get("tool", {}):
+        raise ValueError(f"{path} has no table tool.pixi; name the manifest of a pixi project")
+    return {**tables["tool"]["pixi"], "pyproject": tables}
+
+
+def wanted(tables: Mapping[str, Any], environment: str, selectors: Iterable[str]) -> Wanted:
+    """What the manifest wants in an environment on the platform of these selectors; `ValueError` if it lacks the environment."""
+    environments = {"default": [], **tables.get("environments", {})}
+    if environment not in environments:
+        raise ValueError(f"the manifest has no environment {environment!r}; it has {', '.join(environments)}")
+    chosen = environments[environment]
+    chosen = chosen if isinstance(chosen, Mapping) else {"features": chosen}
+    names = [*chosen.get("features", []), *([] if chosen.get("no-default-feature") else ["default"])]
+    found = Wanted([], [], {}, [])
+    for name in names:
+        feature = tables if name == "default" else tables.get("feature", {}).get(name, {})
+        for each in (feature, *(feature.get("target", {}).get(selector, {}) for selector in selectors)):
+            for key in ("dependencies", "host-dependencies", "build-dependencies"):
+                found.conda.extend((package.lower(), _conda_version(spec)) for package, spec in each.get(key, {}).items())
+            found.pypi.extend((package, _pypi_version(spec)) for package, spec in each.get("pypi-dependencies", {}).items())
+            activation = each.get("activation", {})
+            # A feature that is named first has the last word.
+            found.variables.update(
+                {key: str(value) for key, value in activation.get("env", {}).items() if key not in found.variables}
+            )
+            found.scripts.extend(activation.get("scripts", []))
+        found.pypi.extend(_pyproject(tables.get("pyproject", {}), name))
+    return found
+
+
+def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
+    """What is wrong if a lock has these versions of PyPI packages, by canonical name; "" if the wanted one is among them."""
+    version = versions.get(canonicalize_name(package))
+    if version is None:
+        return f"lacks {package}"
+    try:
+        fits = not spec or version.startswith("<") or SpecifierSet(spec).contains(version, prereleases=True)
+    except InvalidSpecifier:
+        fits = True  # pixi has locked it, and knows better.
+    return "" if fits else f"has {package} {version} where the manifest wants {spec}"
+
+
+def _conda_version(spec: object) -> str:
+    if isinstance(spec, Mapping):
+        return f"{spec.get('version', '*')} {spec.get('build', '')}".strip()
+    return str(spec)
+
+
+def _pypi_version(spec: object) -> str:
+    version = str(spec.get("version", "")) if isinstance(spec, Mapping) else str(spec)
+    return "" if version == "*" else version
+
+
+def _pyproject(tables: Mapping[str, Any], feature: str) -> Iterable[tuple[str, str]]:
+    """What a pyproject.toml itself wants; its extras and dependency groups are features of the same names."""
+    project = tables.get("project", {})
+    if feature == "default":
+        requirements = project.get("dependencies", [])
+    else:
+        requirements = [
+            *project.get("optional-dependencies", {}).get(feature, []),
+            *tables.get("dependency-groups", {}).get(feature, []),
+        ]
+    for each in map(Requirement, filter(lambda text: isinstance(text, str), requirements)):
+        if each.marker is None:
+            yield each.name, str(each.specifier)
