@@ -20,7 +20,12 @@ async def _install(archives: list[str], prefix: str, cache: Path) -> None:
     from rattler import install
     from rattler.repo_data import RepoDataRecord
 
-    records = [await RepoDataRecord.from_package_archive(each) for each in archives]
+    records = []
+    for archive in archives:
+        try:
+            records.append(await RepoDataRecord.from_package_archive(archive))
+        except Exception as error:  # noqa: BLE001 py-rattler has many kinds, and no base class of them
+            raise ValueError(f"{archive} cannot be read: {str(error).splitlines()[0]}") from None
     # As pixi does without `run-post-link-scripts = "insecure"`.
     await install(records, prefix, cache_dir=cache, execute_link_scripts=False, show_progress=False)
 

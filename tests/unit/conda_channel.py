@@ -57,6 +57,7 @@ def package(
     links: Mapping[str, str] = {},
     executable: Sequence[str] = (),
     placeholders: Mapping[str, str] = {},
+    placeholder: str = PLACEHOLDER,
     depends: Sequence[str] = (),
     noarch: str = "",
     entry_points: Sequence[str] = (),
@@ -85,7 +86,7 @@ def package(
         contents[path] = content
         entry = {"_path": path, "path_type": "hardlink", "sha256": _digest(content), "size_in_bytes": len(content)}
         if path in placeholders:
-            entry.update(prefix_placeholder=PLACEHOLDER, file_mode=placeholders[path])
+            entry.update(prefix_placeholder=placeholder, file_mode=placeholders[path])
         paths.append(entry)
     paths += [{"_path": path, "path_type": "softlink", "sha256": _digest(b""), "size_in_bytes": 0} for path in links]
     about = {"info/index.json": index, "info/paths.json": {"paths_version": 1, "paths": paths}, "info/about.json": {}}

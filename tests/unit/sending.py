@@ -18,6 +18,8 @@ from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.upload import deliver
 
+from .conda_channel import Package, interpreter
+
 MACHINE = os.uname().machine
 LOG = logging.getLogger(__name__)
 
@@ -29,7 +31,8 @@ def wheel(index: Path, name: str, version: str = "1.0", tag: str = "py3-none-any
         archive.writestr(f"{name}.py", f"version = {version!r}\n")
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: {tag}\n")
-        archive.writestr(f"{info}/RECORD", "")
+        names = f"{name}.py", *(f"{info}/{file}" for file in ("METADATA", "WHEEL", "RECORD"))
+        archive.writestr(f"{info}/RECORD", "".join(f"{each},,\n" for each in names))
     return path
 
 
@@ -68,6 +71,12 @@ class Cluster:
             self.send(environment)
         assert "\n" not in str(error.value)
         assert not list(self.base.glob("prefixes/[0-9a-f]*"))
+
+
+@pytest.fixture(scope="session")
+def conda_python(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The Python that runs the tests, as a conda package."""
+    return interpreter(tmp_path_factory.mktemp("channel"), depends=["libx >=1", "__glibc >=2.17,<3.0.a0"])
 
 
 @pytest.fixture

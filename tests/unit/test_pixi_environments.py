@@ -16,7 +16,7 @@ from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.environments.pixi import pixi_recipe
 from dagster_rayslurm.ssh.local import LocalConnection
 
-from .conda_channel import PLACEHOLDER, SUBDIR, VERSION, Package, interpreter, lock_text, package, pypi
+from .conda_channel import PLACEHOLDER, SUBDIR, VERSION, Package, lock_text, package, pypi
 from .sending import MACHINE, Cluster, says, wheel
 
 rattler = pytest.importorskip("rattler")
@@ -25,13 +25,13 @@ PLATFORM = send.Platform("here", MACHINE, (2, 28), ())
 
 
 @pytest.fixture(scope="module")
-def channel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Package]:
+def channel(tmp_path_factory: pytest.TempPathFactory, conda_python: Package) -> dict[str, Package]:
     """Packages by name; `python` is an interpreter, and depends on one in the old format."""
     path = tmp_path_factory.mktemp("channel")
     binary = b"\x7fELF\0" + f"{PLACEHOLDER}/share:{PLACEHOLDER}/etc".encode() + b"\0end"
     made = [
         package(path, "libx", files={"lib/libx.data": binary}, placeholders={"lib/libx.data": "binary"}, old=True),
-        interpreter(path, depends=["libx >=1", "__glibc >=2.17,<3.0.a0"]),
+        conda_python,
         package(
             path,
             "native",
@@ -140,9 +140,10 @@ def test_an_environment_with_its_interpreter(cluster: Cluster, project: Project,
 
     cluster.sent = []
     assert cluster.send(environment) == first and cluster.sent == []
-    newer = package(project.path, "other-tool", files={"site-packages/tool.py": "version = '2.0'"}, noarch="python")
-    second = cluster.send(project.write([*packages[:3], newer, packages[-1]], MANIFEST))
-    assert cluster.sent == ["other-tool-1.0-0.conda"] and second != first
+    newer = package(project.path, "tool", "2.0", {"site-packages/tool.py": "version = '2.0'"}, noarch="python")
+    second = cluster.send(project.write([*packages[:3], newer, packages[-1]], MANIFEST.replace('other_tool = "*"', "")))
+    assert cluster.sent == ["tool-2.0-0.conda"]
+    assert [says(each, "import tool; print(tool.version)") for each in (first, second)] == ["1.0", "2.0"]
 
 
 @pytest.mark.parametrize("version", [5, 7])
@@ -243,4 +244,10 @@ def test_a_package_that_is_not_the_one_in_the_lock(project: Project, channel: di
     archive.write_bytes(archive.read_bytes()[:-100])
     record = {**half.record, "sha256": send.digest_of(str(archive))}
     environment = project.write([channel["libx"], channel["python"], replace(half, record=record)])
-    cluster.refuses(environment, "it cannot be made in .*/base on this machine: .*half-1.0-0")
+    cluster.refuses(environment, "it cannot be made in .*/base on this machine: .*/half-1.0-0.conda cannot be read: invalid zip")
+
+
+def test_a_package_for_a_shorter_prefix(project: Project, channel: dict[str, Package], cluster: Cluster) -> None:
+    short = package(project.path, "short", files={"x": b"\0/x/lib\0"}, placeholders={"x": "binary"}, placeholder="/x")
+    environment = project.write([channel["libx"], channel["python"], short])
+    cluster.refuses(environment, "it cannot be made in .*/base on this machine: .*short")
