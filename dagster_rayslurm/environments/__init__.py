@@ -14,6 +14,9 @@ from ..config import StrictConfig, check_text, checked, plain_text
 from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
 
+# What `activate.sh` of a `CommandEnvironment` writes before the command that failed, after what the command wrote.
+COMMAND_FAILED = "rayslurm: this command failed: "
+
 
 def _lines(commands: object) -> object:
     """The commands of an environment; raises `ValueError` if there is none, or one is not a line of text."""

@@ -27,7 +27,7 @@ from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import locked
 from ..upload.bundle import bundle_files
 from ..upload.deliver import install, log_progress, missing, place_of, send_files
-from . import CommandEnvironment, Environment, PreDeployedEnvironment, SentEnvironment, UvEnvironment
+from . import COMMAND_FAILED, CommandEnvironment, Environment, PreDeployedEnvironment, SentEnvironment, UvEnvironment
 
 _FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
 # Seconds for which this machine's cache of a platform is valid; a prefix is made for what was looked at just now.
@@ -195,11 +195,11 @@ def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any
 
 # ---- Commands
 
-_ACTIVATE = """\
+_ACTIVATE = f"""\
 # As a login shell does (bash(1)).
 [ ! -r /etc/profile ] || . /etc/profile
-for _rayslurm in ~/.bash_profile ~/.bash_login ~/.profile; do [ ! -r "$_rayslurm" ] || { . "$_rayslurm"; break; }; done
-_rayslurm() { _rayslurm=$?; printf 'this command failed: %s\\n' "$1" >&2; return $_rayslurm; }
+for _rayslurm in ~/.bash_profile ~/.bash_login ~/.profile; do [ ! -r "$_rayslurm" ] || {{ . "$_rayslurm"; break; }}; done
+_rayslurm() {{ _rayslurm=$?; printf '{COMMAND_FAILED}%s\\n' "$1" >&2; return $_rayslurm; }}
 """
 
 

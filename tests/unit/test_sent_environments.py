@@ -315,7 +315,7 @@ def test_commands_run_as_in_a_login_shell(cluster: Cluster, tmp_path: Path, monk
     start = found.start("-c", "import os; print(os.environ['STUDY'], os.environ['greeting'])")
     assert subprocess.run(start, capture_output=True, text=True, check=True).stdout.strip() == "1 it's me"
     failing = cluster.send(CommandEnvironment(commands=["module load other", "export UNSEEN=1"]))
-    with pytest.raises(StartError, match="failed with exit code 1: this command failed: module load other"):
+    with pytest.raises(StartError, match="the command `module load other` of the environment failed with exit code 1"):
         check_environment_on(LocalConnection(), PreDeployedEnvironment(path=failing), *arguments)
 
 
