@@ -1,7 +1,6 @@
 """Environments that are sent to the stack, where nothing is prepared for them, and those of its modules."""
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
