@@ -80,6 +80,7 @@ class JobBackend(ClusterBackend):
     # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
     make_way: Callable[[Connection, str, Any], MakeWay] | None = None
     cadence: Cadence = _CADENCE
+    detect_platform: bool = True  # Whether environments are made for the compute nodes' platform, or for the edge node's.
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
         """Deliver a plan's files to the cluster; returns them, the Python that runs the plan, and the path of the runtime."""
@@ -122,7 +123,8 @@ class JobBackend(ClusterBackend):
 
     def interpreter_for(self, plan: Plan, step: Step) -> Interpreter:
         """Returns the Python of the environment, which is sent if need be, after a check that this Python can run the plan."""
-        environment = send_environment(self.connection, self.environment, str(self.layout.base), step.log)
+        queues = [each.queue for each in self.components] or [self.queue] if self.detect_platform else []
+        environment = send_environment(self.connection, self.environment, str(self.layout.base), step.log, queues)
         return check_environment_on(self.connection, environment, plan.ray, plan.uses_pipes, str(self.layout.environments))
 
 

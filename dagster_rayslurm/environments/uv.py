@@ -26,7 +26,8 @@ from ..edge.environment import PREFIX
 from ..ssh.local import locked
 from ..upload.bundle import bundle_directory
 from . import UvEnvironment
-from .send import Piece, Platform, Python, Recipe, cached
+from .platforms import Platform, Python, cached
+from .send import Piece, Recipe
 
 _EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
 _VERSION = re.compile(r"\d+(\.\d+)*")
@@ -93,7 +94,7 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
         stamps = [each and (each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
         return stamps, [bundle_directory(directory).name for directory in directories]
 
-    return Recipe(commands, state)
+    return Recipe(commands, state, platform.runner(None if brought else python))
 
 
 # ---- The lock
@@ -204,7 +205,7 @@ def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tu
     fitting = [each for each in fitting if each.version[: len(parts)] == parts]
     own = sys.version_info[:2]
     if fitting:
-        return max(fitting, key=lambda each: (each.version[:2] == own, each.version)), None
+        return max(fitting, key=lambda each: (not platform.runner(each), each.version[:2] == own, each.version)), None
     there = ", ".join(f"{each.path} ({'.'.join(map(str, each.version))})" for each in platform.pythons) or "none"
     needs = " ".join(str(each) for each in ("Python", wanted, allowed) if each)
     lacks = f"{platform.place} lacks {needs}, its PATH has {there}"

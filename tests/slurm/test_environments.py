@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import pytest
 import ray
 
 from dagster_rayslurm import CommandEnvironment, ComputeResource, UvEnvironment
-from dagster_rayslurm.environments import send, uv
+from dagster_rayslurm.environments import platforms, send, uv
 
 from ..conftest import pipes_script, run_asset, small_ray
+from ..stack.access import Stack
 from ..unit.test_sent_environments import BACKEND
 from .fixtures import Site
 
@@ -120,3 +121,66 @@ def test_modules_that_a_site_has(slurm_compute: Callable[..., ComputeResource], 
     assert " the command `module load nothing-of-the-kind` of the environment failed with exit code 1: " in said, said
     assert "\n" not in said and "nothing-of-the-kind" in said.rpartition("exit code 1: ")[2], said
     assert not site.jobs()
+
+
+@pytest.fixture
+def python_of_the_nodes(stack: Stack) -> Iterator[str]:
+    """A Python that the edge node lacks."""
+    copy = (
+        'real=$(readlink -f /usr/bin/python3); mkdir -p "$1/bin" "$1/lib"; cp "$real" "$1/bin/python3"; '
+        'cp -r "/usr/lib/${real##*/}" "$1/lib/"'
+    )
+    for node in ("c1", "c2"):
+        stack.exec(node, ["sh", "-c", copy, "sh", "/opt/only"])
+    yield "/opt/only/bin/python3"
+    for node in ("c1", "c2"):
+        stack.exec(node, ["rm", "-rf", "/opt/only"])
+
+
+def test_it_is_made_for_the_compute_nodes(
+    slurm_compute: Callable[..., ComputeResource],
+    site: Site,
+    script: Any,
+    tmp_path: Path,
+    cache: Path,
+    python_of_the_nodes: str,
+    capfd: Any,
+) -> None:
+    """With a Python that only they have: the environment is made and looked at there."""
+    environment = project(tmp_path / "study", "dagster-pipes").model_copy(update={"python": python_of_the_nodes})
+    compute = slurm_compute(pre_deployed_env_path=None, environment=environment)
+    payload = script(pipes_script("import sys; pipes.report_asset_materialization(metadata={'base': sys.base_prefix})"))
+    ran = run_asset(compute, payload)
+    assert not ran.failures, ran.failures
+    assert ran.metadata["base"] == "/opt/only"
+    said = capfd.readouterr().err
+    assert "it is made on a compute node" in said
+
+    of_the_edge = slurm_compute(pre_deployed_env_path=None, environment=environment, auto_detect_platform=False)
+    failure = run_asset(of_the_edge, payload).failure
+    assert f"lacks Python {python_of_the_nodes} " in (failure.description or ""), failure.description
+    elsewhere = run_asset(
+        slurm_compute({"partition": "gpu"}, pre_deployed_env_path=None, environment=environment), payload
+    ).failure
+    assert f"partition gpu of {site.connection.place} lacks Python" in (elsewhere.description or ""), elsewhere.description
+    assert not site.jobs()
+
+
+def test_nodes_that_are_busy(
+    slurm_compute: Callable[..., ComputeResource],
+    site: Site,
+    script: Any,
+    tmp_path: Path,
+    cache: Path,
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for them: the environment is for the platform of the edge node then, and the log says so."""
+    monkeypatch.setattr(platforms, "_PATIENCE", 1)
+    site.sh("sbatch --quiet --partition=compute --nodes=2 --exclusive --time=1 --output=/dev/null --wrap='sleep 6'")
+    ran = run_asset(
+        slurm_compute(pre_deployed_env_path=None, environment=project(tmp_path / "study", "dagster-pipes")),
+        script(pipes_script("import helper")),
+    )
+    assert not ran.failures, ran.failures
+    assert "it is made for the platform of the edge node, as that of partition compute" in capfd.readouterr().err
