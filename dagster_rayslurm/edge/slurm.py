@@ -196,7 +196,7 @@ def _times(answer: bytes) -> "tuple[float, float]":
 
 
 def _claim(directory: str, at: float, interval: float) -> bool:
-    """Whether this process makes the next query. The name of a file says when the last one was made.
+    """Claim the next query; returns whether this process has got it. The name of a file says when the last one was made.
 
     Only one process can rename that file, on NFS too, and so there is one query in each interval of the cluster's clock.
     """

@@ -33,12 +33,14 @@ class InheritedEnvironment(StrictConfig):
     """The Python that runs Dagster, for local mode or when Dagster runs on the cluster's shared file system."""
 
     kind: Literal["inherited"] = "inherited"
+    """Tells the environments apart in configuration."""
 
 
 class PreDeployedEnvironment(StrictConfig):
     """An environment that is already installed where the payload runs."""
 
     kind: Literal["pre-deployed"] = "pre-deployed"
+    """Tells the environments apart in configuration."""
     path: Annotated[str, plain_text]
     """A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."""
 

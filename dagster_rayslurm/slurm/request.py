@@ -395,7 +395,7 @@ def parse_exit(data: bytes, job_id: int) -> int | None:
 
 
 def _component_options(request: JobRequest) -> Iterator[str]:
-    """The options of a job or of one component; each component repeats all of them, as sbatch forgets most of them."""
+    """The options of a job or of one component; sbatch does not pass most of them on to further components."""
     yield "--ntasks-per-node=1"
     for each in SBATCH_FIELDS:
         value = getattr(request.queue, each.name)

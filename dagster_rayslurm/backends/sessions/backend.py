@@ -37,7 +37,7 @@ from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.local import connection_to
 from .. import batch
-from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files
+from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files, write_cancel_request
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from ..slurm_job import SlurmJob
@@ -180,6 +180,9 @@ class SessionBackend(batch.ClusterBackend):
             return None
 
         return reattachable_job(self.connection, run_dir, plan.payload.nonce, request, job_of, step.log) is not None
+
+    def end_abandoned(self, run_dir: str, _: float) -> None:
+        write_cancel_request(self.connection, run_dir, now=False)
 
     def example(self, plan: Plan) -> str:
         required = self.default if self.misfit(plan) is None else self.own(plan)
