@@ -39,7 +39,7 @@ test: install  ## lint, types, and the tests that need nothing but Python
 	@$(MAKE) --no-print-directory --jobs=2 lint test-local
 
 test-local: install
-	@$(PYTEST) -m "not stack and not thorough"
+	@$(PYTEST) -m "not stack and not core and not thorough"
 
 test-stack: stack-up  ## the core of the tests on the Slurm stack, which needs Docker
 	@CI=true $(PYTEST) -m core

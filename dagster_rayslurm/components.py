@@ -134,7 +134,10 @@ def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tupl
 
 
 def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
-    """The components of the spanning topology in the job's order, with complete launchers; empty if there are none."""
+    """The components of a job with one Ray cluster across all of them (topology "spanning"), in the job's order.
+
+    Fields that a component's launcher leaves unset come from `launcher`. Empty if there are no components.
+    """
     if not components:
         return ()
     return merge_launchers(launcher, arrange(components, launcher.component_id if isinstance(launcher, RayLauncher) else None))

@@ -42,7 +42,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
-        """Called when Dagster resolves nested resources; in local mode variables that only Slurm needs may be unset."""
+        """Called when Dagster resolves nested resources; in local mode, variables for Slurm may be unset."""
         mode = (context.resource_config or {}).get("mode", self.mode)
         if mode == ExecutionMode.LOCAL:
             yield self

@@ -48,7 +48,8 @@ class ComputeFields(StrictResource):
     """Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode ignores a path
     that does not exist on this machine."""
     auto_detect_platform: bool = True
-    """Accepted and ignored: environments are always made for the platform of the cluster."""
+    """Make environments that are sent for the platform of the compute nodes: Slurm runs a command of a second on one of them, at
+    most once a day. If False, they are made for the platform of the edge node."""
     data_dir: Annotated[Optional[str], plain_text] = None
     """Shared directory of payloads, in RAYSLURM_DATA_DIR; None for `data` below the base directory there."""
     local_resources: Annotated[str, choice("simulate", "strict")] = "simulate"

@@ -406,7 +406,7 @@ class SessionConfig(StrictConfig):
     time_limit: Annotated[Optional[str], slurm_time] = None
     """Time limit of the allocation in Slurm's format; None for the queue's."""
     idle_timeout: Annotated[int, at_least(1, "seconds")] = 600
-    """Seconds without a payload after which the session ends itself."""
+    """Seconds without a payload after which the session ends itself; before its first payload at least 90."""
     yield_when_idle: bool = True
     """On Slurm, end an idle session at once when a job or another session of the same user and remote_base waits for nodes of
     its partition; a session with a payload never ends for that."""

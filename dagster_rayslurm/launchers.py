@@ -75,6 +75,7 @@ class BashLauncher(Launcher):
     """Runs the payload as a plain process."""
 
     kind: Literal["bash"] = "bash"
+    """Tells the launchers apart in configuration."""
     num_cpus: Annotated[Optional[int], at_least(1)] = None
     """CPUs the payload needs; None for what is granted."""
     num_gpus: Annotated[Optional[int], at_least(0)] = None
@@ -123,6 +124,7 @@ class RayLauncher(Launcher):
     """
 
     kind: Literal["ray"] = "ray"
+    """Tells the launchers apart in configuration."""
     num_cpus_per_node: Annotated[Optional[int], at_least(0)] = None
     """CPUs that Ray schedules on each node; None for what is granted."""
     num_gpus_per_node: Annotated[Optional[int], at_least(0)] = None

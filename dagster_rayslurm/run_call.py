@@ -252,11 +252,20 @@ def choose_backend(call: Call) -> Backend:
             queue_timeout=resource.queue_timeout,
             start_timeout=resource.runtime_start_timeout,
             patience=resource.connection_loss_timeout,
+            detect_platform=resource.auto_detect_platform,
         )
     queue = merge(call.slurm.queue, call.queue)
-    timeouts = resource.queue_timeout, resource.connection_loss_timeout
     backend = SeparateBatchBackend if separate else BatchBackend
-    return backend(call.slurm, queue, environment, *timeouts, call.parts, IdleSessions)
+    return backend(
+        slurm=call.slurm,
+        queue=queue,
+        environment=environment,
+        queue_timeout=resource.queue_timeout,
+        patience=resource.connection_loss_timeout,
+        components=call.parts,
+        make_way=IdleSessions,
+        detect_platform=resource.auto_detect_platform,
+    )
 
 
 def _log_origins(call: Call, log: Any) -> None:

@@ -49,11 +49,11 @@ class _Scheduling(LoadScopeScheduling):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Called by pytest after collection: marks tests that use the Slurm stack `stack`, and the most important of them `core`."""
+    """Called by pytest after collection: marks tests that use the Slurm stack `stack`, and those of `make test-stack` `core`."""
     for item in items:
         if "stack" in getattr(item, "fixturenames", ()):
             item.add_marker("stack")
-        if item.get_closest_marker("stack") and is_core(item.nodeid):
+        if is_core(item.nodeid, item.get_closest_marker("stack") is not None):
             item.add_marker("core")
 
 

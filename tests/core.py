@@ -1,6 +1,7 @@
-"""The tests of the Slurm stack that `make test-stack` runs; `make test-all` runs all of them.
+"""The tests that `make test-stack` runs; `make test-all` runs all tests.
 
-Each mode once, each kind of verdict once, and one fault for each component. An entry is a test, or one case of it.
+An entry is a test, or one case of it. `CORE` are tests of the Slurm stack: each mode once, each kind of verdict once, and one
+fault for each component. `SLOW` are tests that need no Slurm, and start several Ray clusters each: `make test` leaves them out.
 """
 
 CORE = {
@@ -97,6 +98,7 @@ CORE = {
         "test_an_environment_without_ray",
         "test_what_the_cluster_does_not_have",
     ),
+    "slurm/test_environments.py": ("test_a_lock_file_is_enough", "test_modules_that_a_site_has[modules]"),
     "slurm/test_hetjob.py": (
         "test_a_component_that_waits_is_named",
         "test_an_admin_cancels_a_component",
@@ -154,12 +156,33 @@ CORE = {
     "stack/test_stack.py": ("test_batch_job", "test_gpus", "test_nodes_partitions_and_version", "test_two_users"),
 }
 
+SLOW = {
+    "local/test_interrupt.py": ("test_cancelling_one_payload_keeps_the_warm_cluster",),
+    "local/test_ray.py": (
+        "test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle",
+        "test_another_footprint_gets_another_session_or_an_error",
+    ),
+    "local/test_scope.py": ("test_a_notebook_outlives_its_runs", "test_the_cluster_lives_as_long_as_the_run[multiprocess]"),
+    "local/test_session_components.py": ("test_payloads_with_other_requirements",),
+    "runtime/test_clusters.py": (
+        "test_a_lost_node_drains_the_session",
+        "test_daemons_of_tasks_end_with_their_payload_on_every_node",
+        "test_the_loss_of_the_head_ends_the_session",
+        "test_two_clusters_at_once_on_the_same_nodes",
+    ),
+    "runtime/test_components.py": (
+        "test_clusters_of_payloads_own_have_the_components_too",
+        "test_one_cluster_across_two_components_of_one_host",
+    ),
+}
 
-def is_core(nodeid: str) -> bool:
-    """Whether `make test-stack` runs a test of the stack.
+
+def is_core(nodeid: str, stack: bool = True) -> bool:
+    """Whether `make test-stack` runs a test, which uses the stack or not.
 
     Args:
         nodeid: as pytest names it, from the root of the repository.
+        stack: whether the test uses the stack.
     """
     path, _, case = nodeid.removeprefix("tests/").partition("::")
-    return any(case == entry or case.partition("[")[0] == entry for entry in CORE.get(path, ()))
+    return any(case == entry or case.partition("[")[0] == entry for entry in (CORE if stack else SLOW).get(path, ()))

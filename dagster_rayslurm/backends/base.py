@@ -137,6 +137,9 @@ class CanReattach(Protocol):
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         """Whether the payload of a run directory runs this plan and has not failed, so that `start` can continue it."""
 
+    def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
+        """End such a payload whose last owner died after it had begun to end the payload; raises StartError or OSError."""
+
 
 # ---- Files
 

@@ -35,7 +35,7 @@ from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
 from ..ssh.local import connection_to
-from .base import Layout, Register, Step, deferred_interrupts, run_files, sweep_remote
+from .base import Layout, Register, Step, deferred_interrupts, run_files, sweep_remote, write_cancel_request
 from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from .payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from .slurm_job import BatchJob, MakeWay, SlurmJob
@@ -80,6 +80,7 @@ class JobBackend(ClusterBackend):
     # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
     make_way: Callable[[Connection, str, Any], MakeWay] | None = None
     cadence: Cadence = _CADENCE
+    detect_platform: bool = True  # Whether environments are made for the compute nodes' platform, or for the edge node's.
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
         """Deliver a plan's files to the cluster; returns them, the Python that runs the plan, and the path of the runtime."""
@@ -122,7 +123,8 @@ class JobBackend(ClusterBackend):
 
     def interpreter_for(self, plan: Plan, step: Step) -> Interpreter:
         """Returns the Python of the environment, which is sent if need be, after a check that this Python can run the plan."""
-        environment = send_environment(self.connection, self.environment, str(self.layout.base), step.log)
+        queues = [each.queue for each in self.components] or [self.queue] if self.detect_platform else []
+        environment = send_environment(self.connection, self.environment, str(self.layout.base), step.log, queues)
         return check_environment_on(self.connection, environment, plan.ray, plan.uses_pipes, str(self.layout.environments))
 
 
@@ -159,6 +161,13 @@ class BatchBackend(JobBackend):
             # An attempt that was killed may not have written the id, without which `submit` would submit again.
             self.connection.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
         return job_id is not None
+
+    def end_abandoned(self, run_dir: str, grace_period: float) -> None:
+        job_id = self.connection.read(os.path.join(run_dir, JOB_ID), 0, 64).decode().strip()
+        write_cancel_request(self.connection, run_dir, now=False)
+        if not wait_until_gone(self.connection, int(job_id), grace_period):
+            sentence = f"Slurm job {job_id} of the attempt before is cancelled, and Slurm has not confirmed its end"
+            raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
 
     def _prepare(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
         """Deliver a plan's files to the cluster; returns them, the request to Slurm, and the files that state the request."""

@@ -106,7 +106,7 @@ class Session:
 )
 @click.pass_context
 def session(context: click.Context, prefix: str, remote_base: str) -> None:
-    """Look at warm sessions: those of this machine, and of the cluster if the environment names its edge node."""
+    """Look at warm sessions: those of this machine, and of the cluster if environment variables name its edge node."""
     context.obj = (context.obj, prefix, remote_base)
 
 
@@ -148,7 +148,7 @@ def show(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def stop(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
-    """End one session with all that it runs, and see that confirmed: ID as for `show`."""
+    """End one session and all its payloads, and wait until the end is confirmed: ID as for `show`."""
     with one_sentence_errors():
         one = _find(ident, _sessions(*source), alive=True)
         name = f"{one.row['key']} on {one.row['place']}"

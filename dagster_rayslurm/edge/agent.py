@@ -101,7 +101,9 @@ def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], 
 
 
 class Sender:
-    """Sends messages of many threads with `write`, which sends all of some bytes. Threads take turns, frame by frame.
+    """Sends messages of several threads over one stream; `write` must send all bytes that it gets, like `socket.sendall`.
+
+    A message is cut into frames. Threads take turns after each frame, so that a large message does not hold up the others.
 
     `broken` is called when a frame could not be sent whole, so that nothing can follow it.
     """

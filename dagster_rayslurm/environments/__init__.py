@@ -14,6 +14,9 @@ from ..config import StrictConfig, check_text, checked, plain_text
 from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
 
+# What `activate.sh` of a `CommandEnvironment` writes before the command that failed, after what the command wrote.
+COMMAND_FAILED = "rayslurm: this command failed: "
+
 
 def _lines(commands: object) -> object:
     """The commands of an environment; raises `ValueError` if there is none, or one is not a line of text."""
@@ -30,12 +33,14 @@ class InheritedEnvironment(StrictConfig):
     """The Python that runs Dagster, for local mode or when Dagster runs on the cluster's shared file system."""
 
     kind: Literal["inherited"] = "inherited"
+    """Tells the environments apart in configuration."""
 
 
 class PreDeployedEnvironment(StrictConfig):
     """An environment that is already installed where the payload runs."""
 
     kind: Literal["pre-deployed"] = "pre-deployed"
+    """Tells the environments apart in configuration."""
     path: Annotated[str, plain_text]
     """A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."""
 

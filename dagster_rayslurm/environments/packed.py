@@ -8,7 +8,8 @@ import zipfile
 
 from ..edge.environment import PREFIX
 from . import PackedEnvironment
-from .send import Piece, Platform, Recipe, digest_of
+from .platforms import Platform, Python
+from .send import Piece, Recipe, digest_of
 
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # First bytes of archives by gzip, bzip2, xz and zstd.
 _HEADER = 65536
@@ -40,35 +41,37 @@ def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
         return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
     try:
-        script, more = _script(path, platform)
+        script, more, python = _script(path, platform)
         known, digest = _digests.get(path, (None, ""))
         if known != state():
             now, digest = state(), digest_of(path)
             _digests[path] = now, digest
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; name the archive of an environment") from None
-    return Recipe([["sh", "-c", script, "sh", Piece(digest, os.path.basename(path), lambda: path), PREFIX, *more]], state)
+    command: list[str | Piece] = ["sh", "-c", script, "sh", Piece(digest, os.path.basename(path), lambda: path), PREFIX, *more]
+    return Recipe([command], state, platform.runner(python))
 
 
-def _script(path: str, platform: Platform) -> tuple[str, list[str]]:
-    """The shell script that unpacks an archive, and its arguments after the archive and the prefix."""
+def _script(path: str, platform: Platform) -> tuple[str, list[str], Python | None]:
+    """The shell script that unpacks an archive, its arguments after the archive and the prefix, and the Python that it needs."""
     with open(path, "rb") as file:
         start = file.read(_HEADER)
     if start.startswith(b"#!") and b"pixi-pack" in start:
-        return _PIXI, []
+        return _PIXI, [], None
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if "PEX-INFO" in archive.namelist():
                 if not platform.pythons:
                     raise ValueError(f"{path} is a PEX file, and {platform.place} has no Python on its PATH to start it")
-                return _PEX, [max(platform.pythons, key=lambda each: each.version).path, _PEX_PROGRAM]
+                python = max(platform.pythons, key=lambda each: each.version)
+                return _PEX, [python.path, _PEX_PROGRAM], python
     elif start.startswith(_COMPRESSED):
-        return _TAR, []
+        return _TAR, [], None
     elif tarfile.is_tarfile(path):
         with tarfile.open(path, "r:") as tar:
             if any(each in tar.getnames() for each in ("pixi-pack.json", "./pixi-pack.json")):
                 raise ValueError(f"{path} needs pixi-unpack, which no cluster has; pack it with pixi-pack --create-executable")
-        return _TAR, []
+        return _TAR, [], None
     raise ValueError(
         f"{path} is no archive of conda-pack, venv-pack, pixi-pack --create-executable or pex; pack it with one of them"
     )

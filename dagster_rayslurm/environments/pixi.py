@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..edge.environment import PREFIX
 from . import PixiEnvironment, install_conda, pixi_manifest, wheels
-from .send import Piece, Platform, Python, Recipe, cached, digest_of
+from .platforms import Platform, Python, cached
+from .send import Piece, Recipe, digest_of
 
 if TYPE_CHECKING:
     from rattler.lock import CondaLockedBinaryPackage, LockedPackage, PypiLockedPackage
@@ -69,7 +70,7 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
     library = f"{PREFIX}/lib/python{python.version[0]}.{python.version[1]}/site-packages"
     compile_all = python.path, "-I", "-m", "compileall", "-qq", "-j", "4", library
     commands.append(["sh", "-c", _COMPILE, "sh", *compile_all])
-    return Recipe(commands, lambda: wheels.state_of([manifest, lock, *scripts], directories))
+    return Recipe(commands, lambda: wheels.state_of([manifest, lock, *scripts], directories), platform.runner(None))
 
 
 # ---- The lock

@@ -7,7 +7,6 @@ that was there before.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -21,13 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..edge import environment as edge
-from ..edge import files
 from ..errors import FailureKind, StartError
+from ..slurm.config import SlurmQueueConfig
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import locked
 from ..upload.bundle import bundle_files
 from ..upload.deliver import install, log_progress, missing, place_of, send_files
 from . import (
+    COMMAND_FAILED,
     CommandEnvironment,
     Environment,
     PackedEnvironment,
@@ -36,34 +36,13 @@ from . import (
     SentEnvironment,
     UvEnvironment,
 )
+from .platforms import FRESH_AGE, PLATFORM_AGE, Platform, look_at
 
 _FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
-# Seconds for which this machine's cache of a platform is valid; a prefix is made for what was looked at just now.
-_PLATFORM_AGE = 86400.0
-_LOOK_TIMEOUT, _MAKE_TIMEOUT = 60.0, 3600.0
+_MAKE_TIMEOUT = 3600.0
 
 # By environment and platform: the last recipe, and the state of its inputs on this machine.
 _recipes: dict[str, tuple[Recipe, object]] = {}
-
-
-@dataclass(frozen=True)
-class Python:
-    """An interpreter on the cluster, outside any virtual environment."""
-
-    path: str
-    version: tuple[int, ...]
-    implementation: str
-    machine: str
-
-
-@dataclass(frozen=True)
-class Platform:
-    """What environments are made for; `glibc` is empty if the cluster has another C library."""
-
-    place: str
-    machine: str
-    glibc: tuple[int, ...]
-    pythons: tuple[Python, ...]
 
 
 @dataclass(frozen=True)
@@ -89,6 +68,8 @@ class Recipe:
 
     commands: Sequence[Sequence[str | Piece]]
     inputs: Callable[[], object]
+    # The command that runs the commands on a compute node, where the edge node cannot (see `Platform.runner`).
+    runner: Sequence[str] = ()
 
     @property
     def pieces(self) -> list[Piece]:
@@ -105,10 +86,13 @@ class Recipe:
         return hashlib.sha256(json.dumps([_FORMAT, self.words("")]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def send_environment(connection: Connection, environment: Environment, base: str, log: Any) -> Environment:
+def send_environment(
+    connection: Connection, environment: Environment, base: str, log: Any, queues: Sequence[SlurmQueueConfig] = ()
+) -> Environment:
     """The environment, with one that is sent replaced by the prefix that it has become on the cluster.
 
-    The prefix is made if it is missing. Any number of processes may ask at the same time: one makes it, the others wait.
+    The prefix is made if it is missing, for the nodes that `queues` ask for, or without queues for the edge node. Any number of
+    processes may ask at the same time: one makes it, the others wait.
 
     Raises:
         StartError: the environment cannot be made; the sentence says what to do.
@@ -123,8 +107,8 @@ def send_environment(connection: Connection, environment: Environment, base: str
     try:
         if isinstance(environment, CommandEnvironment):
             return PreDeployedEnvironment(path=_send_commands(connection, environment, base, warn))
-        for age in (_PLATFORM_AGE, 0.0):
-            recipe = _recipe(connection, environment, age)
+        for age in (PLATFORM_AGE, FRESH_AGE):
+            recipe = _recipe(connection, environment, queues, age, log)
             path = posixpath.join(base, "prefixes", recipe.key)
             if not missing(connection, base, [path], warn):
                 return PreDeployedEnvironment(path=path)
@@ -136,7 +120,9 @@ def send_environment(connection: Connection, environment: Environment, base: str
     return PreDeployedEnvironment(path=path)
 
 
-def _recipe(connection: Connection, environment: SentEnvironment, age: float) -> Recipe:
+def _recipe(
+    connection: Connection, environment: SentEnvironment, queues: Sequence[SlurmQueueConfig], age: float, log: Any
+) -> Recipe:
     """The recipe of an environment; raises `ValueError`, whose sentence says what to do, if there can be none."""
     from .packed import packed_recipe
     from .pixi import pixi_recipe
@@ -148,37 +134,13 @@ def _recipe(connection: Connection, environment: SentEnvironment, age: float) ->
         PackedEnvironment: packed_recipe,
     }
     wanted = wanted_command(environment.python) if isinstance(environment, UvEnvironment) else ""
-    platform = _platform(connection, wanted, age)
+    platform = look_at(connection, wanted, queues, age, log)
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:
         known = writers[type(environment)](environment, platform)
         _recipes[key] = known, known.inputs()
     return known
-
-
-def _platform(connection: Connection, wanted: str, age: float) -> Platform:
-    """The cluster's platform, with the Pythons that a command or path finds; looked at no more than `age` seconds ago."""
-    name = hashlib.sha256(f"{connection.place}\0{wanted}\0{_FORMAT}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    path = cached("platforms", f"{name}.json")
-    found: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        if os.stat(path).st_mtime > time.time() - age:
-            with open(path, encoding="utf-8") as file:
-                found = json.load(file)
-    if not found:
-        found = connection.call(edge.platform, wanted, _LOOK_TIMEOUT, repeat=True, timeout=2 * _LOOK_TIMEOUT)
-        files.write(path, json.dumps(found).encode(), 0o600)
-    pythons = tuple(Python(path, tuple(version), name, machine) for path, version, name, machine in found["pythons"])
-    return Platform(connection.place, found["machine"], tuple(map(int, filter(None, found["glibc"].split(".")))), pythons)
-
-
-def cached(*names: str) -> str:
-    """A path in this machine's cache, whose directory exists."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    path = os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "dagster-rayslurm", *names)
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    return path
 
 
 def digest_of(path: str) -> str:
@@ -200,10 +162,12 @@ def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any
     except (ValueError, OSError) as error:
         raise StartError(FailureKind.ENVIRONMENT, f"environment: {error}") from None
     size = sum(map(os.path.getsize, local.values())) / 2**20
+    if recipe.runner:
+        log.info("[rayslurm] environment: it is made on a compute node, as the edge node lacks its Python or has other CPUs")
     log.info(f"[rayslurm] environment: sending {len(local)} of {len(pieces)} files, {size:.1f} MiB, to {connection.place}")
     try:
         send_files(connection, base, local, log_progress(log))
-        arguments = *posixpath.split(path), recipe.words(base), _MAKE_TIMEOUT
+        arguments = *posixpath.split(path), recipe.words(base), list(recipe.runner), _MAKE_TIMEOUT
         problem = connection.call(edge.make, *arguments, repeat=True, timeout=_MAKE_TIMEOUT * 2)
     except (ConnectionFailed, TimeoutError):
         raise
@@ -217,11 +181,11 @@ def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any
 
 # ---- Commands
 
-_ACTIVATE = """\
+_ACTIVATE = f"""\
 # As a login shell does (bash(1)).
 [ ! -r /etc/profile ] || . /etc/profile
-for _rayslurm in ~/.bash_profile ~/.bash_login ~/.profile; do [ ! -r "$_rayslurm" ] || { . "$_rayslurm"; break; }; done
-_rayslurm() { _rayslurm=$?; printf 'this command failed: %s\\n' "$1" >&2; return $_rayslurm; }
+for _rayslurm in ~/.bash_profile ~/.bash_login ~/.profile; do [ ! -r "$_rayslurm" ] || {{ . "$_rayslurm"; break; }}; done
+_rayslurm() {{ _rayslurm=$?; printf '{COMMAND_FAILED}%s\\n' "$1" >&2; return $_rayslurm; }}
 """
 
 

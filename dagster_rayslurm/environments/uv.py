@@ -19,7 +19,8 @@ import tomli
 from ..edge.environment import PREFIX
 from ..ssh.local import locked
 from . import UvEnvironment, wheels
-from .send import Piece, Platform, Python, Recipe, cached
+from .platforms import Platform, Python, cached
+from .send import Piece, Recipe
 
 _VERSION = re.compile(r"\d+(\.\d+)*")
 
@@ -75,7 +76,7 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
     if files:
         commands.append(wheels.install_command(there, files))
 
-    return Recipe(commands, lambda: wheels.state_of(inputs, directories))
+    return Recipe(commands, lambda: wheels.state_of(inputs, directories), platform.runner(None if brought else python))
 
 
 # ---- The lock
@@ -124,7 +125,7 @@ def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tu
     fitting = [each for each in fitting if each.version[: len(parts)] == parts]
     own = sys.version_info[:2]
     if fitting:
-        return max(fitting, key=lambda each: (each.version[:2] == own, each.version)), None
+        return max(fitting, key=lambda each: (not platform.runner(each), each.version[:2] == own, each.version)), None
     there = ", ".join(f"{each.path} ({'.'.join(map(str, each.version))})" for each in platform.pythons) or "none"
     needs = " ".join(str(each) for each in ("Python", wanted, allowed) if each)
     lacks = f"{platform.place} lacks {needs}, its PATH has {there}"

@@ -21,7 +21,8 @@ import tomli
 from ..edge.environment import PREFIX
 from ..ssh.local import locked
 from ..upload.bundle import bundle_directory
-from .send import Piece, Platform, Python, cached
+from .platforms import Platform, Python, cached
+from .send import Piece
 
 EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
 ISOLATED = ("--no-config", "--offline")

@@ -69,8 +69,12 @@ def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend
     if earlier is not None:
         same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(earlier)))
         later = Ownership(connection, str(runs / earlier), owner_file(step.run_id), history.successor)
-        if backend.can_reattach(same, str(runs / earlier), step) and later.take_over():
-            plan, name, owner, step = same, earlier, later, replace(step, reattached=True)
+        if backend.can_reattach(same, str(runs / earlier), step):
+            if later.take_over():
+                plan, name, owner, step = same, earlier, later, replace(step, reattached=True)
+            else:
+                with contextlib.suppress(FileNotFoundError):  # The run directory was removed, so the payload has ended.
+                    backend.end_abandoned(str(runs / earlier), plan.payload.grace_period)
     bookmark = Bookmark(home.runs / f"{name}{BOOKMARK}")
     state = ReattachState(note=bookmark.note)
     if step.reattached:

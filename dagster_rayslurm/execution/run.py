@@ -328,7 +328,7 @@ def _has_terminal() -> bool:
 
 
 def _mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Make Dagster show a run that Ctrl-C interrupts as canceled (1.13: failed), unless Dagster will resume it."""
+    """Make Dagster show a run that Ctrl-C interrupts as canceled (1.13 would: failed), unless Dagster will resume it."""
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
         context.instance.report_run_canceling(run)

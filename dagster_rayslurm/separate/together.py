@@ -77,14 +77,14 @@ class ReportMerger:
         return refused
 
 
-def merge(reports: Reports) -> list[Message]:
+def merge(reports: Reports) -> list[Any]:
     """Merge what several components report of one asset or check; what a single component reports stays as it is.
 
     A check passed if it passed in all components; else it has the worst severity of those that failed.
     """
     by_component, names, first = dict(reports), [component for component, _ in reports], reports[0][1]
     if len(by_component) == 1:
-        return [dict(params) for _, params in reports]
+        return [params for _, params in reports]
     what = f"asset {first['asset_key']!r}"
     if len(by_component) < len(names):
         what = f"asset check {first['check_name']!r} of {first['asset_key']!r}" if "check_name" in first else what

@@ -236,7 +236,7 @@ class ParamikoTransport:
         return bool(self._transport.is_active())
 
     def settled_alive(self) -> bool:
-        """Whether the login still works, asked after a channel has ended: paramiko ends channels just before the transport."""
+        """Whether the login still works a moment after a channel has ended: paramiko ends channels just before the transport."""
         self._transport.join(_SETTLE)
         return self.alive()
 

@@ -503,6 +503,15 @@ def test_a_node_that_is_signalled_stays_if_the_head_is_ending_too(job: Job, both
 
 
 @pytest.mark.timeout(120)
+def test_a_node_that_is_signalled_before_it_reached_the_head_ends_the_step(job: Job) -> None:
+    """The head may never hear of it, and would go on without the component."""
+    job.start(None, TIDY, components=[ComponentSpec("cpu"), ComponentSpec("gpu")], runtime=["-c", HURRIED], places=(1,))
+    assert wait_until(lambda: "the head's runtime cannot be reached" in job.log(), 60), job.log()
+    job.tasks[0].terminate()
+    assert job.tasks[0].wait(30) == 143 and "the head's goes on" in job.log()
+
+
+@pytest.mark.timeout(120)
 def test_a_start_record_of_another_job_is_refused(job: Job) -> None:
     job.start(RAY, components=[ComponentSpec("cpu")], places=(0,))
     assert job.tasks[0].wait(30) != 0 and "Slurm's step 2" in job.log()

@@ -186,7 +186,7 @@ SERVED = replace(SESSION, served=1)
     [
         (Queue(), None),  # Its only payload has not come yet.
         (replace(Queue(), served=1), (Next.FINISH, 0.0)),
-        (SESSION, (Next.IDLE, 60.0)),
+        (SESSION, (Next.IDLE, 90.0)),  # The session may become visible late.
         (SERVED, (Next.IDLE, 60.0)),
         (SERVED.ended_by(End(EndReason.CANCEL, "x"), 1.0), (Next.FINISH, 0.0)),
         (SESSION.ended_by(End(EndReason.CLUSTER_START, "x"), 1.0), (Next.STOP, 5.0)),

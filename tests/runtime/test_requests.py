@@ -269,6 +269,7 @@ def test_stop_ends_payloads_and_the_session(session: Callable[..., Session]) -> 
 
 def test_an_idle_session_ends(session: Callable[..., Session]) -> None:
     one = session(idle_timeout=1.0)
+    one.run("a", "pass")
     assert one.process.wait(20) == 0
     with pytest.raises(OSError):
         one.ask(op="describe")

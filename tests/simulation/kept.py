@@ -41,6 +41,18 @@ KEPT = [
         (Fault(3.0, "kill_dagster", 5.0), Fault(4.0, "stop_slurmctld", 60.0)),
         {"seconds": 30.0, "lag": 0.0},
     ),
+    Kept(
+        "a retry ran the payload beside one that an attempt had begun to end when it was killed",
+        "slurm",
+        (Fault(60.0, "interrupt"), Fault(60.1, "kill_dagster", 5.0)),
+        {"seconds": 400.0, "lag": 0.0, "starts": True},
+    ),
+    Kept(
+        "a retry submitted a job beside a waiting one that an attempt had begun to cancel when it was killed",
+        "slurm",
+        (Fault(6.0, "interrupt"), Fault(6.05, "kill_dagster", 5.0)),
+        {"seconds": 400.0, "lag": 0.0, "starts": False},
+    ),
 ]
 
 

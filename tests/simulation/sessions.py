@@ -268,8 +268,6 @@ class Sessions(SlurmMode):
 
     def draw(self) -> list[Fault]:
         faults = [fault for fault in super().draw() if fault.kind in KINDS]
-        # A session whose idle timeout is shorter than the time in which its announcement becomes visible serves nobody.
-        self.idle_timeout += 2 * int(self.cluster.edge_view.lag)
         return faults
 
     def patches(self) -> list[Any]:

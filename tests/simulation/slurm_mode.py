@@ -580,9 +580,7 @@ class SlurmMode(History):
     def check(self) -> None:
         last, payload = self.attempts[-1], self.payload
         succeeded = [each for each in self.attempts if each.ended == "success"]
-        # Whoever has begun to end a payload and is killed before that was done leaves the payload running.
-        given_up = any(each.interrupt_sent and each.ended == "killed" for each in self.attempts)
-        if self.overlapped and not given_up:
+        if self.overlapped:
             raise Violation("the payload ran twice at the same time")
         if len(succeeded) > max(1, payload.runs):
             raise Violation("two attempts say that one run of the payload has succeeded")

@@ -10,7 +10,8 @@ import pytest
 import tomli
 
 from dagster_rayslurm import ComputeResource, PixiEnvironment
-from dagster_rayslurm.environments import send, wheels
+from dagster_rayslurm.environments import wheels
+from dagster_rayslurm.environments.platforms import Platform, Python
 
 from ..conftest import pipes_script, run_asset, small_ray
 from ..unit.conda_channel import VERSION, Package, lock_text, package, pypi
@@ -27,11 +28,11 @@ pipes.report_asset_materialization(metadata={"prefix": sys.prefix, "worker": whe
 """)
 
 
-def locked(directory: Path, python: send.Python, glibc: tuple[int, ...]) -> list[Package]:
+def locked(directory: Path, python: Python, glibc: tuple[int, ...]) -> list[Package]:
     """Ray and what it needs, as a lock file of pixi names it."""
     requirements = directory / "requirements.txt"
     requirements.write_text(f"ray[default]=={version('ray')}\ndagster-pipes=={version('dagster-pipes')}\n")
-    platform = send.Platform("the stack", MACHINE, glibc, (python,))
+    platform = Platform("the stack", MACHINE, glibc, (python,), MACHINE)
     text = wheels.compile_requirements(wheels.find_uv()[0], str(requirements), platform, python)
     from packaging.pylock import Pylock
 
@@ -56,7 +57,7 @@ def test_ray_in_an_environment_of_pixi(
     if here > there:
         pytest.skip("the Python that runs the tests needs a newer glibc than the stack has")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    python = send.Python("", tuple(sys.version_info[:3]), "cpython", MACHINE)
+    python = Python("", tuple(sys.version_info[:3]), "cpython", MACHINE)
     (tmp_path / "pixi.toml").write_text('[dependencies]\npython = "*"\n[pypi-dependencies]\nray = "*"\n')
     libx = package(tmp_path, "libx")
     (tmp_path / "pixi.lock").write_text(lock_text([conda_python, libx, *locked(tmp_path, python, there)]))

@@ -41,6 +41,7 @@ class Cluster:
 
     def __init__(self, path: Path) -> None:
         self.bare = False  # Whether it has no Python.
+        self.look: Any = None  # What looks at a platform for real.
         self.base, self.index, self.project, self.sent = path / "base", path / "index", path / "a project", [""]
         for directory in (self.index, self.project):
             directory.mkdir()
@@ -88,9 +89,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = {
         "machine": MACHINE,
         "glibc": "2.28",
+        "cpu": "",
         "pythons": [[sys._base_executable, list(sys.version_info[:3]), "cpython", MACHINE]],
     }  # type: ignore[attr-defined]
-    monkeypatch.setattr(edge, "platform", lambda wanted, timeout: {**found, "pythons": []} if made.bare else found)
+    made.look = edge.platform
+    monkeypatch.setattr(edge, "platform", lambda *_: {**found, "pythons": []} if made.bare else found)
     real = deliver.send_files
 
     def send_files(connection: Any, base: str, files: dict[str, str], progress: Any) -> None:

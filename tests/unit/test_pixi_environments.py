@@ -14,6 +14,7 @@ from dagster_rayslurm import PixiEnvironment
 from dagster_rayslurm.environments import send, wheels
 from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.environments.pixi import pixi_recipe
+from dagster_rayslurm.environments.platforms import Platform
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from .conda_channel import PLACEHOLDER, SUBDIR, VERSION, Package, lock_text, package, pypi
@@ -21,7 +22,7 @@ from .sending import MACHINE, Cluster, says, wheel
 
 rattler = pytest.importorskip("rattler")
 pytest.importorskip("uv")
-PLATFORM = send.Platform("here", MACHINE, (2, 28), ())
+PLATFORM = Platform("here", MACHINE, (2, 28), (), MACHINE)
 
 
 @pytest.fixture(scope="module")

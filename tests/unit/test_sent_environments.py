@@ -27,14 +27,15 @@ from dagster_rayslurm import (
 )
 from dagster_rayslurm.edge import environment as edge
 from dagster_rayslurm.edge.base_directory import sweep
-from dagster_rayslurm.environments import path_on_cluster, resolve_environment, send, wheels
+from dagster_rayslurm.environments import path_on_cluster, platforms, resolve_environment, wheels
 from dagster_rayslurm.environments.check import check_environment_on
+from dagster_rayslurm.environments.platforms import Platform
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import run_asset
 from ..fake_slurm import FakeSlurm
-from .sending import MACHINE, Cluster, says, wheel
+from .sending import LOG, MACHINE, Cluster, says, wheel
 
 pytest.importorskip("uv")
 VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -164,7 +165,7 @@ def test_a_file_that_is_not_the_one_in_the_lock(cluster: Cluster, monkeypatch: p
     environment = cluster.lock("left")
     monkeypatch.setattr(wheels, "_content", lambda place: iter([b"something else"]))
     cluster.refuses(environment, "left-1.0-py3-none-any.whl is not the file in the lock: its SHA-256 is")
-    assert not [each for each in Path(send.cached("files", "")).rglob("*") if each.is_file()]
+    assert not [each for each in Path(platforms.cached("files", "")).rglob("*") if each.is_file()]
 
 
 # -- archives ------------------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_commands_run_as_in_a_login_shell(cluster: Cluster, tmp_path: Path, monk
     start = found.start("-c", "import os; print(os.environ['STUDY'], os.environ['greeting'])")
     assert subprocess.run(start, capture_output=True, text=True, check=True).stdout.strip() == "1 it's me"
     failing = cluster.send(CommandEnvironment(commands=["module load other", "export UNSEEN=1"]))
-    with pytest.raises(StartError, match="failed with exit code 1: this command failed: module load other"):
+    with pytest.raises(StartError, match="the command `module load other` of the environment failed with exit code 1"):
         check_environment_on(LocalConnection(), PreDeployedEnvironment(path=failing), *arguments)
 
 
@@ -279,6 +280,86 @@ def test_payloads_run_in_the_environment(cluster: Cluster, fake_slurm: FakeSlurm
     assert said.read_text() == f"{sys.prefix} 1.0 1"
 
 
+# -- the platform --------------------------------------------------------------------------------------------------------
+
+
+def platform(**fields: Any) -> Platform:
+    usual: dict[str, Any] = {"place": "x", "machine": MACHINE, "glibc": (2, 28), "pythons": (), "level": "x86-64-v3"}
+    return Platform(**{**usual, **fields})
+
+
+def python(path: str, *version: int) -> platforms.Python:
+    return platforms.Python(path, version, "cpython", MACHINE)
+
+
+def test_nodes_of_a_partition_tell_their_platform_once_a_day(
+    cluster: Cluster, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "platform", cluster.look)
+    queues = [SlurmQueueConfig(partition="compute", account="study", num_nodes=4, mem="64G"), SlurmQueueConfig(partition="gpu")]
+    ask: Callable[[float], Platform] = lambda age: platforms.look_at(LocalConnection(), sys.executable, queues, age, LOG)  # noqa: E731
+    first = ask(60.0)
+    assert first.place == "partition compute of this machine and partition gpu of this machine"
+    assert [each.version for each in first.pythons] == [sys.version_info[:3]]
+    asked = fake_slurm.calls("srun")
+    assert [call[:2] for call in asked] == [["--partition=compute", "--account=study"], ["--partition=gpu", "--nodes=1"]]
+    assert not any("64G" in word or word == "--nodes=4" for call in asked for word in call)
+    assert ask(60.0) == first and len(fake_slurm.calls("srun")) == 2
+    fake_slurm.fault("srun", "srun: error: Unable to allocate resources: Requested nodes are busy", times=-1)
+    assert ask(0.0) == first  # The last answer, as there is no newer one.
+
+
+def test_nodes_that_do_not_answer(cluster: Cluster, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(edge, "platform", cluster.look)
+    fake_slurm.fault("srun", "srun: error: Unable to allocate resources: Requested nodes are busy")
+    found = platforms.look_at(LocalConnection(), sys.executable, [SlurmQueueConfig()], 60.0, LOG)
+    assert found.place == "the edge node this machine" and found.pythons and found.on_node == ()
+    assert (
+        "made for the platform of the edge node, as that of a node of this machine is not known: srun: error: Unable"
+        in caplog.text
+    )
+
+
+def test_what_several_partitions_have_in_common() -> None:
+    both = platforms.common(
+        [
+            platform(place="one", glibc=(2, 28), pythons=(python("/a", 3, 11), python("/b", 3, 12)), level="x86-64-v4"),
+            platform(place="two", glibc=(2, 17), pythons=(python("/b", 3, 12),), level="x86-64-v2"),
+        ]
+    )
+    assert (both.place, both.glibc, both.level) == ("one and two", (2, 17), "x86-64-v2")
+    assert [each.path for each in both.pythons] == ["/b"]
+    with pytest.raises(ValueError, match=r"one has \w+, and two has riscv, so that no environment runs on both; use"):
+        platforms.common([platform(place="one"), platform(place="two", machine="riscv")])
+
+
+def test_where_an_environment_is_made() -> None:
+    here, there = python("/usr/bin/python3", 3, 9, 2), python("/usr/bin/python3", 3, 6, 8)
+    srun = ("srun",)
+    alike = platform(pythons=(here,), edge_machine=MACHINE, edge_pythons=(here,), on_node=srun)
+    assert (alike.runner(here), alike.runner(there), alike.runner(None)) == ((), srun, ())
+    assert platform(edge_machine="other", edge_pythons=(here,), on_node=srun).runner(None) == srun
+    assert platform(pythons=(there,)).runner(there) == ()  # Nobody looked at compute nodes.
+
+
+V2 = "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3"
+V3 = f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "level"),
+    [
+        ("x86_64", "fpu", "x86-64-v1"),
+        ("x86_64", V2, "x86-64-v2"),
+        ("x86_64", f"{V2} avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v2"),
+        ("x86_64", V3, "x86-64-v3"),
+        ("aarch64", "fp asimd", "aarch64"),
+    ],
+)
+def test_levels_of_cpus(machine: str, flags: str, level: str) -> None:
+    assert platforms.cpu_level(machine, flags.split()) == level
+
+
 # -- on the cluster --------------------------------------------------------------------------------------------------------
 
 KEY = "0123456789abcdef" * 2
@@ -287,7 +368,7 @@ KEY = "0123456789abcdef" * 2
 def test_many_make_a_prefix_once(tmp_path: Path) -> None:
     commands = [["sh", "-c", 'echo made >> "$1/../count"; sleep 0.2; mkdir "$1/bin"', "sh", edge.PREFIX]]
     answers: list[str] = []
-    ask: Callable[[], None] = lambda: answers.append(edge.make(str(tmp_path / "prefixes"), KEY, commands, 60.0))  # noqa: E731
+    ask: Callable[[], None] = lambda: answers.append(edge.make(str(tmp_path / "prefixes"), KEY, commands, [], 60.0))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(20)]
     for thread in threads:
         thread.start()
@@ -300,13 +381,13 @@ def test_many_make_a_prefix_once(tmp_path: Path) -> None:
 
 def test_a_prefix_whose_making_fails_leaves_nothing(tmp_path: Path) -> None:
     commands = [["sh", "-c", "echo 'tar: Disk quota exceeded' >&2; exit 2"]]
-    assert edge.make(str(tmp_path), KEY, commands, 60.0) == "tar: Disk quota exceeded"
+    assert edge.make(str(tmp_path), KEY, commands, [], 60.0) == "tar: Disk quota exceeded"
     assert [each.name for each in tmp_path.iterdir()] == [f".lock-{KEY[0]}"]
-    assert edge.make(str(tmp_path), KEY, [["sleep", "60"]], 0.1) == "sleep took over 0.1 s"
+    assert edge.make(str(tmp_path), KEY, [["sleep", "60"]], [], 0.1) == "sleep took over 0.1 s"
 
 
 def test_the_platform_of_this_machine() -> None:
-    found = edge.platform(sys.executable, 60.0)
+    found = edge.platform(sys.executable, [], 60.0)
     path, version, name, machine = found["pythons"][0]
     assert (version, name, machine) == (list(sys.version_info[:3]), sys.implementation.name, MACHINE)
     assert not os.path.exists(os.path.join(os.path.dirname(path), "../pyvenv.cfg"))
@@ -317,7 +398,7 @@ def test_unused_prefixes_and_their_files_are_swept(tmp_path: Path) -> None:
     wheel_file = tmp_path / "files" / digest / "x.whl"
     wheel_file.parent.mkdir(parents=True)
     wheel_file.touch()
-    edge.make(str(tmp_path / "prefixes"), KEY, [["true", str(wheel_file)]], 60.0)
+    edge.make(str(tmp_path / "prefixes"), KEY, [["true", str(wheel_file)]], [], 60.0)
     prefix, long_ago = (tmp_path / "prefixes" / KEY).resolve(), time.time() - 1000
 
     def age(*paths: Path) -> None:

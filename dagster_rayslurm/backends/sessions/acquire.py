@@ -174,7 +174,7 @@ class AcquiredSession:
 
 @dataclass(eq=False)
 class SessionAcquisition:
-    """Acquires a session for one step."""
+    """Finds, joins or creates the session for one step, and waits until it takes requests; goes on if that session refuses."""
 
     site: Site
     target: Target

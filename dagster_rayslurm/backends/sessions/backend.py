@@ -37,7 +37,7 @@ from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.local import connection_to
 from .. import batch
-from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files
+from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files, write_cancel_request
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors
 from ..slurm_job import SlurmJob
@@ -125,6 +125,7 @@ class SessionBackend(batch.ClusterBackend):
     start_timeout: float = 60.0  # Seconds in which a session announces itself once its job runs.
     patience: float = 60.0  # Seconds for which the cluster may be out of reach once a job may have been started.
     cadence: Cadence = _CADENCE
+    detect_platform: bool = True  # See `JobBackend`.
 
     def check(self, plan: Plan) -> None:
         batch.check_paths(self.slurm, self.environment, plan)
@@ -136,7 +137,7 @@ class SessionBackend(batch.ClusterBackend):
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         began = time.monotonic()
-        upload, choice, request = self._packed(plan, step)
+        upload, choice, request, environment = self._packed(plan, step)
         site = SlurmSite(
             connection=self.connection,
             base=str(self.layout.base),
@@ -151,25 +152,23 @@ class SessionBackend(batch.ClusterBackend):
             needs=upload.places(str(self.layout.base)),
             backend=self,
             upload=upload,
+            environment=environment,
             began=began,
         )
         return start_in_session(site, choice)
 
-    def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes]:
-        """The files of a plan, the session for it, and the content of `REQUEST_FILE`."""
+    def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes, Environment]:
+        """The files of a plan, the session for it, the content of `REQUEST_FILE`, and the environment, sent if need be."""
         base, data_dir = str(self.layout.base), batch.data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
-        choice = self.choice(upload.plan, step.run_id, base, data_dir, self.located(step.log))
-        return upload, choice, fingerprint(to_json(upload.plan.payload), choice.text())
-
-    def located(self, log: Any) -> Environment:
-        """The environment on the cluster, where it is sent if need be."""
-        base = str(self.layout.base)
+        queues = [queue for _, queue, _ in self.required(plan).parts] if self.detect_platform else []
         with remote_base_errors(base):
-            return send_environment(self.connection, self.environment, base, log)
+            environment = send_environment(self.connection, self.environment, base, step.log, queues)
+        choice = self.choice(upload.plan, step.run_id, base, data_dir, environment)
+        return upload, choice, fingerprint(to_json(upload.plan.payload), choice.text()), environment
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        _, _, request = self._packed(plan, step)
+        _, _, request, _ = self._packed(plan, step)
 
         def job_of(start: Record | None) -> str | None:
             generations = list_generations(self.connection, str(self.layout.base)) if start is not None else []
@@ -181,6 +180,9 @@ class SessionBackend(batch.ClusterBackend):
             return None
 
         return reattachable_job(self.connection, run_dir, plan.payload.nonce, request, job_of, step.log) is not None
+
+    def end_abandoned(self, run_dir: str, _: float) -> None:
+        write_cancel_request(self.connection, run_dir, now=False)
 
     def example(self, plan: Plan) -> str:
         required = self.default if self.misfit(plan) is None else self.own(plan)
@@ -289,6 +291,7 @@ class SlurmSite(Site):
 
     backend: SessionBackend
     upload: PayloadFiles
+    environment: Environment
     began: float
 
     def __post_init__(self) -> None:
@@ -313,8 +316,7 @@ class SlurmSite(Site):
         step, backend, created_with = self.step, self.backend, target.created_with
         with remote_base_errors(self.base):
             ray, kept = created_with.ray or self.plan.ray, str(backend.layout.environments)
-            environment = backend.located(step.log)
-            interpreter = check_environment_on(self.connection, environment, ray, self.plan.uses_pipes, kept)
+            interpreter = check_environment_on(self.connection, self.environment, ray, self.plan.uses_pipes, kept)
             runtime = deliver(self.connection, self.base, self.upload, step.log)
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{backend.name}", nonce)

@@ -17,7 +17,7 @@ _COMPONENT_VARIABLES = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_P
 
 
 class Component(NamedTuple):
-    """One component of a heterogeneous job; the configuration may also name the nodes of another job a component."""
+    """One component of a heterogeneous job, or all nodes of an ordinary job if the configuration gives them a component id."""
 
     job_id: str
     partition: str

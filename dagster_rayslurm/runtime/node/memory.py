@@ -271,7 +271,7 @@ class MemoryWatch:
         return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], self._shared)
 
     def _query_slurm(self) -> None:
-        """Ask Slurm how it counts memory."""
+        """Start `scontrol show config`; `_answered` gets from it whether Slurm counts shared memory and enforces the limit."""
         self._queried = True
         try:
             query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)

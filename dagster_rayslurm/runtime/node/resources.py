@@ -311,7 +311,7 @@ def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str
 
 
 def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
-    """The environment variables with which a process sees only its own GPUs; simulated GPUs have the ids of missing ones."""
+    """The environment variables by which a process sees only the GPUs `own`; simulated ones get ids of no device."""
     missing = [str(_FIRST_MISSING_DEVICE + index) for index in range(gpus - len(own))]
     # Ray refuses a number of GPUs that contradicts any of these variables. HIP's would number the devices visible before.
     others = GPU_VARIABLES if missing else ("HIP_VISIBLE_DEVICES",) if variable == "ROCR_VISIBLE_DEVICES" else ()

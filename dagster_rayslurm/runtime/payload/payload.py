@@ -107,7 +107,7 @@ class Life:
         return 128 + self.exit.signal if self.exit.signal is not None else int(self.exit.exit_code or 0)
 
     def end_early(self, end: End, grace: float, now: float) -> Tuple[Life, List[Do]]:
-        """The payload is to end before it ends by itself; see `Payload.end_early`."""
+        """The runtime wants the payload to end, as `Payload.end_early` says; returns the next state and what to do now."""
         unrecorded, forced = end.reason == EndReason.RECORD, replace(self, forced=self.forced or end)
         if self.phase == Phase.SEARCHING:  # Only the `end` remains to be recorded, so a failed write changes nothing.
             return (self, []) if unrecorded else (forced, [Do.CONCLUDE])
@@ -187,7 +187,7 @@ class Payload:
         return self._process.pid if self.ending.exit is None else None
 
     def safely(self, call: Callable[[], None]) -> None:
-        """Make a call on behalf of this payload; an exception in the call ends this payload and nothing else."""
+        """Call a function on behalf of this payload; an exception ends this payload and nothing else."""
         try:
             call()
         except Exception as error:

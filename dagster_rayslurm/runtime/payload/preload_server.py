@@ -50,7 +50,10 @@ _LATE_NAMES = (
 
 
 def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
-    """Why a payload with a command cannot be forked; None if it can be, as a script or module that `python` runs."""
+    """Why a payload with this command cannot be forked; None if it can be.
+
+    Only `python SCRIPT` and `python -m MODULE` can, where `python` may be the path of the environment's Python.
+    """
     if not argv or argv[0] not in ("python", "python3", python):
         return "the command is none of the environment's Python"
     is_module = len(argv) > 2 and argv[1] == "-m" and bool(argv[2])

@@ -281,7 +281,8 @@ class Worker(Listener):
         self._agent.log("received %s" % signal.Signals(signum).name)
         self._was_signalled = True
         # If the keeper, this runtime's parent, is gone, nothing cleans up after SIGKILL: end while there is time.
-        if not self._head.is_connected or os.getppid() != self._parent:
+        alone = len(self.spec.components) <= 1 and not self._head.is_connected
+        if alone or os.getppid() != self._parent:
             self.loop.stop()
         elif len(self.spec.components) > 1:
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)

@@ -38,7 +38,7 @@ class Report(TextEnum):
 
 
 class Say(NamedTuple):
-    """Write a line to the Dagster log."""
+    """An action: write a line to the Dagster log."""
 
     phase: str
     message: str

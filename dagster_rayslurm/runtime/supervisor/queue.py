@@ -21,6 +21,8 @@ _CLOSING_TIME = 0.5
 _FAILURE_TIME = 5.0
 # Seconds without a payload before a session may end for another job's sake; the next step of a run may take some to come.
 _MIN_IDLE = 5.0
+# Seconds for which a session waits for its first payload at least: on NFS its creator may see it a minute late.
+_FIRST_PAYLOAD_TIME = 90.0
 # Reasons for which a session may end without having served a payload, and yet has not failed.
 _REGULAR = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
 
@@ -236,7 +238,7 @@ class Queue:
         if self.draining is not None:
             return self, (Next.STOP, _CLOSING_TIME if self.served else _FAILURE_TIME)
         if self.idle_timeout is not None:
-            return replace(self, idle_since=now), (Next.IDLE, self.idle_timeout)
+            return replace(self, idle_since=now), (Next.IDLE, max(self.idle_timeout, 0.0 if self.served else _FIRST_PAYLOAD_TIME))
         return self, None
 
     def _without(self, entry: Entry) -> Queue:
