@@ -12,6 +12,7 @@ from dagster_rayslurm import (
     HetComponent,
     InheritedEnvironment,
     PackedEnvironment,
+    PixiEnvironment,
     PreDeployedEnvironment,
     RayLauncher,
     SessionConfig,
@@ -34,6 +35,7 @@ CLASSES = (
     PreDeployedEnvironment,
     CommandEnvironment,
     UvEnvironment,
+    PixiEnvironment,
     PackedEnvironment,
 )
 
@@ -43,7 +45,7 @@ INTRODUCTION = """\
 Every field of every class, with its default and what it means. Durations are seconds, unless Slurm's own format is named.
 Unknown keys are errors. Strings, integers, and strings in lists and dictionaries may be `EnvVar`s.
 The launchpad asks, where there is a choice of classes, for `ray`, `bash`, or an environment's `inherited`, `pre-deployed`,
-`command`, `uv` or `packed` around the fields.
+`command`, `uv`, `pixi` or `packed` around the fields.
 """
 
 

@@ -48,8 +48,9 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
     top = os.path.dirname(manifest)
     lock, subdir = os.path.join(top, "pixi.lock"), _SUBDIRS.get(platform.machine, f"linux-{platform.machine}")
     tables = pixi_manifest.read_manifest(manifest)
-    wanted = pixi_manifest.wanted(tables, environment.environment, ("unix", "linux", subdir))
-    conda, pypi = _locked(lock, manifest, environment.environment, subdir, platform)
+    features = pixi_manifest.features_of(tables, environment.environment)
+    selector, conda, pypi = _locked(lock, manifest, environment.environment, subdir, platform)
+    wanted = pixi_manifest.wanted(tables, features, list(dict.fromkeys(["unix", "linux", subdir, selector])))
     _check_fit(wanted, conda, pypi, lock)
     _check_glibc(conda, platform)
     python = _python(conda, lock, platform)
@@ -78,8 +79,8 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
 
 def _locked(
     path: str, manifest: str, name: str, subdir: str, platform: Platform
-) -> tuple[list[CondaLockedBinaryPackage], list[PypiLockedPackage]]:
-    """The conda and PyPI packages that a lock has for an environment on a platform, in the order of their names."""
+) -> tuple[str, list[CondaLockedBinaryPackage], list[PypiLockedPackage]]:
+    """What a lock calls a platform, and the conda and PyPI packages for an environment there, in the order of their names."""
     from rattler.exceptions import ParseCondaLockError
     from rattler.lock import CondaLockedBinaryPackage, LockFile, PypiLockedPackage
 
@@ -92,20 +93,21 @@ def _locked(
     environment = lock.environment(name)
     if environment is None:
         raise ValueError(f"{path} does not fit {os.path.basename(manifest)}: it lacks the environment {name!r}; run: pixi lock")
-    platforms = [each for each in environment.platforms() if str(each.subdir) == subdir]
-    packages: list[LockedPackage] = next(filter(None, map(environment.packages, platforms)), [])
-    if not packages:
-        there = ", ".join(sorted(str(each.subdir) for each in environment.platforms() if environment.packages(each))) or "none"
+    # A lock may have several platforms of one subdirectory, for machines with other virtual packages.
+    found = {each.name: (str(each.subdir), environment.packages(each) or []) for each in environment.platforms()}
+    names = sorted((name for name, (_, packages) in found.items() if packages), key=lambda name: (name != subdir, name))
+    selector = next((each for each in names if found[each][0] == subdir), None)
+    if selector is None:
         raise ValueError(
             f"{path} has no packages of the environment {name!r} for {subdir}, the platform of {platform.place}, but for "
-            f"{there}; run: pixi workspace platform add {subdir}"
+            f"{', '.join(names) or 'none'}; run: pixi workspace platform add {subdir}"
         )
-    packages.sort(key=lambda each: each.name)
+    packages = sorted(found[selector][1], key=lambda each: each.name)
     for each in packages:
         if not isinstance(each, (CondaLockedBinaryPackage, PypiLockedPackage)):
             raise ValueError(f"{each.name} in {path} is built from sources, by pixi; build a package of it, and name its channel")
     pypi = [each for each in packages if isinstance(each, PypiLockedPackage)]
-    return [each for each in packages if isinstance(each, CondaLockedBinaryPackage)], pypi
+    return selector, [each for each in packages if isinstance(each, CondaLockedBinaryPackage)], pypi
 
 
 def _check_fit(

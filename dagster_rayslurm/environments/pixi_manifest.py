@@ -6,7 +6,7 @@ https://pixi.sh/latest/reference/pixi_manifest/ describes the tables.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,21 +42,25 @@ def read_manifest(path: str) -> Mapping[str, Any]:
     return {**tables["tool"]["pixi"], "pyproject": tables}
 
 
-def wanted(tables: Mapping[str, Any], environment: str, selectors: Iterable[str]) -> Wanted:
-    """What the manifest wants in an environment on the platform of these selectors; `ValueError` if it lacks the environment."""
+def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
+    """The features of an environment, the most important first; raises `ValueError` if the manifest lacks it."""
     environments = {"default": [], **tables.get("environments", {})}
     if environment not in environments:
         raise ValueError(f"the manifest has no environment {environment!r}; it has {', '.join(environments)}")
     chosen = environments[environment]
     chosen = chosen if isinstance(chosen, Mapping) else {"features": chosen}
-    names = [*chosen.get("features", []), *([] if chosen.get("no-default-feature") else ["default"])]
+    return [*chosen.get("features", []), *([] if chosen.get("no-default-feature") else ["default"])]
+
+
+def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
+    """What the manifest wants with these features on the platform that these selectors fit."""
     found = Wanted([], [], {}, [])
-    for name in names:
+    for name in features:
         feature = tables if name == "default" else tables.get("feature", {}).get(name, {})
         for each in (feature, *(feature.get("target", {}).get(selector, {}) for selector in selectors)):
             for key in ("dependencies", "host-dependencies", "build-dependencies"):
-                found.conda.extend((package.lower(), _conda_version(spec)) for package, spec in each.get(key, {}).items())
-            found.pypi.extend((package, _pypi_version(spec)) for package, spec in each.get("pypi-dependencies", {}).items())
+                found.conda.extend((package.lower(), _conda_version(spec)) for package, spec in _certain(each.get(key, {})))
+            found.pypi.extend((package, _pypi_version(spec)) for package, spec in _certain(each.get("pypi-dependencies", {})))
             activation = each.get("activation", {})
             # A feature that is named first has the last word.
             found.variables.update(
@@ -77,6 +81,12 @@ def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
     except InvalidSpecifier:
         fits = True  # pixi has locked it, and knows better.
     return "" if fits else f"has {package} {version} where the manifest wants {spec}"
+
+
+def _certain(dependencies: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """The dependencies that no condition can leave out."""
+    conditions = {"when", "markers", "env-markers"}
+    return [(name, spec) for name, spec in dependencies.items() if not isinstance(spec, Mapping) or not conditions & spec.keys()]
 
 
 def _conda_version(spec: object) -> str:
