@@ -12,8 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
+# The directory below the prefix with the Python that runs this program, and its packages; removed at the end.
 INSTALLER = ".installer"
-"""The directory below the prefix with the Python that runs this program, and its packages; removed at the end."""
 
 
 async def _install(archives: list[str], prefix: str, cache: Path) -> None:

@@ -225,7 +225,7 @@ def _text(path: str) -> str:
 
 def _program() -> Piece:
     path = install_conda.__file__
-    return Piece(hashlib.sha256(_text(path).encode()).hexdigest(), os.path.basename(path), lambda: path)
+    return Piece(digest_of(path), os.path.basename(path), lambda: path)
 
 
 def _rattler(uv: str, platform: Platform, python: Python) -> Piece:

@@ -53,22 +53,25 @@ def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
 
 
 def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
-    """What the manifest wants with these features on the platform that these selectors fit."""
+    """What the manifest wants with these features on a platform; `selectors` are the names of its targets, the general first."""
     found = Wanted([], [], {}, [])
     for name in features:
         feature = tables if name == "default" else tables.get("feature", {}).get(name, {})
-        for each in (feature, *(feature.get("target", {}).get(selector, {}) for selector in selectors)):
-            for key in ("dependencies", "host-dependencies", "build-dependencies"):
-                found.conda.extend((package.lower(), _conda_version(spec)) for package, spec in _certain(each.get(key, {})))
-            found.pypi.extend((package, _pypi_version(spec)) for package, spec in _certain(each.get("pypi-dependencies", {})))
-            activation = each.get("activation", {})
-            # A feature that is named first has the last word.
-            found.variables.update(
-                {key: str(value) for key, value in activation.get("env", {}).items() if key not in found.variables}
-            )
-            found.scripts.extend(activation.get("scripts", []))
+        parts = [feature, *(feature.get("target", {}).get(selector, {}) for selector in selectors)]
+        for key in ("dependencies", "host-dependencies", "build-dependencies"):
+            found.conda.extend((package.lower(), _conda_version(spec)) for package, spec in _certain(_merged(parts, key)))
+        found.pypi.extend((package, _pypi_version(spec)) for package, spec in _certain(_merged(parts, "pypi-dependencies")))
         found.pypi.extend(_pyproject(tables.get("pyproject", {}), name))
+        activations = [part.get("activation", {}) for part in parts]
+        found.scripts.extend(_merged(parts, "activation").get("scripts", []))
+        for variable, value in _merged(activations, "env").items():
+            found.variables.setdefault(variable, str(value))
     return found
+
+
+def _merged(parts: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """The tables of this key, the last of which has the last word."""
+    return {name: value for part in parts for name, value in part.get(key, {}).items()}
 
 
 def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:

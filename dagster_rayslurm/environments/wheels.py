@@ -25,8 +25,7 @@ from .platforms import Platform, Python, cached
 from .send import Piece
 
 EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
-ISOLATED = ("--no-config", "--offline")
-"""Options of uv on the cluster: it needs neither configuration files nor the internet."""
+ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: it needs neither configuration files nor the internet.
 # Minor versions of glibc 2 that `uv --python-platform` knows (uv 0.13).
 _MANYLINUX = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 _TIMEOUT = 900.0

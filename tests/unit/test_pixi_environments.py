@@ -159,11 +159,17 @@ def test_features_of_an_environment(project: Project, channel: dict[str, Package
     manifest = f"""
 [dependencies]
 absent = "*"
+[feature.base.dependencies]
+python = "<3"
 [feature.base.target.{SUBDIR}.dependencies]
 python = ">=3"
 [feature.base.activation.env]
 LEVEL = "base"
+PLACE = "anywhere"
+[feature.base.target.linux.activation.env]
+PLACE = "linux"
 [feature.gpu.target.linux.pypi-dependencies]
+windows-tool = {{ version = "*", env-markers = "sys_platform == 'win32'" }}
 tool = ">=9"
 [feature.gpu.activation.env]
 LEVEL = "gpu"
@@ -173,7 +179,21 @@ gpu = {{ features = ["gpu", "base"], no-default-feature = true }}
     project.write([channel["python"], channel["libx"], channel["tool"]], manifest, environment="gpu")
     recipe = pixi_recipe(project.environment.model_copy(update={"environment": "gpu"}), PLATFORM)
     (project_words,) = (word for words in recipe.commands for word in words if isinstance(word, str) and word.startswith('{"var'))
-    assert json.loads(project_words) == {"variables": {"LEVEL": "gpu"}, "scripts": []}
+    assert json.loads(project_words) == {"variables": {"LEVEL": "gpu", "PLACE": "linux"}, "scripts": []}
+
+
+def test_platforms_with_names_of_their_own(project: Project, channel: dict[str, Package], cluster: Cluster) -> None:
+    packages = [channel["libx"], channel["python"]]
+    environment = project.write(packages, "[target.gpu.dependencies]\nabsent = '*'", version=7)
+    expected, lock = pixi_recipe(environment, PLATFORM), json.loads((project.path / "pixi.lock").read_text())
+    locked = lock["environments"]["default"]["packages"]
+    lock["platforms"].append({"name": "gpu", "subdir": SUBDIR, "virtual-packages": ["__cuda=12"]})
+    locked["gpu"] = locked[SUBDIR]
+    (project.path / "pixi.lock").write_text(json.dumps(lock))
+    assert pixi_recipe(environment, PLATFORM).key == expected.key
+    del locked[SUBDIR]
+    (project.path / "pixi.lock").write_text(json.dumps(lock))
+    cluster.refuses(environment, "does not fit the manifest beside it: it lacks absent")
 
 
 def test_the_manifest_can_be_a_pyproject(project: Project, channel: dict[str, Package], cluster: Cluster) -> None:
