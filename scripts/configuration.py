@@ -7,15 +7,19 @@ from pydantic.fields import FieldInfo
 
 from dagster_rayslurm import (
     BashLauncher,
+    CommandEnvironment,
     ComputeResource,
     HetComponent,
     InheritedEnvironment,
+    PackedEnvironment,
+    PixiEnvironment,
     PreDeployedEnvironment,
     RayLauncher,
     SessionConfig,
     SlurmQueueConfig,
     SlurmResource,
     SSHConnectionResource,
+    UvEnvironment,
 )
 
 CLASSES = (
@@ -29,6 +33,10 @@ CLASSES = (
     HetComponent,
     InheritedEnvironment,
     PreDeployedEnvironment,
+    CommandEnvironment,
+    UvEnvironment,
+    PixiEnvironment,
+    PackedEnvironment,
 )
 
 INTRODUCTION = """\
@@ -36,7 +44,8 @@ INTRODUCTION = """\
 
 Every field of every class, with its default and what it means. Durations are seconds, unless Slurm's own format is named.
 Unknown keys are errors. Strings, integers, and strings in lists and dictionaries may be `EnvVar`s.
-The launchpad asks, where there is a choice of classes, for `ray`, `bash`, `inherited` or `pre-deployed` around the fields.
+The launchpad asks, where there is a choice of classes, for `ray`, `bash`, or an environment's `inherited`, `pre-deployed`,
+`command`, `uv`, `pixi` or `packed` around the fields.
 """
 
 

@@ -27,7 +27,7 @@ from .core import is_core
 from .fake_slurm import FakeSlurm
 from .stack.access import Stack, stack_of_ones_own
 
-pytest_plugins = ["tests.connections.fixtures", "tests.slurm.fixtures"]
+pytest_plugins = ["tests.connections.fixtures", "tests.slurm.fixtures", "tests.unit.sending"]
 
 # Property tests have no deadline for an example, because a busy machine would fail them.
 hypothesis.settings.register_profile("rayslurm", deadline=None)

@@ -1,18 +1,22 @@
-"""Looks at a Python environment: the path of its Python, its versions of Python, Ray and Dagster Pipes. A file keeps answers."""
+"""Python environments: where the Python of one is, which versions it has, and how one is made from the files that were sent."""
 
 import contextlib
+import fcntl
 import json
 import os
 import time
 
-from . import files, processes, slurm
+from . import base_directory, files, processes, slurm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
 # Paths of Python below the prefix of an environment; the first that exists is used.
 _PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
+# File in a prefix that `make` made, with the commands, and the command by which they were run.
+_RECIPE = "rayslurm.json"
 # Shell script that sources its first argument and then runs the command in the other arguments.
 ACTIVATE = '. "$1" && shift && exec "$@"'
 # The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
@@ -57,9 +61,14 @@ def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "d
     Returns `python`, `activate`, `facts`, and whether these were `cached`. For an environment that cannot be used `problem`; if
     it does not start, also `code` and `error`, what it said.
     """
-    activate = ""
+    activate, runner = "", []  # type: str, list[str]
     if prefix:
         python, activate = find(prefix)
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, _RECIPE), encoding="utf-8") as file:
+            runner = json.load(file)["runner"]
+        links = [path for path in (os.path.join(prefix, name) for name in _PYTHONS) if os.path.lexists(path)]
+        if runner and links:
+            python = links[0]  # It may lead to a Python that this machine lacks.
         first = os.path.join(prefix, _PYTHONS[0])
         if not os.path.isdir(prefix):
             return {"problem": "file" if os.path.isfile(prefix) else "absent"}
@@ -77,8 +86,7 @@ def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "d
     command = [found["python"], "-c", "word = %r\n%s" % (word, PROBE)]
     if activate:
         command = ["bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word, *command]
-    environ = slurm.without_options(slurm.login_environment())
-    code, out, error = processes.run(command, b"", timeout, environ, "/")
+    code, out, error = processes.run([*runner, *command], b"", timeout, _environ(runner), "/")
     said = out.decode("utf-8", "replace").split(word)
     if code is None:
         return {"problem": "late"}
@@ -102,3 +110,91 @@ def _states(paths: "list[str]") -> "list[list[int] | None]":
         except (OSError, ValueError):
             states.append(None)
     return states
+
+
+# -- environments that are sent ------------------------------------------------------------------------------------------
+
+PREFIX = "{prefix}"  # Stands in the commands of `make` for the path of the new prefix.
+# Shell script that tells the platform, and the Pythons behind the names in its arguments after the first, which is `_PYTHON`.
+_PLATFORM = """\
+echo "machine $(uname -m)"
+echo "libc $(getconf GNU_LIBC_VERSION 2>/dev/null)"
+echo "cpu $(sed -n 's/^\\(flags\\|Features\\)[[:space:]]*: *//p' /proc/cpuinfo | head -n 1)"
+program=$1
+shift
+for name in "$@"; do path=$(command -v "$name") && "$path" -I -c "$program"; done
+exit 0
+"""
+_PYTHON = """\
+import json, platform, sys
+base = getattr(sys, "_base_executable", None) or sys.executable
+print("python " + json.dumps([base, list(sys.version_info[:3]), sys.implementation.name, platform.machine()]))
+"""
+# Variables with which a user's login chooses where jobs run.
+_LOGIN_CHOICES = ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CONSTRAINT")
+
+
+def _environ(runner: "Sequence[str]") -> "dict[str, str]":
+    return slurm.environment(_LOGIN_CHOICES) if runner else slurm.without_options(slurm.login_environment())
+
+
+def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str, Any]":
+    """A machine's architecture, features of its CPUs, version of glibc, "" for another library, and Pythons.
+
+    The machine is that on which the command `runner` runs another one, or without it this one. The Pythons are `python`, a path
+    or a command; for "" all that have a usual name on the PATH. Each is a list of path, version, implementation and machine.
+    Without an answer there is only `problem`, what the runner said.
+    """
+    names = [python] if python else ["python3"] + ["python3.%d" % minor for minor in range(8, 20)]
+    words = [*runner, "sh", "-c", _PLATFORM, "sh", _PYTHON, *names]
+    code, out, error = processes.run(words, b"", timeout, _environ(runner), "/")
+    lines = [line.partition(" ")[::2] for line in out.decode("utf-8", "replace").splitlines()]
+    found = dict(lines)
+    if code != 0 or "machine" not in found:
+        said = error.decode("utf-8", "replace").strip().splitlines()
+        return {"problem": said[-1] if said else "no answer within {:g} s".format(timeout)}
+    pythons = {text: json.loads(text) for key, text in lines if key == "python"}
+    name, _, version = found.get("libc", "").partition(" ")
+    glibc = version if name == "glibc" else ""
+    return {"machine": found["machine"], "glibc": glibc, "cpu": found.get("cpu", ""), "pythons": list(pythons.values())}
+
+
+def make(directory: str, key: str, commands: "Sequence[Sequence[str]]", runner: "Sequence[str]", timeout: float) -> str:
+    """Make the prefix `key` in a directory by commands, unless it is there; returns what a failed command said, or "".
+
+    With a `runner` they run where that command runs others; the prefix names it, for those who look at its Python.
+
+    Many files of a prefix contain its path, so that it cannot be renamed. Therefore each call works in a directory of its own,
+    to which the name leads by a link once it is complete. A lock has other processes wait; on a file system without locks
+    several may do the work, and the first one's counts.
+    """
+    base_directory.make_private(directory)
+    link = os.path.join(directory, key)
+    environ = _environ(runner)
+    environ = {name: environ[name] for name in environ if not name.startswith(("UV_", "PIP_", "PYTHON", "VIRTUAL_ENV"))}
+    lock = os.open(os.path.join(directory, ".lock-" + key[0]), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    prefix = link + "-" + os.urandom(4).hex()
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.isdir(link):
+            return ""
+        files.remove(link)  # It leads nowhere if the sweep was interrupted.
+        os.mkdir(prefix, 0o700)
+        text = json.dumps({"commands": commands, "runner": runner})
+        files.write(os.path.join(prefix, _RECIPE), text.encode(), 0o600)
+        for command in commands:
+            words = [*runner, *(word.replace(PREFIX, prefix) for word in command)]
+            code, out, error = processes.run(words, b"", timeout, environ, prefix)
+            if code != 0:
+                said = (error or out).decode("utf-8", "replace")[-1000:].strip()
+                late = "took over {:g} s".format(timeout) if code is None else "ended with exit code {}".format(code)
+                return said or "{} {}".format(os.path.basename(words[0]), late)
+        with contextlib.suppress(FileExistsError):
+            os.symlink(os.path.basename(prefix), link)
+            prefix = ""
+        return ""
+    finally:
+        os.close(lock)
+        if prefix:
+            base_directory.remove(prefix)

@@ -64,7 +64,12 @@ def now() -> float:
 def run(
     command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", directory: str = ""
 ) -> "tuple[int | None, bytes, bytes]":
-    """As `processes.run`, for a command that is or runs a program of Slurm; `keep` names `SBATCH_*` variables for it.
+    """As `processes.run`, for a command that is or runs a program of Slurm; `keep` names `SBATCH_*` variables for it."""
+    return processes.run(command, stdin, timeout, environment(keep), directory)
+
+
+def environment(keep: "Sequence[str]") -> "dict[str, str]":
+    """The variables for a program of Slurm, with the `SBATCH_*` variables in `keep`.
 
     The PATH of a non-interactive login is often shorter than that of an interactive one. So if it has no sbatch, a login shell is
     asked once for its PATH.
@@ -75,7 +80,7 @@ def run(
         if not _login_path:
             _login_path.append(os.path.dirname(shutil.which("sbatch", path=_path_of_login_shell(environ)) or ""))
         environ["PATH"] = path + ":" + _login_path[0] if _login_path[0] else path
-    return processes.run(command, stdin, timeout, environ, directory)
+    return environ
 
 
 def _path_of_login_shell(environ: "Mapping[str, str]") -> str:

@@ -14,7 +14,7 @@ from ..runtime.protocol.spec import RaySpec
 from ..runtime.ray.node_main import refuse_version
 from ..ssh.base import Connection, expand_home
 from ..ssh.local import LocalConnection
-from . import Environment, Interpreter, path_on_cluster
+from . import COMMAND_FAILED, Environment, Interpreter, path_on_cluster
 
 _TIMEOUT = 120.0  # Seconds in which `activate.sh` and Python must start and the probe must end.
 _MARGIN = 10.0  # Seconds that the edge node has beyond that.
@@ -75,8 +75,10 @@ def check_environment_on(
             found = {"problem": "late"}
         if "problem" in found:
             problem = _PROBLEMS[found["problem"]].format(path=path, timeout=_TIMEOUT, code=found.get("code"))
-            said = found.get("error", "").strip()
-            problem += f": {said}" if said else ""
+            said, failed, command = found.get("error", "").partition(COMMAND_FAILED)
+            if failed:
+                problem = f"the command `{command.strip()}` of the environment failed with exit code {found.get('code')}"
+            problem += f": {' '.join(said.split())}" if said.strip() else ""
             break
         versions = found["facts"]
         interpreter = Interpreter(found["python"], found["activate"] or None)

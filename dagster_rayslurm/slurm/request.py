@@ -281,6 +281,31 @@ def job_comment(run_id: str, step_key: str, partition_key: str | None) -> str:
     return line[: _MAX_COMMENT - len("…".encode())].decode(errors="ignore") + "…"
 
 
+# The fields of a queue that say where its jobs run.
+_PLACE = ("partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude")
+# srun does not read the variables with which users set options of sbatch.
+_SRUN = 'exec srun {} "$@"'
+
+
+def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
+    """A command that runs another one with one CPU of a node that the queue may get; in vain after `patience` seconds."""
+    fields = [each for each in SBATCH_FIELDS if each.name in _PLACE]
+    own = [f"--{each.option}={getattr(queue, each.name)}" for each in fields if getattr(queue, each.name) is not None]
+    names = [each.name for each in fields if each.login_variable and getattr(queue, each.name) is None]
+    variables = " ".join(f'${{SBATCH_{name.upper()}:+"--{name}=$SBATCH_{name.upper()}"}}' for name in names)
+    options = [
+        *own,
+        "--nodes=1",
+        "--ntasks=1",
+        "--cpus-per-task=1",
+        f"--job-name={_NAME_PREFIX}environment",
+        "--quiet",
+        "--mpi=none",
+    ]
+    options += ["--time=60"] if patience is None else ["--time=2", f"--immediate={patience}"]
+    return ["sh", "-c", _SRUN.format(variables), "srun", *options]
+
+
 # ---- The batch script
 
 LOG = "slurm.log"  # File in the run directory with the output of the batch script and of Slurm.

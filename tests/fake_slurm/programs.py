@@ -134,6 +134,8 @@ def _variables(job: model.Job, suffix: str) -> dict[str, str]:
 
 def srun(base: str, words: list[str]) -> int:
     options, command = model.options_of(words)
+    if "jobid" not in options and "SLURM_JOB_ID" not in os.environ:
+        return subprocess.run(command, check=False).returncode  # An allocation of its own, for one task.
     job_id = int(options.get("jobid") or os.environ["SLURM_JOB_ID"])
     jobs = model.components(read(base), job_id)
     signal.signal(signal.SIGTERM, lambda *_: None)  # The tasks get the signal too, and end srun by their own end.

@@ -22,6 +22,7 @@ from ...config import SessionConfig, time_limit_seconds
 from ...edge.sessions import MANIFEST
 from ...environments import Environment, path_on_cluster
 from ...environments.check import check_environment_on
+from ...environments.send import send_environment
 from ...errors import FailureKind, StartError
 from ...follow import Cadence
 from ...launchers import Launcher, RayLauncher
@@ -124,6 +125,7 @@ class SessionBackend(batch.ClusterBackend):
     start_timeout: float = 60.0  # Seconds in which a session announces itself once its job runs.
     patience: float = 60.0  # Seconds for which the cluster may be out of reach once a job may have been started.
     cadence: Cadence = _CADENCE
+    detect_platform: bool = True  # See `JobBackend`.
 
     def check(self, plan: Plan) -> None:
         batch.check_paths(self.slurm, self.environment, plan)
@@ -135,7 +137,7 @@ class SessionBackend(batch.ClusterBackend):
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
         began = time.monotonic()
-        upload, choice, request = self._packed(plan, step)
+        upload, choice, request, environment = self._packed(plan, step)
         site = SlurmSite(
             connection=self.connection,
             base=str(self.layout.base),
@@ -150,19 +152,23 @@ class SessionBackend(batch.ClusterBackend):
             needs=upload.places(str(self.layout.base)),
             backend=self,
             upload=upload,
+            environment=environment,
             began=began,
         )
         return start_in_session(site, choice)
 
-    def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes]:
-        """The files of a plan, the session for it, and the content of `REQUEST_FILE`."""
+    def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes, Environment]:
+        """The files of a plan, the session for it, the content of `REQUEST_FILE`, and the environment, sent if need be."""
         base, data_dir = str(self.layout.base), batch.data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
-        choice = self.choice(upload.plan, step.run_id, base, data_dir)
-        return upload, choice, fingerprint(to_json(upload.plan.payload), choice.text())
+        queues = [queue for _, queue, _ in self.required(plan).parts] if self.detect_platform else []
+        with remote_base_errors(base):
+            environment = send_environment(self.connection, self.environment, base, step.log, queues)
+        choice = self.choice(upload.plan, step.run_id, base, data_dir, environment)
+        return upload, choice, fingerprint(to_json(upload.plan.payload), choice.text()), environment
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        _, _, request = self._packed(plan, step)
+        _, _, request, _ = self._packed(plan, step)
 
         def job_of(start: Record | None) -> str | None:
             generations = list_generations(self.connection, str(self.layout.base)) if start is not None else []
@@ -240,12 +246,12 @@ class SessionBackend(batch.ClusterBackend):
             return f"there is no session for all payloads: {error}"
         return misfit(required, capacity)
 
-    def choice(self, plan: Plan, run_id: str, base: str, data_dir: str) -> Choice:
+    def choice(self, plan: Plan, run_id: str, base: str, data_dir: str, environment: Environment | None = None) -> Choice:
         """Which session the payload gets; `data_dir` is the directory that payloads share."""
         what = {
             "base": base,
             "runtime": [PROTOCOL_VERSION, runtime_name()],
-            "environment": path_on_cluster(self.environment, over_ssh=self.slurm.ssh is not None),
+            "environment": path_on_cluster(environment or self.environment, over_ssh=self.slurm.ssh is not None),
             "data_dir": data_dir,
             "reuse": self.reuse,
         }
@@ -285,6 +291,7 @@ class SlurmSite(Site):
 
     backend: SessionBackend
     upload: PayloadFiles
+    environment: Environment
     began: float
 
     def __post_init__(self) -> None:
@@ -309,7 +316,7 @@ class SlurmSite(Site):
         step, backend, created_with = self.step, self.backend, target.created_with
         with remote_base_errors(self.base):
             ray, kept = created_with.ray or self.plan.ray, str(backend.layout.environments)
-            interpreter = check_environment_on(self.connection, backend.environment, ray, self.plan.uses_pipes, kept)
+            interpreter = check_environment_on(self.connection, self.environment, ray, self.plan.uses_pipes, kept)
             runtime = deliver(self.connection, self.base, self.upload, step.log)
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{backend.name}", nonce)

@@ -1,0 +1,259 @@
+"""Environments from lock files of pixi.
+
+py-rattler, the library that pixi is made of, reads the lock here and installs the packages on the cluster. They are sent as they
+are in their channel, one file each. py-rattler goes along, and to run it a copy of the environment's own Python, so that the
+cluster needs nothing but `tar`. That is 25 MB and a Python, sent once to each cluster; the environment's Python must be 3.10 or
+newer. Two alternatives were worse. An installer of our own for the edge node's Python would repeat much of rattler: prefixes in
+text, in C strings and in wide strings, long shebangs, entry points, files that two packages have. It would also need zstd for
+`.conda` archives, which Python has since 3.14 only, or archives that are packed anew here and are larger. A prefix that is
+installed here for its later path can only be sent as a whole, since many of its files contain that path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version as version_of
+from typing import TYPE_CHECKING, Any
+
+from ..edge.environment import PREFIX
+from . import PixiEnvironment, install_conda, pixi_manifest, wheels
+from .platforms import Platform, Python, cached
+from .send import Piece, Recipe, digest_of
+
+if TYPE_CHECKING:
+    from rattler.lock import CondaLockedBinaryPackage, LockedPackage, PypiLockedPackage
+
+_EXTRA = "run: pip install 'dagster-rayslurm[pixi]'"
+_SUBDIRS = {"x86_64": "linux-64"}
+_OLDEST = (3, 10)  # Python that py-rattler needs.
+_COMPILE = '"$@" || :'  # Some packages contain files that are no Python, or that of another version.
+
+
+def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
+    """How the environment is made on the platform; raises `ValueError` if it cannot be made."""
+    try:
+        import packaging.pylock  # noqa: F401
+        import rattler  # noqa: F401
+    except ImportError:
+        raise ValueError(f"this machine lacks what reads lock files of pixi; {_EXTRA}") from None
+    uv, uv_version = wheels.find_uv()
+    manifest = os.path.abspath(os.path.expanduser(environment.manifest))
+    top = os.path.dirname(manifest)
+    lock, subdir = os.path.join(top, "pixi.lock"), _SUBDIRS.get(platform.machine, f"linux-{platform.machine}")
+    tables = pixi_manifest.read_manifest(manifest)
+    features = pixi_manifest.features_of(tables, environment.environment)
+    selector, conda, pypi = _locked(lock, manifest, environment.environment, subdir, platform)
+    wanted = pixi_manifest.wanted(tables, features, list(dict.fromkeys(["unix", "linux", subdir, selector])))
+    _check_fit(wanted, conda, pypi, lock)
+    _check_glibc(conda, platform)
+    python = _python(conda, lock, platform)
+    scripts = [os.path.join(top, each) for each in wanted.scripts]
+    files, directories = _wheels(uv, pypi, top, platform, python)
+    pieces = {each.name: wheels.fetched(each.name, _source(top, each), top) for each in conda}
+    there = f"{PREFIX}/{install_conda.INSTALLER}"
+    run: list[str | Piece] = [f"{there}/bin/python", "-I"]
+    project = json.dumps({"variables": wanted.variables, "scripts": [_text(each) for each in scripts]})
+    commands: list[Sequence[str | Piece]] = [
+        ["tar", "-x", "-f", _interpreter(conda, pieces), "-C", PREFIX],
+        [*run, "-m", "zipfile", "-e", _rattler(uv, platform, python), f"{there}/packages"],
+        [*run, _program(), PREFIX, project, *pieces.values()],
+    ]
+    if files:
+        program = wheels.uv_program(uv, uv_version, platform, python)
+        commands.append(wheels.install_command(program, files, "--break-system-packages"))
+    library = f"{PREFIX}/lib/python{python.version[0]}.{python.version[1]}/site-packages"
+    compile_all = python.path, "-I", "-m", "compileall", "-qq", "-j", "4", library
+    commands.append(["sh", "-c", _COMPILE, "sh", *compile_all])
+    return Recipe(commands, lambda: wheels.state_of([manifest, lock, *scripts], directories), platform.runner(None))
+
+
+# ---- The lock
+
+
+def _locked(
+    path: str, manifest: str, name: str, subdir: str, platform: Platform
+) -> tuple[str, list[CondaLockedBinaryPackage], list[PypiLockedPackage]]:
+    """What a lock calls a platform, and the conda and PyPI packages for an environment there, in the order of their names."""
+    from rattler.exceptions import ParseCondaLockError
+    from rattler.lock import CondaLockedBinaryPackage, LockFile, PypiLockedPackage
+
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no {path}; run beside it: pixi lock")
+    try:
+        lock = LockFile.from_path(path)  # type: ignore[arg-type]
+    except ParseCondaLockError as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    environment = lock.environment(name)
+    if environment is None:
+        raise ValueError(f"{path} does not fit {os.path.basename(manifest)}: it lacks the environment {name!r}; run: pixi lock")
+    # A lock may have several platforms of one subdirectory, for machines with other virtual packages.
+    found = {each.name: (str(each.subdir), environment.packages(each) or []) for each in environment.platforms()}
+    names = sorted((name for name, (_, packages) in found.items() if packages), key=lambda name: (name != subdir, name))
+    selector = next((each for each in names if found[each][0] == subdir), None)
+    if selector is None:
+        raise ValueError(
+            f"{path} has no packages of the environment {name!r} for {subdir}, the platform of {platform.place}, but for "
+            f"{', '.join(names) or 'none'}; run: pixi workspace platform add {subdir}"
+        )
+    packages = sorted(found[selector][1], key=lambda each: each.name)
+    for each in packages:
+        if not isinstance(each, (CondaLockedBinaryPackage, PypiLockedPackage)):
+            raise ValueError(f"{each.name} in {path} is built from sources, by pixi; build a package of it, and name its channel")
+    pypi = [each for each in packages if isinstance(each, PypiLockedPackage)]
+    return selector, [each for each in packages if isinstance(each, CondaLockedBinaryPackage)], pypi
+
+
+def _check_fit(
+    wanted: pixi_manifest.Wanted, conda: Sequence[CondaLockedBinaryPackage], pypi: Sequence[PypiLockedPackage], lock: str
+) -> None:
+    """Raise `ValueError` if the lock lacks what the manifest wants. More than that only pixi itself can tell."""
+    from packaging.utils import canonicalize_name
+    from rattler.exceptions import InvalidMatchSpecError
+
+    records = {each.name: each for each in conda}
+    versions: dict[str, str] = {canonicalize_name(each.name): str(each.version) for each in pypi}
+    # A conda package can be what a PyPI requirement wants.
+    for each in conda:
+        for name in (each.name, *_purls(each)):
+            versions.setdefault(canonicalize_name(name), "<conda>")
+    problems = [pixi_manifest.misfit(name, spec, versions) for name, spec in wanted.pypi]
+    for name, spec in wanted.conda:
+        record = records.get(name)
+        if record is None:
+            problems.append(f"lacks {name}")
+        else:
+            with contextlib.suppress(InvalidMatchSpecError):  # pixi has locked it, and knows better.
+                if not record.satisfies(f"{name} {spec}"):
+                    problems.append(f"has {name} {record.version} where the manifest wants {spec}")
+    if problem := next(filter(None, problems), ""):
+        raise ValueError(f"{lock} does not fit the manifest beside it: it {problem}; run there: pixi lock")
+
+
+def _purls(package: CondaLockedBinaryPackage) -> list[str]:
+    """Names of the PyPI packages that a conda package stands for, out of its package URLs, such as `pkg:pypi/torch`."""
+    record = package.package_record
+    purls: Sequence[str] = json.loads(record.to_json()).get("purls") or [] if record is not None else []
+    return [found[1] for found in (re.match(r"pkg:pypi/([^@?#]+)", each) for each in purls) if found]
+
+
+def _check_glibc(conda: Sequence[CondaLockedBinaryPackage], platform: Platform) -> None:
+    """Raise `ValueError` if packages need another C library. Of the other virtual packages the edge node says nothing."""
+    from rattler import MatchSpec, PackageRecord
+    from rattler.package import BuildString
+
+    if not platform.glibc:
+        raise ValueError(f"{platform.place} has another C library than glibc, which conda packages for Linux need")
+    version = ".".join(map(str, platform.glibc))
+    there = PackageRecord("__glibc", version, BuildString("0"), 0, "linux-64")
+    needs: dict[str, str] = {}
+    for each in conda:
+        record = each.package_record
+        for spec in (*record.depends, *record.constrains) if record is not None else ():
+            if spec.split()[0] == "__glibc" and not MatchSpec(spec).matches(there):
+                needs[each.name] = spec
+    if needs:
+        told = ", ".join(f"{name} ({spec})" for name, spec in needs.items())
+        raise ValueError(
+            f"packages in pixi.lock need another glibc than {version}, which {platform.place} has: {told}; lock older versions, "
+            f'with [system-requirements] libc = "{version}"'
+        )
+
+
+def _python(conda: Sequence[CondaLockedBinaryPackage], lock: str, platform: Platform) -> Python:
+    record = next((each for each in conda if each.name == "python"), None)
+    if record is None:
+        raise ValueError(f"{lock} has no Python from conda; add it: pixi add python")
+    version = tuple(map(int, re.findall(r"\d+", str(record.version))[:3]))
+    if version < _OLDEST:
+        raise ValueError(f"{lock} has Python {record.version}, and an environment of pixi needs 3.10 or newer; lock a newer one")
+    return Python(f"{PREFIX}/bin/python", version, "cpython", platform.machine)
+
+
+# ---- The files
+
+
+def _wheels(
+    uv: str, pypi: Sequence[PypiLockedPackage], top: str, platform: Platform, python: Python
+) -> tuple[list[Piece], list[str]]:
+    """The wheels of PyPI packages, and the directories with sources of some of them."""
+    tags = set(wheels.tags_of(platform, python))
+    sources = {f"{each.name} {each.version}": _source(top, each) for each in pypi}
+    unfit = [name for name, source in sources.items() if not wheels.runs_on(source, tags)]
+    if unfit:
+        where = wheels.described(platform, python)
+        raise ValueError(
+            f"wheels in pixi.lock do not run on {where}: {', '.join(unfit)}; lock others, with [system-requirements]"
+        )
+    found = [wheels.wheel_of(uv, name, source, top, platform, python, tags) for name, source in sources.items()]
+    directories = [wheels.path_of(top, each) for each in sources.values() if wheels.kind_of(each) == "directory"]
+    return found, directories
+
+
+def _source(top: str, package: LockedPackage) -> Any:
+    """Where the lock says that a package is, as a source of a pylock.toml."""
+    from packaging import pylock
+
+    place = package.location.removeprefix("direct+")
+    if place.startswith("git+"):
+        return pylock.PackageVcs(type="git", url=place.removeprefix("git+"), commit_id=place.rpartition("@")[2])
+    where: Mapping[str, Any] = {"url": place} if "://" in place else {"path": place}
+    path = os.path.join(top, place)
+    if "url" not in where and os.path.isdir(path):
+        return pylock.PackageDirectory(path=place)
+    hashes = package._package.hashes  # `package.hashes` fails if there are none.
+    digest = hashes.sha256.hex() if hashes is not None and hashes.sha256 is not None else None
+    if digest is None and "path" in where and os.path.isfile(path):
+        digest = digest_of(path)
+    kind = pylock.PackageWheel if place.split("#")[0].endswith(".whl") else pylock.PackageArchive
+    return kind(**where, hashes={} if digest is None else {"sha256": digest})
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError as error:
+        raise ValueError(f"the activation script {path} cannot be read: {error.strerror}") from None
+
+
+def _program() -> Piece:
+    path = install_conda.__file__
+    return Piece(digest_of(path), os.path.basename(path), lambda: path)
+
+
+def _rattler(uv: str, platform: Platform, python: Python) -> Piece:
+    return wheels.tool_wheel(uv, "py-rattler", version_of("py-rattler"), platform, python)
+
+
+def _interpreter(conda: Sequence[CondaLockedBinaryPackage], pieces: Mapping[str, Piece]) -> Piece:
+    """An archive with Python and what it depends on as they are in their packages, which suffices to run the installer."""
+    depends = {each.name: each.package_record.depends for each in conda if each.package_record is not None}
+    names, new = set[str](), {"python"}
+    while new:
+        names |= new
+        new = {spec.split()[0] for name in new for spec in depends[name]} & depends.keys() - names
+    archives = [pieces[name] for name in sorted(names)]
+    digest = hashlib.sha256(" ".join(each.digest for each in archives).encode()).hexdigest()
+
+    def get() -> str:
+        from rattler.package_streaming import extract
+
+        path = cached("interpreters", digest[:32], "interpreter.tar.gz")
+        if not os.path.exists(path):
+            with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as work:
+                for each in archives:
+                    extract(each.get(), os.path.join(work, "packages"))  # type: ignore[arg-type]
+                draft = os.path.join(work, "draft")
+                with tarfile.open(draft, "w:gz", compresslevel=1) as archive:
+                    archive.add(os.path.join(work, "packages"), install_conda.INSTALLER)
+                os.replace(draft, path)
+        return path
+
+    return Piece(digest, "interpreter.tar.gz", get)

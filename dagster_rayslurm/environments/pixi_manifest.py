@@ -1,0 +1,118 @@
+"""The manifest of a pixi project: what it wants in an environment, whether the lock has it, and what it adds to the activation.
+
+https://pixi.sh/latest/reference/pixi_manifest/ describes the tables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tomli
+from packaging.requirements import Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an environment shall have on a platform."""
+
+    conda: list[tuple[str, str]]  # Names, and versions with builds as in a MatchSpec; "" for any.
+    pypi: list[tuple[str, str]]  # Names, and version specifiers; "" for any.
+    variables: dict[str, str]  # These the activation sets, after it has sourced the scripts of the packages.
+    scripts: list[str]  # Paths of scripts that the activation sources at its end.
+
+
+def read_manifest(path: str) -> Mapping[str, Any]:
+    """The tables of a pixi.toml, or of a pyproject.toml with pixi's; raises `ValueError` if there are none."""
+    try:
+        with open(path, "rb") as file:
+            tables = tomli.load(file)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; name the pixi.toml or pyproject.toml of a project") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    if os.path.basename(path) != "pyproject.toml":
+        return tables
+    if "pixi" not in tables.get("tool", {}):
+        raise ValueError(f"{path} has no table tool.pixi; name the manifest of a pixi project")
+    return {**tables["tool"]["pixi"], "pyproject": tables}
+
+
+def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
+    """The features of an environment, the most important first; raises `ValueError` if the manifest lacks it."""
+    environments = {"default": [], **tables.get("environments", {})}
+    if environment not in environments:
+        raise ValueError(f"the manifest has no environment {environment!r}; it has {', '.join(environments)}")
+    chosen = environments[environment]
+    chosen = chosen if isinstance(chosen, Mapping) else {"features": chosen}
+    return [*chosen.get("features", []), *([] if chosen.get("no-default-feature") else ["default"])]
+
+
+def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
+    """What the manifest wants with these features on a platform; `selectors` are the names of its targets, the general first."""
+    found = Wanted([], [], {}, [])
+    for name in features:
+        feature = tables if name == "default" else tables.get("feature", {}).get(name, {})
+        parts = [feature, *(feature.get("target", {}).get(selector, {}) for selector in selectors)]
+        for key in ("dependencies", "host-dependencies", "build-dependencies"):
+            found.conda.extend((package.lower(), _conda_version(spec)) for package, spec in _certain(_merged(parts, key)))
+        found.pypi.extend((package, _pypi_version(spec)) for package, spec in _certain(_merged(parts, "pypi-dependencies")))
+        found.pypi.extend(_pyproject(tables.get("pyproject", {}), name))
+        activations = [part.get("activation", {}) for part in parts]
+        found.scripts.extend(_merged(parts, "activation").get("scripts", []))
+        for variable, value in _merged(activations, "env").items():
+            found.variables.setdefault(variable, str(value))
+    return found
+
+
+def _merged(parts: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """The tables of this key, the last of which has the last word."""
+    return {name: value for part in parts for name, value in part.get(key, {}).items()}
+
+
+def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
+    """What is wrong if a lock has these versions of PyPI packages, by canonical name; "" if the wanted one is among them."""
+    version = versions.get(canonicalize_name(package))
+    if version is None:
+        return f"lacks {package}"
+    try:
+        fits = not spec or version.startswith("<") or SpecifierSet(spec).contains(version, prereleases=True)
+    except InvalidSpecifier:
+        fits = True  # pixi has locked it, and knows better.
+    return "" if fits else f"has {package} {version} where the manifest wants {spec}"
+
+
+def _certain(dependencies: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """The dependencies that no condition can leave out."""
+    conditions = {"when", "markers", "env-markers"}
+    return [(name, spec) for name, spec in dependencies.items() if not isinstance(spec, Mapping) or not conditions & spec.keys()]
+
+
+def _conda_version(spec: object) -> str:
+    if isinstance(spec, Mapping):
+        return f"{spec.get('version', '*')} {spec.get('build', '')}".strip()
+    return str(spec)
+
+
+def _pypi_version(spec: object) -> str:
+    version = str(spec.get("version", "")) if isinstance(spec, Mapping) else str(spec)
+    return "" if version == "*" else version
+
+
+def _pyproject(tables: Mapping[str, Any], feature: str) -> Iterable[tuple[str, str]]:
+    """What a pyproject.toml itself wants; its extras and dependency groups are features of the same names."""
+    project = tables.get("project", {})
+    if feature == "default":
+        requirements = project.get("dependencies", [])
+    else:
+        requirements = [
+            *project.get("optional-dependencies", {}).get(feature, []),
+            *tables.get("dependency-groups", {}).get(feature, []),
+        ]
+    for each in map(Requirement, filter(lambda text: isinstance(text, str), requirements)):
+        if each.marker is None:
+            yield each.name, str(each.specifier)

@@ -1,0 +1,148 @@
+"""The platform that an environment is made for: that of the compute nodes, as a command tells that Slurm runs on one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..edge import environment as edge
+from ..edge import files
+from ..slurm.config import SlurmQueueConfig
+from ..slurm.request import srun_command
+from ..ssh.base import Connection
+
+_FORMAT = "rayslurm platform 2"
+# Seconds for which this machine's cache of a platform is valid for a prefix that is there, and for one that is to be made.
+PLATFORM_AGE, FRESH_AGE = 86400.0, 600.0
+# Seconds in which Slurm must grant a node, because an environment must not wait in the queue before its job does.
+_PATIENCE = 20
+_LOOK_TIMEOUT = 60.0
+# The flags of /proc/cpuinfo that each level has in addition to the one before (psABI of x86-64, "Micro-Architecture Levels").
+_LEVELS = {
+    "x86-64-v2": "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3",
+    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
+    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
+}
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter on the cluster, outside any virtual environment."""
+
+    path: str
+    version: tuple[int, ...]
+    implementation: str
+    machine: str
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What environments are made for."""
+
+    place: str  # Whose platform it is, in words.
+    machine: str
+    glibc: tuple[int, ...]  # Empty if there is another C library.
+    pythons: tuple[Python, ...]
+    level: str  # What the CPUs can do, such as "x86-64-v3"; the machine where there are no levels.
+    # What the edge node has, where environments are made, and the command that runs another one on a compute node instead.
+    edge_machine: str = ""
+    edge_pythons: tuple[Python, ...] = ()
+    on_node: tuple[str, ...] = ()
+
+    def runner(self, python: Python | None) -> tuple[str, ...]:
+        """The command that runs another one where this Python runs: none for the edge node."""
+        here = not self.on_node or (self.edge_machine == self.machine and (python is None or python in self.edge_pythons))
+        return () if here else self.on_node
+
+
+def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConfig], age: float, log: Any) -> Platform:
+    """The platform of the nodes that queues ask for, or without queues that of the edge node, and the Pythons there.
+
+    These are what the command or path `wanted` finds; for "" all that have a usual name. An answer of up to `age` seconds ago
+    counts. Without a free node an older one does, or that of the edge node. Raises `ValueError` if the queues have no platform
+    in common.
+    """
+    here = _platform(f"the edge node {connection.place}" if queues else connection.place, _found(connection, wanted, [], age))
+    nodes = []
+    for queue in {tuple(srun_command(each, None)): each for each in queues}.values():
+        place = f"partition {queue.partition} of {connection.place}" if queue.partition else f"a node of {connection.place}"
+        found = _found(connection, wanted, srun_command(queue, _PATIENCE), age)
+        if "problem" in found:
+            log.warning(
+                f"[rayslurm] environment: it is made for the platform of the edge node, as that of {place} is not known: "
+                f"{found['problem']}; auto_detect_platform=False does not look at it"
+            )
+            return here
+        nodes.append(_platform(place, found, here, tuple(srun_command(queue, None))))
+    return common(nodes) if nodes else here
+
+
+def common(platforms: Sequence[Platform]) -> Platform:
+    """What runs on all of them; raises `ValueError` if their machines differ."""
+    first, *others = platforms
+    for other in others:
+        if other.machine != first.machine:
+            what = f"{first.place} has {first.machine}, and {other.place} has {other.machine}"
+            raise ValueError(f"{what}, so that no environment runs on both; use an environment for each that is there already")
+        first = Platform(
+            place=f"{first.place} and {other.place}",
+            machine=first.machine,
+            glibc=min(first.glibc, other.glibc),
+            pythons=tuple(each for each in first.pythons if each in other.pythons),
+            level=min(first.level, other.level),
+            edge_machine=first.edge_machine,
+            edge_pythons=first.edge_pythons,
+            on_node=first.on_node,
+        )
+    return first
+
+
+def cached(*names: str) -> str:
+    """A path in this machine's cache, whose directory exists."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    path = os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "dagster-rayslurm", *names)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    return path
+
+
+def _found(connection: Connection, wanted: str, runner: list[str], age: float) -> dict[str, Any]:
+    """What `edge.platform` found at most `age` seconds ago; if it finds nothing now, the last answer."""
+    key = json.dumps([connection.place, wanted, runner, _FORMAT])
+    path = cached("platforms", hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json")
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        known = json.load(file)
+        if os.stat(path).st_mtime > time.time() - age:
+            return known
+    timeout = _LOOK_TIMEOUT + (_PATIENCE if runner else 0)
+    found: dict[str, Any] = connection.call(edge.platform, wanted, runner, timeout, repeat=True, timeout=timeout + 10)
+    if "problem" in found:
+        return known or found
+    files.write(path, json.dumps(found).encode(), 0o600)
+    return found
+
+
+def _platform(place: str, found: dict[str, Any], here: Platform | None = None, on_node: tuple[str, ...] = ()) -> Platform:
+    pythons = tuple(Python(path, tuple(version), name, machine) for path, version, name, machine in found["pythons"])
+    glibc = tuple(map(int, filter(None, found["glibc"].split("."))))
+    level = cpu_level(found["machine"], found["cpu"].split())
+    edge_machine, edge_pythons = (here.machine, here.pythons) if here else ("", ())
+    return Platform(place, found["machine"], glibc, pythons, level, edge_machine, edge_pythons, on_node)
+
+
+def cpu_level(machine: str, flags: Sequence[str]) -> str:
+    """The level of a CPU with these flags of /proc/cpuinfo."""
+    if machine != "x86_64":
+        return machine
+    reached = "x86-64-v1"
+    for level, needed in _LEVELS.items():
+        if not set(needed.split()) <= set(flags):
+            break
+        reached = level
+    return reached

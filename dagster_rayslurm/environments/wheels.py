@@ -1,0 +1,275 @@
+"""Wheels for a cluster: which of them run there, where they come from, and uv, which installs them there.
+
+Only this machine needs the internet.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import tomli
+
+from ..edge.environment import PREFIX
+from ..ssh.local import locked
+from ..upload.bundle import bundle_directory
+from .platforms import Platform, Python, cached
+from .send import Piece
+
+EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
+ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: it needs neither configuration files nor the internet.
+# Minor versions of glibc 2 that `uv --python-platform` knows (uv 0.13).
+_MANYLINUX = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
+_TIMEOUT = 900.0
+
+# ---- uv
+
+
+def find_uv() -> tuple[str, str]:
+    """The path of uv on this machine, and its version."""
+    try:
+        from uv import find_uv_bin
+
+        path: str | None = find_uv_bin()
+    except (ImportError, FileNotFoundError):
+        path = shutil.which("uv")
+    if path is None:
+        raise ValueError(f"uv is not installed on this machine; {EXTRA}")
+    return path, _version_of(path)
+
+
+@functools.cache
+def _version_of(uv: str) -> str:
+    return run_uv(uv, "--version").split()[1]
+
+
+def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
+    """The output of uv; `ValueError` with its error message if it fails."""
+    environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    try:
+        done = subprocess.run(
+            [uv, *arguments], cwd=directory, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"uv {arguments[0]} took over {_TIMEOUT:.0f} s and was ended") from None
+    if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip().removeprefix("error: ")
+        raise ValueError(" ".join(said.split())[-1000:] or f"uv {arguments[0]} ended with exit code {done.returncode}")
+    return done.stdout.decode("utf-8", "replace")
+
+
+def compile_requirements(uv: str, requirements: str, platform: Platform, python: Python, final: bool = False) -> str:
+    """The lock of a requirements file for a platform, as a pylock.toml.
+
+    It is kept on this machine, where uv goes on from it, so that versions stay until the requirements change. It is `final` if
+    the requirements never change.
+    """
+    version = ".".join(map(str, python.version[:2]))
+    newest = next((minor for minor in _MANYLINUX if platform.glibc >= (2, minor)), None)
+    if newest is None:
+        raise ValueError(f"glibc on {platform.place} is older than 2.17, for which there are no wheels")
+    target = f"{python.machine}-manylinux_2_{newest}"
+    key = hashlib.sha256(f"{requirements}\0{version}\0{target}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    path = cached("locks", key, "pylock.toml")
+    options = "--quiet", "--no-header", "--only-binary=:all:", "--format=pylock.toml"
+    arguments = requirements, *options, f"--python-version={version}", f"--python-platform={target}", f"--output-file={path}"
+    with locked(f"environment-lock-{key[0]}"):
+        # What uv knows suffices mostly. Otherwise it asks the index.
+        for offline in () if final and os.path.exists(path) else (["--offline"], []):
+            try:
+                run_uv(uv, "pip", "compile", *offline, *arguments, directory=os.path.dirname(requirements))
+                break
+            except ValueError as error:
+                problem = f"{requirements} cannot be resolved to wheels for {described(platform, python)}: {error}"
+                if not offline:
+                    raise ValueError(problem) from None
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+
+
+# ---- The platform
+
+
+def described(platform: Platform, python: Python) -> str:
+    """What wheels must fit, for messages."""
+    glibc = ".".join(map(str, platform.glibc))
+    return f"{platform.place} (Python {python.version[0]}.{python.version[1]}, glibc {glibc}, {python.machine})"
+
+
+def tags_of(platform: Platform, python: Python) -> list[Any]:
+    """The tags of the wheels that the platform takes, the best first. A plain linux tag says nothing about glibc."""
+    from packaging.tags import compatible_tags, cpython_tags
+
+    names = [f"manylinux_2_{minor}_{python.machine}" for minor in range(platform.glibc[1], 4, -1)]
+    for minor, alias in ((17, "manylinux2014"), (12, "manylinux2010"), (5, "manylinux1")):
+        if platform.glibc[1] >= minor:
+            names.append(f"{alias}_{python.machine}")
+    version = python.version[:2]
+    abi = "cp{}{}".format(*version)
+    return [*cpython_tags(version, [abi], names), *compatible_tags(version, abi, names)]
+
+
+def markers_of(python: Python) -> Any:
+    """The environment markers of a Python on Linux (PEP 508)."""
+    full = ".".join(map(str, python.version))
+    return {
+        "implementation_name": "cpython",
+        "implementation_version": full,
+        "os_name": "posix",
+        "platform_machine": python.machine,
+        "platform_python_implementation": "CPython",
+        "platform_release": "",
+        "platform_system": "Linux",
+        "platform_version": "",
+        "python_full_version": full,
+        "python_version": ".".join(map(str, python.version[:2])),
+        "sys_platform": "linux",
+    }
+
+
+# ---- The wheels
+
+
+def state_of(paths: Iterable[str], directories: Iterable[str]) -> object:
+    """The state of files and of directories with sources, which differs after a change."""
+    found = [os.stat(path) if os.path.exists(path) else None for path in paths]
+    stamps = [each and (each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
+    return stamps, [bundle_directory(directory).name for directory in directories]
+
+
+def runs_on(source: Any, tags: set[Any]) -> bool:
+    """Whether a wheel runs where these tags count; True for everything else."""
+    from packaging.utils import parse_wheel_filename
+
+    return kind_of(source) != "wheel" or bool(set(parse_wheel_filename(source.filename)[-1]) & tags)
+
+
+def path_of(top: str, source: Any) -> str:
+    """The path of what a lock file in the directory `top` names by a path."""
+    return os.path.normpath(os.path.join(top, source.path))
+
+
+def kind_of(source: object) -> str:
+    """What a package comes from: "wheel", "sdist", "directory", "archive" or "vcs"."""
+    return type(source).__name__.removeprefix("Package").lower()
+
+
+def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, python: Python, tags: set[Any]) -> Piece:
+    """The wheel of a package: fetched, or built on this machine if it comes as sources."""
+    what = kind_of(source)
+    if what == "vcs":
+        raise ValueError(f"{name} comes from a repository, {source.url}; name a wheel of it, or a directory with its sources")
+    if what == "directory":
+        path = path_of(top, source)
+        return _built(uv, name, bundle_directory(path).name, lambda: path, platform, python, tags)
+    file = fetched(name, source, top)
+    if file.name.endswith(".whl"):
+        return file
+    return _built(uv, name, file.digest, file.get, platform, python, tags)
+
+
+def fetched(name: str, source: Any, top: str) -> Piece:
+    """A file that the lock names, by URL or path."""
+    place = source.url or path_of(top, source)
+    digest = source.hashes.get("sha256")
+    if digest is None:
+        raise ValueError(f"the lock file has no SHA-256 of {place}; lock {name} with an index that has it")
+    file = os.path.basename(unquote(urlsplit(place).path if source.url else place))
+
+    def get() -> str:
+        path = cached("files", digest[:32], file)
+        if not os.path.exists(path):
+            with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), delete=False) as target:
+                try:
+                    found = hashlib.sha256()
+                    for data in _content(place):
+                        target.write(data)
+                        found.update(data)
+                    target.flush()
+                    if found.hexdigest() != digest:
+                        raise ValueError(f"{place} is not the file in the lock: its SHA-256 is {found.hexdigest()}")
+                    os.replace(target.name, path)
+                except BaseException:
+                    os.unlink(target.name)
+                    raise
+        return path
+
+    return Piece(digest, file, get)
+
+
+def _content(place: str) -> Iterator[bytes]:
+    if place.startswith(("http://", "https://")):
+        import requests
+
+        with requests.get(place, stream=True, timeout=60) as answer:
+            answer.raise_for_status()
+            yield from answer.iter_content(2**20)
+        return
+    with open(unquote(place.removeprefix("file://")) if place.startswith("file://") else place, "rb") as file:
+        while data := file.read(2**20):
+            yield data
+
+
+def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Platform, python: Python, tags: set[Any]) -> Piece:
+    """The wheel of sources, which this machine builds once; it must be one that runs on the platform."""
+    from packaging.utils import parse_wheel_filename
+
+    directory = os.path.dirname(cached("built", digest[:32], ""))
+    with locked(f"environment-built-{digest[0]}"):
+        found = [each for each in os.listdir(directory) if each.endswith(".whl")]
+        if not found:
+            source = get()
+            with tempfile.TemporaryDirectory(dir=directory) as work:
+                try:
+                    run_uv(uv, "build", "--wheel", f"--out-dir={work}", source, directory=os.path.dirname(source))
+                except ValueError as error:
+                    raise ValueError(f"{name} has no wheel and cannot be built on this machine: {error}") from None
+                found = [each for each in os.listdir(work) if each.endswith(".whl")]
+                os.replace(os.path.join(work, found[0]), os.path.join(directory, found[0]))
+    if not set(parse_wheel_filename(found[0])[-1]) & tags:
+        where = described(platform, python)
+        raise ValueError(
+            f"there is no wheel of {name} for {where}; what this machine builds of it, {found[0]}, does not run there"
+        )
+    return Piece(digest, found[0], lambda: os.path.join(directory, found[0]))
+
+
+def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Python) -> Piece:
+    """The wheel of a program that installs environments on the platform."""
+    from packaging.pylock import Pylock
+
+    path = cached("requirements", f"{name}-{version}.txt")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(f"{name}=={version}\n")
+    lock = Pylock.from_dict(tomli.loads(compile_requirements(uv, path, platform, python, final=True)))
+    _, source = next(iter(lock.select(environment=markers_of(python), tags=tags_of(platform, python))))
+    return fetched(name, source, "")
+
+
+def uv_program(uv: str, version: str, platform: Platform, python: Python) -> Piece:
+    """The program of uv for the cluster, out of its wheel."""
+    wheel = tool_wheel(uv, "uv", version, platform, python)
+
+    def get() -> str:
+        path = cached("uv", wheel.digest[:32], "uv")
+        if not os.path.exists(path):
+            with zipfile.ZipFile(wheel.get()) as archive, tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as work:
+                name = next(each for each in archive.namelist() if each.endswith(".data/scripts/uv"))
+                os.replace(archive.extract(name, work), path)
+        return path
+
+    return Piece(wheel.digest, "uv", get)
+
+
+def install_command(there: Piece, wheels: list[Piece], *options: str) -> list[str | Piece]:
+    """The command with which uv installs wheels into the prefix."""
+    arguments = "--no-index", "--no-deps", "--no-cache", "--compile-bytecode", *options
+    return [there, "pip", "install", *ISOLATED, *arguments, "--python", f"{PREFIX}/bin/python", *wheels]

@@ -1,0 +1,186 @@
+"""Environments that are sent to the stack, where nothing is prepared for them, and those of its modules."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from dagster_rayslurm import CommandEnvironment, ComputeResource, UvEnvironment
+from dagster_rayslurm.environments import platforms, send, uv
+
+from ..conftest import pipes_script, run_asset, small_ray
+from ..stack.access import Stack
+from ..unit.test_sent_environments import BACKEND
+from .fixtures import Site
+
+pytestmark = pytest.mark.timeout(400)
+
+SAYS_WHERE = pipes_script("""
+import json, ray
+ray.init()
+
+@ray.remote
+def there() -> list:
+    import os, shutil, sys
+    import helper
+    return [sys.prefix, helper.version, ray.__version__, shutil.which("python"), os.uname().nodename]
+
+wanted = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+found = [ray.get(there.options(scheduling_strategy=wanted(each["NodeID"], soft=False)).remote()) for each in ray.nodes()]
+pipes.report_asset_materialization(metadata={"found": json.dumps(sorted(found, key=lambda each: each[-1]))})
+""")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this machine, but for that of uv."""
+    asked = subprocess.run([uv._find_uv()[0], "cache", "dir"], capture_output=True, text=True, check=True)
+    monkeypatch.setenv("UV_CACHE_DIR", asked.stdout.strip())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    send._recipes.clear()
+    return tmp_path / "cache"
+
+
+def project(directory: Path, *dependencies: str) -> UvEnvironment:
+    """A project with a package of its own, and its lock."""
+    helper = directory / "helper"
+    helper.mkdir(parents=True)
+    (helper / "helper.py").write_text("version = 'first'\n")
+    (helper / "backend.py").write_text(BACKEND)
+    (helper / "pyproject.toml").write_text(
+        '[project]\nname = "helper"\nversion = "1.0"\n'
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (directory / "pyproject.toml").write_text(
+        '[project]\nname = "study"\nversion = "1"\nrequires-python = ">=3.10"\n'
+        f"dependencies = {json.dumps([*dependencies, 'helper'])}\n[tool.uv.sources]\nhelper = {{ path = 'helper' }}\n"
+    )
+    subprocess.run([uv._find_uv()[0], "lock", "--quiet"], cwd=directory, check=True)
+    return UvEnvironment(project=str(directory))
+
+
+def test_a_lock_file_is_enough(
+    slurm_compute: Callable[..., ComputeResource], site: Site, script: Any, tmp_path: Path, cache: Path, capfd: Any
+) -> None:
+    """Ray on two nodes, out of an environment that nobody prepared; the second run sends nothing."""
+    environment = project(tmp_path / "study", f"ray[default]=={ray.__version__}", "dagster-pipes")
+    compute = slurm_compute(
+        queue={"num_nodes": 2, "mem": "2G"}, pre_deployed_env_path=None, environment=environment, default_launcher=small_ray()
+    )
+    payload = script(SAYS_WHERE)
+    first, second = (run_asset(compute, payload) for _ in range(2))
+    (prefix,) = site.sh('find "$1/prefixes" -maxdepth 1 -type l', site.base).split()
+    for ran in (first, second):
+        assert not ran.failures, ran.failures
+        found = json.loads(ran.metadata["found"])
+        assert [each[:3] for each in found] == [[prefix, "first", ray.__version__]] * 2
+        assert [each[-1] for each in found] == ["c1", "c2"]
+    said = [line for line in capfd.readouterr().err.splitlines() if "[rayslurm] environment: " in line]
+    assert len(said) == 2 and "environment: sending " in said[0] and f"environment: made {prefix} in " in said[1], said
+
+
+MODULE_OF_TCL = "#%Module\nprepend-path PATH {python}/bin\nprepend-path PYTHONPATH {base}/modules\nsetenv STUDY_OF {name}\n"
+MODULE_OF_LUA = (
+    'prepend_path("PATH", "{python}/bin")\nprepend_path("PYTHONPATH", "{base}/modules")\nsetenv("STUDY_OF", "{name}")\n'
+)
+SYSTEMS = {
+    "modules": ([], "study", MODULE_OF_TCL),
+    "lmod": (["source /usr/share/lmod/lmod/init/bash"], "study.lua", MODULE_OF_LUA),
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_modules_that_a_site_has(slurm_compute: Callable[..., ComputeResource], site: Site, script: Any, system: str) -> None:
+    """Environment Modules, which a login shell on the stack has, and Lmod."""
+    first, name, text = SYSTEMS[system]
+    module = text.format(python=site.env_path, base=site.base, name=system)
+    texts = {f"modules/{name}": module, "modules/helper.py": "import os\nversion = os.environ['STUDY_OF']\n"}
+    site.sh('mkdir -p "$1/modules"', site.base)
+    for place, content in texts.items():
+        site.connection.write(f"{site.base}/{place}", content.encode(), mode=0o644)
+    commands = [*first, f"module use {site.base}/modules", "module load study"]
+    compute = slurm_compute(
+        queue={"num_nodes": 2, "mem": "2G"},
+        pre_deployed_env_path=None,
+        environment=CommandEnvironment(commands=commands),
+        default_launcher=small_ray(),
+    )
+    ran = run_asset(compute, script(SAYS_WHERE))
+    assert not ran.failures, ran.failures
+    found = json.loads(ran.metadata["found"])
+    assert [each[:4] for each in found] == [[site.env_path, system, ray.__version__, f"{site.env_path}/bin/python"]] * 2
+
+    missing = CommandEnvironment(commands=[*commands[:-1], "module load nothing-of-the-kind"])
+    failure = run_asset(compute, script(SAYS_WHERE), environment=missing).failure
+    assert failure.kind == "environment"
+    said = failure.description or ""
+    assert " the command `module load nothing-of-the-kind` of the environment failed with exit code 1: " in said, said
+    assert "\n" not in said and "nothing-of-the-kind" in said.rpartition("exit code 1: ")[2], said
+    assert not site.jobs()
+
+
+@pytest.fixture
+def python_of_the_nodes(stack: Stack) -> Iterator[str]:
+    """A Python that the edge node lacks."""
+    copy = (
+        'real=$(readlink -f /usr/bin/python3); mkdir -p "$1/bin" "$1/lib"; cp "$real" "$1/bin/python3"; '
+        'cp -r "/usr/lib/${real##*/}" "$1/lib/"'
+    )
+    for node in ("c1", "c2"):
+        stack.exec(node, ["sh", "-c", copy, "sh", "/opt/only"])
+    yield "/opt/only/bin/python3"
+    for node in ("c1", "c2"):
+        stack.exec(node, ["rm", "-rf", "/opt/only"])
+
+
+def test_it_is_made_for_the_compute_nodes(
+    slurm_compute: Callable[..., ComputeResource],
+    site: Site,
+    script: Any,
+    tmp_path: Path,
+    cache: Path,
+    python_of_the_nodes: str,
+    capfd: Any,
+) -> None:
+    """With a Python that only they have: the environment is made and looked at there."""
+    environment = project(tmp_path / "study", "dagster-pipes").model_copy(update={"python": python_of_the_nodes})
+    compute = slurm_compute(pre_deployed_env_path=None, environment=environment)
+    payload = script(pipes_script("import sys; pipes.report_asset_materialization(metadata={'base': sys.base_prefix})"))
+    ran = run_asset(compute, payload)
+    assert not ran.failures, ran.failures
+    assert ran.metadata["base"] == "/opt/only"
+    said = capfd.readouterr().err
+    assert "it is made on a compute node" in said
+
+    of_the_edge = slurm_compute(pre_deployed_env_path=None, environment=environment, auto_detect_platform=False)
+    failure = run_asset(of_the_edge, payload).failure
+    assert f"lacks Python {python_of_the_nodes} " in (failure.description or ""), failure.description
+    elsewhere = run_asset(
+        slurm_compute({"partition": "gpu"}, pre_deployed_env_path=None, environment=environment), payload
+    ).failure
+    assert f"partition gpu of {site.connection.place} lacks Python" in (elsewhere.description or ""), elsewhere.description
+    assert not site.jobs()
+
+
+def test_nodes_that_are_busy(
+    slurm_compute: Callable[..., ComputeResource],
+    site: Site,
+    script: Any,
+    tmp_path: Path,
+    cache: Path,
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for them: the environment is for the platform of the edge node then, and the log says so."""
+    monkeypatch.setattr(platforms, "_PATIENCE", 1)
+    site.sh("sbatch --quiet --partition=compute --nodes=2 --exclusive --time=1 --output=/dev/null --wrap='sleep 6'")
+    ran = run_asset(
+        slurm_compute(pre_deployed_env_path=None, environment=project(tmp_path / "study", "dagster-pipes")),
+        script(pipes_script("import helper")),
+    )
+    assert not ran.failures, ran.failures
+    assert "it is made for the platform of the edge node, as that of partition compute" in capfd.readouterr().err
