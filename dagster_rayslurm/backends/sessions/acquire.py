@@ -16,9 +16,9 @@ from typing import Any, ClassVar, TypeVar
 
 from dagster_pipes import PipesContextData
 
-from ...errors import FailureKind, RunFailure
+from ...errors import FailureKind, RunFailure, UnhealthyNode
 from ...follow import Cadence, Evidence
-from ...outcome import judge, judge_job
+from ...outcome import judge, judge_job, unhealthy_nodes
 from ...outcome.metadata import failure_metadata
 from ...plan import Plan
 from ...runtime.protocol.record import RUNTIME_LOG, tail_file
@@ -248,7 +248,7 @@ class SessionAcquisition:
         verdict = judge_job(evidence)
         if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
             raise _failure(verdict.kind, f"{sentence}; {verdict.sentence}", job, evidence, verdict.retry)
-        raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence)
+        raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence, unhealthy=unhealthy_nodes(announcement.unhealthy))
 
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
         """Wait for a generation, and return its session once that accepts requests; None if the step needs another generation.
@@ -329,6 +329,13 @@ class SessionAcquisition:
         return _failure(FailureKind.RUNTIME, f"the session's runtime did not start within {timeout}{log}", job, evidence)
 
 
-def _failure(kind: FailureKind, sentence: str, job: Allocation, evidence: Evidence, retry: bool | None = None) -> RunFailure:
+def _failure(
+    kind: FailureKind,
+    sentence: str,
+    job: Allocation,
+    evidence: Evidence,
+    retry: bool | None = None,
+    unhealthy: Sequence[UnhealthyNode] = (),
+) -> RunFailure:
     where = f"{job.place}:{job.directory}" if job.place else job.directory
-    return RunFailure(kind, sentence, {**failure_metadata(evidence, where), **job.metadata(evidence)}, retry)
+    return RunFailure(kind, sentence, {**failure_metadata(evidence, where), **job.metadata(evidence)}, retry, unhealthy)

@@ -30,6 +30,7 @@ from ...runtime.protocol.messages import Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec, to_json
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+from ...slurm.exclusion import Exclusion
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name, parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
@@ -175,6 +176,10 @@ class SessionBackend(batch.ClusterBackend):
 
         return reattachable_job(self.connection, run_dir, plan.payload.nonce, request, job_of, step.log) is not None
 
+    def exclusion_for_plan(self, plan: Plan) -> Exclusion:
+        required = self.default if self.misfit(plan) is None else self.own(plan)
+        return self.exclusion(required.job_request())
+
     def example(self, plan: Plan) -> str:
         required = self.default if self.misfit(plan) is None else self.own(plan)
         request = required.job_request(job_name(f"session-{self.name}", "NONCE"), job_comment("RUN", "STEP", None))
@@ -311,6 +316,7 @@ class SlurmSite(Site):
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{backend.name}", nonce)
         request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
+        request = backend.avoiding(request, step)
         directory = registry.generation_dir(number)
         script = batch.job_script(request, interpreter, runtime, directory, backend.slurm, "session")
         manifest = SessionManifest(number, created_with.capacity(backend.reuse), tuple(interpreter.start("-I", runtime, "ask")))
