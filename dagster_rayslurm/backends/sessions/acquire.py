@@ -229,8 +229,10 @@ class SessionAcquisition:
             return self._wait(number, job, created=False)
         return None
 
-    def on_refused(self, number: int, reason: str) -> None:
+    def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
         """Called when a session that announced itself does not accept the payload and never will.
+
+        The `unhealthy` nodes are those whose failed health checks are the reason, as the session told them.
 
         Raises RunFailure if this step waited for that session, and the session never accepted any payload: the next one would do
         no better.
@@ -248,7 +250,8 @@ class SessionAcquisition:
         verdict = judge_job(evidence)
         if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
             raise _failure(verdict.kind, f"{sentence}; {verdict.sentence}", job, evidence, verdict.retry)
-        raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence, unhealthy=unhealthy_nodes(announcement.unhealthy))
+        unhealthy = announcement.unhealthy or unhealthy
+        raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence, unhealthy=unhealthy_nodes(unhealthy))
 
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
         """Wait for a generation, and return its session once that accepts requests; None if the step needs another generation.

@@ -92,7 +92,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
                 raise StartError(FailureKind.RUNTIME, f"the session in {name} refuses the payload: {message}")
             site.step.log.info(f"[rayslurm] {name} takes no more payloads: {message}")
             number = session.manifest.generation
-            acquisition.on_refused(number, message)
+            acquisition.on_refused(number, message, answer.get("unhealthy") or ())
     except BaseException:
         if request.unsettled and not accepted:
             with deferred_interrupts():

@@ -181,7 +181,7 @@ class RequestServer(Listener):
     def _admit(self, request: Message) -> Message:
         run_dir = request["run_dir"]
         if self._supervisor.closing is not None:
-            return refuse(Refusal.CLOSING, self._supervisor.closing)
+            return refuse(Refusal.CLOSING, self._supervisor.closing, unhealthy=self._supervisor.unhealthy)
         missing = [path for path in request["needs"] if not _use(path)]
         if missing:
             return refuse(Refusal.MISSING, missing=missing)
