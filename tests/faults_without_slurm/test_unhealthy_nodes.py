@@ -113,16 +113,15 @@ def test_there_is_one_second_try(mode: str, make: Make, fake_slurm: FakeSlurm, s
 
 
 def test_too_few_nodes_would_be_left(make: Make, fake_slurm: FakeSlurm, script: Any, capfd: Any, tmp_path: Path) -> None:
-    failure = run_asset(make(queue={"num_nodes": 2}), script("pass"), uses_pipes=False).failure
+    fake_slurm.set(node_states={"c2": "drained"})
+    failure = run_asset(make(), script("pass"), uses_pipes=False).failure
     assert failure.kind == "cluster-start" and "c1 is bad" in (failure.description or "")
-    why = "the default partition would have 1 usable node left, and the job needs 2"
+    why = "the default partition would have 0 usable nodes left, and the job needs 1"
     assert f"the run is not started again: c1 is not excluded, because {why}" in capfd.readouterr().err
     assert scripts(fake_slurm) == [[]]
-    run_asset(make(queue={"num_nodes": 2}), script("pass"), uses_pipes=False)
-    assert (
-        f"c1 (command: exit code 3: c1 is bad; 0 min ago) failed a health check and is not excluded: {why}"
-        in capfd.readouterr().err
-    )
+    run_asset(make(), script("pass"), uses_pipes=False)
+    said = capfd.readouterr().err
+    assert f"c1 (command: exit code 3: c1 is bad; 0 min ago) failed a health check and is not excluded: {why}" in said
 
 
 def test_the_users_own_exclusion_is_kept(make: Make, fake_slurm: FakeSlurm, script: Any) -> None:
@@ -135,12 +134,9 @@ def test_the_users_own_exclusion_is_kept(make: Make, fake_slurm: FakeSlurm, scri
 def test_components(topology: str, make: Make, fake_slurm: FakeSlurm, script: Any, tmp_path: Path) -> None:
     """No component gets the node again; in both topologies the second try meets the other one."""
     queues = {"cpu": SlurmQueueConfig(partition="compute"), "gpu": SlurmQueueConfig(partition="gpu")}
-    launchers = {name: small_ray(health_check=BAD.format("c*")) if topology == "separate" else None for name in queues}
-    components = [
-        HetComponent(component_id=name, queue=queue, **({"launcher": launchers[name]} if launchers[name] else {}))
-        for name, queue in queues.items()
-    ]
-    base = make("slurm-hetjob", bad="c*")
+    base = make("slurm-hetjob", bad="c*", launcher={"head_node_address": "127.0.0.1"})  # All nodes are this machine.
+    launcher = {"launcher": base.default_launcher} if topology == "separate" else {}
+    components = [HetComponent(component_id=name, queue=queue, **launcher) for name, queue in queues.items()]
     fields: dict[str, Any] = {"slurm": base.slurm, "on_unhealthy": base.on_unhealthy}
     if topology == "spanning":
         fields["default_launcher"] = base.default_launcher

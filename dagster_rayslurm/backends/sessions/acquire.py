@@ -246,11 +246,11 @@ class SessionAcquisition:
             return
         sentence = f"the session did not come up, it ended before it took anything: {problem}"
         evidence = Evidence(runtime_exit=problem, started_at=0.0)  # The job wrote an announcement, so its files are there.
-        job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
-        verdict = judge_job(evidence)
+        unhealthy = announcement.unhealthy or unhealthy
+        job.explain(evidence, timeout=0.0 if unhealthy else _FINAL_STATE_TIMEOUT)
+        verdict = None if unhealthy else judge_job(evidence)
         if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
             raise _failure(verdict.kind, f"{sentence}; {verdict.sentence}", job, evidence, verdict.retry)
-        unhealthy = announcement.unhealthy or unhealthy
         raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence, unhealthy=unhealthy_nodes(unhealthy))
 
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
