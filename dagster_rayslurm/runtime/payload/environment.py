@@ -75,8 +75,8 @@ def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
 def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
     """What the preset of the fabric sets, for the Dagster log, and which variables it leaves alone; "" without a preset."""
     chosen = chosen_defaults(spec, taken)
-    kept = [name for name in spec.default_env if name not in chosen]
-    parts = ["sets " + " ".join("%s=%s" % item for item in chosen.items())] if chosen else []
+    kept = sorted(name for name in spec.default_env if name not in chosen)
+    parts = ["sets " + " ".join("%s=%s" % item for item in sorted(chosen.items()))] if chosen else []
     return "; ".join(parts + (["leaves %s as it is set" % ", ".join(kept)] if kept else []))
 
 

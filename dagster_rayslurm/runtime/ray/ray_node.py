@@ -193,15 +193,6 @@ class RayNode:
         `gcs` is "HOST:PORT" of the head to join; None on the head, whose address is given if it is known.
         """
         self._gcs, self._address = gcs, address
-        try:
-            if gcs is None and self.spec.node_ip_address:
-                self._address = self.spec.node_ip_address
-            elif self.spec.network_interface:
-                self._address = interface_address(self.spec.network_interface)
-            elif gcs is not None:
-                self._address = route_address(split_host_port(gcs)[0])
-        except ClusterError as error:
-            return self._fail(str(error))
         checks = (self.spec.health_check or "").splitlines()
         built_in = [check for check in checks if health.name_of(check) in health.CHECKS]
         self._commands = [check for check in checks if check not in built_in]
@@ -255,7 +246,8 @@ class RayNode:
                 return
             if code == 0:
                 return self._run_command()
-            check, problem = json.loads(found.decode("utf-8")) if found else ("", tail_file(log, lines=5).strip())
+            died = "built-in", "the checks ended with exit code %d: %s" % (code, tail_file(log, lines=5).strip())
+            check, problem = json.loads(found.decode("utf-8")) if found else died
             self._unhealthy(check, "node %s failed its health check %s: %s" % (self.machine.name, check, problem), problem)
 
         log = self.scratch.join("health-check.log")
@@ -268,8 +260,8 @@ class RayNode:
     def _run_command(self) -> None:
         """Run the next command of the user's health check; start Ray after the last one."""
         if not self._commands:
-            return self._start_ray()
-        command, log = self._commands.pop(0), self.scratch.join("health-check.log")
+            return self._choose_address()
+        command, log = self._commands.pop(0), self.scratch.join("health-check-%d.log" % len(self._commands))
 
         def done(code: int, _: Any) -> None:
             self.pid = None
@@ -285,6 +277,19 @@ class RayNode:
 
     def _unhealthy(self, check: str, why: str, found: str) -> None:
         self._fail(why, unhealthy={"node": health.node_name(os.environ), "check": check, "found": found})
+
+    def _choose_address(self) -> None:
+        """Find out which address Ray uses on this node, and start Ray."""
+        try:
+            if self._gcs is None and self.spec.node_ip_address:
+                self._address = self.spec.node_ip_address
+            elif self.spec.network_interface:
+                self._address = interface_address(self.spec.network_interface)
+            elif self._gcs is not None:
+                self._address = route_address(split_host_port(self._gcs)[0])
+        except ClusterError as error:
+            return self._fail(str(error))
+        self._start_ray()
 
     def _start_ray(self) -> None:
         try:
