@@ -160,7 +160,7 @@ def test_a_heterogeneous_job(topology: str, gpus: Callable[..., None], slurm_com
         fields["default_launcher"] = type(well)()
     ran = run_asset(slurm_compute(**fields), script("print('here')"), uses_pipes=False)
     assert not ran.failures and "g2" in str(ran.completed[0].metadata), ran.completed[0].metadata
-    assert ran.completed[0].metadata["Unhealthy nodes"] == "g1 (gpu-count: 1 of 2 GPUs are there)"
+    assert ran.completed[0].metadata["Unhealthy nodes"].value == "g1 (gpu-count: 1 of 2 GPUs are there)"
 
 
 def test_a_wrong_clock(slurm_compute: Make, script: Any, site: Site) -> None:
