@@ -20,7 +20,10 @@ def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> None
 
 
 def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, log: Any) -> bool:
-    """Whether a run that failed may be started once more without its unhealthy nodes, which are remembered; logs the reason."""
+    """Whether a run that failed may be started once more without its unhealthy nodes, which are remembered.
+
+    The log says that it is; the failure says why it is not.
+    """
     nodes = failure.unhealthy
     remember(nodes, backend, log)
     if not nodes or policy != EXCLUDE_AND_RETRY or not isinstance(backend, CanExclude):
@@ -30,7 +33,7 @@ def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, lo
     except OSError as error:
         problem = f"the cluster does not say which nodes are left: {error}"
     if problem:
-        log.warning(f"[rayslurm] the run is not started again: {problem}")
+        failure.description = f"{failure.description}; the run is not started again: {problem}"
         return False
     log.warning(
         f"[rayslurm] {failure.description}; the run is started once more without {', '.join(each.node for each in nodes)}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,8 +111,8 @@ def test_gpus(
     assert ran.metadata["node"] == "g2" and ran.metadata["Unhealthy nodes"] == f"g1 ({check}: {found})"
 
 
-def test_both_nodes_are_needed(gpus: Callable[..., None], slurm_compute: Make, script: Any, site: Site, capfd: Any) -> None:
-    """Both lost a GPU: both are named in one failure, and neither can be spared."""
+def test_both_nodes_are_needed(gpus: Callable[..., None], slurm_compute: Make, script: Any, site: Site) -> None:
+    """Both lost a GPU, and neither can be spared."""
     gpus("g1", 1)
     gpus("g2", 1)
     launcher = small_ray(health_check="gpu-count")
@@ -120,8 +121,19 @@ def test_both_nodes_are_needed(gpus: Callable[..., None], slurm_compute: Make, s
     ).failure
     assert failure.kind == "cluster-start" and "g1 failed its health check gpu-count: 1 of 2 GPUs" in (failure.description or "")
     why = "g1 is not excluded, because partition gpu would have 1 usable node left, and the job needs 2"
-    assert f"the run is not started again: {why}" in capfd.readouterr().err
+    assert (failure.description or "").endswith(f"; the run is not started again: {why}")
     assert "g1" in remembered(site) and not site.jobs()
+
+
+def test_all_workers_that_fail_are_named(slurm_compute: Make, script: Any, site: Site) -> None:
+    launcher = small_ray(health_check='case $(uname -n) in g*) echo "no driver"; exit 3;; esac')
+    compute = slurm_compute(queue={"partition": "all", "num_nodes": 4}, default_launcher=launcher)
+    failure = run_asset(compute, script(WHERE)).failure
+    said = failure.description or ""
+    assert failure.kind == "cluster-start" and re.search(r"exit code 3 on node g([12]): no driver \(and so did g[12]\)$", said), (
+        said
+    )
+    assert remembered(site) == dict.fromkeys(("g1", "g2"), "command: exit code 3: no driver")
 
 
 def test_a_cluster_that_may_do_without(gpus: Callable[..., None], slurm_compute: Make, script: Any, site: Site) -> None:

@@ -117,7 +117,7 @@ def test_too_few_nodes_would_be_left(make: Make, fake_slurm: FakeSlurm, script: 
     failure = run_asset(make(), script("pass"), uses_pipes=False).failure
     assert failure.kind == "cluster-start" and "c1 is bad" in (failure.description or "")
     why = "the default partition would have 0 usable nodes left, and the job needs 1"
-    assert f"the run is not started again: c1 is not excluded, because {why}" in capfd.readouterr().err
+    assert (failure.description or "").endswith(f"; the run is not started again: c1 is not excluded, because {why}")
     assert scripts(fake_slurm) == [[]]
     run_asset(make(), script("pass"), uses_pipes=False)
     said = capfd.readouterr().err
