@@ -10,13 +10,16 @@ from ..compute_fields import EXCLUDE_AND_RETRY
 from ..errors import RunFailure, UnhealthyNode
 
 
-def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> None:
-    """Note the nodes for all runs of this user; a failure to do so is logged."""
+def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str | None:
+    """Note the nodes for all runs of this user; returns why that is not possible, which is logged."""
     if nodes and isinstance(backend, CanExclude):
         try:
             backend.remember_unhealthy(nodes)
         except OSError as error:
-            log.warning(f"[rayslurm] nodes that failed a health check cannot be noted for other runs: {error}")
+            problem = f"nodes that failed a health check cannot be noted: {error}"
+            log.warning(f"[rayslurm] {problem}")
+            return problem
+    return None
 
 
 def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, log: Any) -> bool:
@@ -25,11 +28,11 @@ def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, lo
     The log says that it is; the failure says why it is not.
     """
     nodes = failure.unhealthy
-    remember(nodes, backend, log)
+    problem = remember(nodes, backend, log)
     if not nodes or policy != EXCLUDE_AND_RETRY or not isinstance(backend, CanExclude):
         return False
     try:
-        problem = backend.exclusion_for_plan(plan).problem(nodes)
+        problem = problem or backend.exclusion_for_plan(plan).problem(nodes)
     except OSError as error:
         problem = f"the cluster does not say which nodes are left: {error}"
     if problem:

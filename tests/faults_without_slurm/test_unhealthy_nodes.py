@@ -152,5 +152,6 @@ def test_the_memory_cannot_be_written(make: Make, fake_slurm: FakeSlurm, script:
     (tmp_path / "base" / "unhealthy").write_text("")
     failure = run_asset(make(), script("pass"), uses_pipes=False).failure
     assert failure.kind == "cluster-start" and "c1 is bad" in (failure.description or ""), failure.description
-    assert "nodes that failed a health check cannot be noted for other runs" in capfd.readouterr().err
+    why = "nodes that failed a health check cannot be noted: "
+    assert f"; the run is not started again: {why}" in (failure.description or "") and why in capfd.readouterr().err
     assert len(fake_slurm.jobs()) == 1
