@@ -21,6 +21,9 @@ Payloads = Union[Payload, Mapping[str, Payload]]  # One payload, or a mapping wi
 Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext]
 
 
+EXCLUDE_AND_RETRY = "exclude-and-retry"
+
+
 class ComputeFields(StrictResource):
     """Where and how payloads run, as users configure it."""
 
@@ -69,6 +72,9 @@ class ComputeFields(StrictResource):
     """Seconds for a started runtime (on Slurm: after its job started) to write its first record."""
     queue_timeout: Annotated[Optional[int], at_least(1, "seconds")] = None
     """Seconds in Slurm's queue after which a run has failed and its job is cancelled; None for no limit."""
+    on_unhealthy: Annotated[str, choice("fail", EXCLUDE_AND_RETRY)] = "fail"
+    """What a failed health check of a node leads to: "fail", or "exclude-and-retry" to start the run once more without the node.
+    With the latter, jobs also avoid nodes that failed a check in another run of this user within the last hour."""
     max_stdio_mb: Annotated[int, at_least(1, "MiB")] = 1024
     """MiB of payload output that are recorded; the rest is counted and dropped."""
     max_outputs_mb: Annotated[int, at_least(0, "MiB")] = 100

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import dagster as dg
 from pydantic import ValidationError
@@ -55,18 +55,38 @@ def one_sentence(error: ValueError) -> str:
     return "; ".join(f"{field}: {problem.removeprefix('Value error, ')}" for field, problem in problems)
 
 
+class UnhealthyNode(NamedTuple):
+    """A node that failed a health check: its name as Slurm calls it, the check, and what the check found."""
+
+    node: str
+    check: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.node} ({self.check}: {self.found})"
+
+
 class RunFailure(dg.Failure):
     """Raised when a run did not succeed.
 
     Attributes:
         kind: what failed; compares equal to its name, as in `error.kind == "payload"`.
+        unhealthy: the nodes whose failed health checks are the cause; empty for any other cause.
     """
 
     def __init__(
-        self, kind: FailureKind, sentence: str, metadata: Mapping[str, Any] | None = None, retry: bool | None = None
+        self,
+        kind: FailureKind,
+        sentence: str,
+        metadata: Mapping[str, Any] | None = None,
+        retry: bool | None = None,
+        unhealthy: Sequence[UnhealthyNode] = (),
     ) -> None:
         """Create a failure; `retry` says whether a `RetryPolicy` may try again, None for the default of the kind."""
         self.kind = FailureKind(kind)
+        self.unhealthy = tuple(unhealthy)
+        if unhealthy:
+            metadata = {"Unhealthy nodes": "; ".join(map(str, unhealthy)), **(metadata or {})}
         super().__init__(
             description=without_colours(sentence),
             metadata={"Failure kind": self.kind.value, **(metadata or {})},

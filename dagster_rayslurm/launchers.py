@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import fields
 from keyword import iskeyword
 from typing import Annotated, Any, Literal, Optional
@@ -9,6 +10,8 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import model_validator
 
 from .config import StrictConfig, at_least, check_list, check_text, checked, choice, identifier, is_env_var, plain_text
+from .fabric import FABRICS
+from .runtime.node.health import CHECKS, value_error
 from .runtime.node.network import parse_range
 from .runtime.node.resources import Footprint, Requirement, node_footprint
 from .runtime.protocol.spec import RaySpec
@@ -117,6 +120,19 @@ def _check_modules(value: object) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def _check_health(value: object) -> str:
+    """The checks and commands in one text, a line for each: Dagster has no field that takes a text or a list."""
+    checks = value.splitlines() if isinstance(value, str) else check_list(value, 'checks, such as ["gpu-count", "clock"]')
+    for check in checks:
+        word = check_text(check).partition("=")[0]
+        close = difflib.get_close_matches(word.lower().replace("_", "-"), CHECKS, n=1, cutoff=0.8)
+        if word not in CHECKS and close:
+            raise ValueError(f"{check!r} is no built-in check; did you mean {close[0]!r}?")
+        if word in CHECKS and (problem := value_error(check)):
+            raise ValueError(f"{check!r}: {problem}")
+    return "\n".join(checks)
+
+
 class RayLauncher(Launcher):
     """Runs the payload as the driver of a Ray cluster that spans the allocation.
 
@@ -164,8 +180,13 @@ class RayLauncher(Launcher):
     port_range: Annotated[Optional[str], checked(_check_port_range)] = None
     """Ports that all of Ray stays within, as "LOW-HIGH", for firewalled sites; each cluster takes 100 on a node, of which some
     90 are for worker processes."""
-    health_check: Annotated[Optional[str], plain_text] = None
-    """Shell command that each node runs before Ray starts; a failure names the node."""
+    health_check: Annotated[Optional[str], checked(_check_health)] = None
+    """What each node must pass before Ray starts: built-in checks ("gpu-count", "gpu-ecc", "disk-space", "clock", "interface")
+    and shell commands; one, a list, or a text with one in each line. A failure names the node; see
+    ComputeResource.on_unhealthy."""
+    fabric: Annotated[str, choice(*FABRICS)] = "none"
+    """Network between the nodes: "infiniband", "efa" or "tcp" sets variables of NCCL, libfabric and gloo for it, unless they are
+    set already, and the log shows them; "none" sets nothing."""
     preload: Annotated[list[str], checked(_check_modules)] = []
     """Modules that a warm session imports once, such as ["ray", "torch"]; payloads that are Python scripts or modules begin
     with them imported. With "ray", up to four of Ray's workers are kept ready on the head node, too (needs `grpcio`, as

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from .components import Component, component_specs, ray_across, request_for
 from .config import ExecutionMode, SessionConfig, StrictConfig, Topology, check_length
+from .fabric import fabric_variables
 from .launchers import Launcher, RayLauncher
 from .runtime.node.resources import Footprint
 from .runtime.payload.environment import JOB_CONFIG, job_config, shared_variables
@@ -49,6 +50,7 @@ class Plan:
     script: str | None = None  # The script on this machine that the payload's command runs; None for other commands.
     # Components of the allocation in the job's order, which local mode simulates; empty where all nodes are alike.
     components: tuple[ComponentSpec, ...] = ()
+    fabric: str = "none"  # The launcher's preset for the network between the nodes.
 
 
 def make_plan(
@@ -75,6 +77,7 @@ def make_plan(
     if not isinstance(uses_pipes, bool):
         raise ValueError(f"uses_pipes: {uses_pipes!r} is neither True nor False")
     ray = ray_across(launcher, components)
+    own = launcher if isinstance(launcher, RayLauncher) else None
     # Backends make this request again, with the job's name. Making it here reports mistakes early, and in local mode too.
     parts = component_specs(request_for(components, job_name="rayslurm", comment="")) if components else []
     argv, script = parse_payload(payload_path)
@@ -82,6 +85,7 @@ def make_plan(
         argv=launcher.command(argv),
         nonce=nonce,
         env=dict(env),
+        default_env=fabric_variables(own.fabric, own.network_interface) if own else {},
         data_dir=data_dir,
         working_dir=_existing_directory(launcher.working_dir),
         extra_files=existing_files(extra_files),
@@ -90,12 +94,14 @@ def make_plan(
         max_stdio_bytes=max_stdio_bytes,
         grace_period=launcher.grace_period,
         uses_ray=ray is not None,
-        preload=launcher.preload if isinstance(launcher, RayLauncher) else [],
+        preload=own.preload if own else [],
     )
     if payload.uses_ray:
-        config = job_config(nonce, {**payload.env, **shared_variables(payload)})
+        config = job_config(nonce, {**payload.default_env, **payload.env, **shared_variables(payload)})
         check_length(f"{JOB_CONFIG}={config}", "extra_env: what Ray gets of all variables together")
-    return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes, script, tuple(parts))
+    return Plan(
+        payload, ray, launcher.footprint(), dict(secret_env), uses_pipes, script, tuple(parts), own.fabric if own else "none"
+    )
 
 
 def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:

@@ -24,7 +24,7 @@ from .backends.sessions.listing import IdleSessions, stop_sessions_of_run
 from .backends.sessions.local import LocalSessionBackend
 from .backends.sessions.matching import required_head
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
-from .compute_fields import ComputeFields, Context, Payloads
+from .compute_fields import EXCLUDE_AND_RETRY, ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, SentEnvironment, resolve_environment
 from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
@@ -238,6 +238,7 @@ def choose_backend(call: Call) -> Backend:
         head = required_head(call.merged, call.components)
         session = resource.session
         return LocalSessionBackend(**where, session=session, offered=warm_ray, components=warm_components, head=head)
+    avoids = resource.on_unhealthy == EXCLUDE_AND_RETRY
     if resource.mode == ExecutionMode.SLURM_SESSION:
         return SessionBackend(
             slurm=call.slurm,
@@ -253,6 +254,7 @@ def choose_backend(call: Call) -> Backend:
             start_timeout=resource.runtime_start_timeout,
             patience=resource.connection_loss_timeout,
             detect_platform=resource.auto_detect_platform,
+            avoids_unhealthy=avoids,
         )
     queue = merge(call.slurm.queue, call.queue)
     backend = SeparateBatchBackend if separate else BatchBackend
@@ -265,6 +267,7 @@ def choose_backend(call: Call) -> Backend:
         components=call.parts,
         make_way=IdleSessions,
         detect_platform=resource.auto_detect_platform,
+        avoids_unhealthy=avoids,
     )
 
 

@@ -86,6 +86,7 @@ CORE = {
         "test_the_time_limit",
         "test_twenty_at_once_submit_one_job",
     ),
+    "faults/test_unhealthy_nodes.py": ("test_a_full_disk", "test_a_session[warm]"),
     "faults/test_slurm_is_down.py": (
         "test_accounting_is_away[slurm]",
         "test_slurmctld_is_away_while_a_job_waits_runs_and_ends[slurm]",

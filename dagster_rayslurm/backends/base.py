@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,13 @@ from typing import Any, Protocol, runtime_checkable
 from dagster_pipes import PipesContextData
 
 from ..edge.base_directory import SWEPT, sweep
+from ..errors import UnhealthyNode
 from ..follow import Cadence, Evidence
 from ..plan import Plan
 from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, SECRETS, STDIO
 from ..runtime.protocol.spec import to_json
+from ..slurm.exclusion import Exclusion
 from ..slurm.shared_queue import fetch_queue
 from ..ssh.base import Connection
 from .ownership import UNCONTESTED, Ownership
@@ -139,6 +141,17 @@ class CanReattach(Protocol):
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
         """End such a payload whose last owner died after it had begun to end the payload; raises StartError or OSError."""
+
+
+@runtime_checkable
+class CanExclude(Protocol):
+    """A backend whose jobs can avoid nodes that failed a health check."""
+
+    def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
+        """Note nodes that failed a health check for all runs of this user; raises OSError."""
+
+    def exclusion_for_plan(self, plan: Any, /) -> Exclusion:
+        """Which nodes a new job for a plan would avoid; raises OSError."""
 
 
 # ---- Files

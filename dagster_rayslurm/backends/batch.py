@@ -7,8 +7,8 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ..edge.sessions import JOB_ID
 from ..environments import Environment, Interpreter, path_on_cluster
 from ..environments.check import check_environment_on
 from ..environments.send import send_environment
-from ..errors import FailureKind, StartError
+from ..errors import FailureKind, StartError, UnhealthyNode
 from ..follow import Cadence
 from ..plan import Plan
 from ..runtime.node.network import control_ports
@@ -29,8 +29,9 @@ from ..runtime.protocol.record import CANCEL, EXIT, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.membership import nodes_expected
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
+from ..slurm.exclusion import Exclusion, excluding, exclusion_for, remember
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request, render_script
-from ..slurm.shared_queue import ask_patiently, fetch_queue, shared_queue
+from ..slurm.shared_queue import SlurmUnanswered, ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
@@ -50,6 +51,8 @@ class ClusterBackend:
     """What backends have in common that run payloads on a Slurm cluster."""
 
     slurm: SlurmResource
+    # Whether jobs avoid the nodes that failed a health check in this user's runs.
+    avoids_unhealthy: bool = field(default=False, kw_only=True)
 
     @cached_property
     def connection(self) -> Connection:
@@ -58,6 +61,29 @@ class ClusterBackend:
     @cached_property
     def layout(self) -> Layout:
         return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
+
+    def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
+        """Note nodes that failed a health check for all runs of this user; raises OSError."""
+        remember(self.connection, str(self.layout.base), nodes)
+
+    def exclusion(self, request: JobRequest) -> Exclusion:
+        """Which nodes a job must avoid; raises OSError if the cluster cannot be asked."""
+        return exclusion_for(self.connection, str(self.layout.base), request) if self.avoids_unhealthy else Exclusion()
+
+    def avoiding(self, request: JobRequest, step: Step) -> JobRequest:
+        """The request, without the nodes that failed a health check; the Dagster log names them."""
+        try:
+            exclusion = self.exclusion(request)
+        except SlurmUnanswered as error:
+            step.log.warning(f"[rayslurm] no node is excluded for a failed health check: {error}")
+            return request
+        for each, why in exclusion.kept:
+            step.log.warning(f"[rayslurm] {each} failed a health check and is not excluded: {why}")
+        if not exclusion.nodes:
+            return request
+        named = ", ".join(map(str, exclusion.nodes))
+        step.log.info(f"[rayslurm] excluded for a failed health check: {named}")
+        return excluding(request, [each.node for each in exclusion.nodes])
 
     def sweep(self, retention_days: float) -> None:
         def work() -> None:
@@ -138,7 +164,7 @@ class BatchBackend(JobBackend):
         check_paths(self.slurm, self.environment, plan)
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> BatchJob:
-        packed, request, request_files = self._prepare(plan, run_dir, step)
+        packed, request, request_files = self._prepare(plan, run_dir, step, submits=not step.reattached)
         plan = packed.plan
         files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
         with self.cancel_on_error(request, step):
@@ -169,8 +195,13 @@ class BatchBackend(JobBackend):
             sentence = f"Slurm job {job_id} of the attempt before is cancelled, and Slurm has not confirmed its end"
             raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
 
-    def _prepare(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Deliver a plan's files to the cluster; returns them, the request to Slurm, and the files that state the request."""
+    def _prepare(
+        self, plan: Plan, run_dir: str, step: Step, submits: bool = False
+    ) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
+        """Deliver a plan's files to the cluster; returns them, the request to Slurm, and the files that state the request.
+
+        If the caller `submits` the job, the request avoids nodes that failed a health check.
+        """
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
         name = job_name(step.step_key, plan.payload.nonce)
@@ -179,12 +210,17 @@ class BatchBackend(JobBackend):
         spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, leading_queue)
         lasting = replace(spec, control_key="", control_ports=[])
         asked = job_script(replace(request, comment=""), interpreter, runtime, run_dir, self.slurm)
+        if submits:
+            request = self.avoiding(request, step)
         files = {
             RUNTIME: to_json(spec).encode("utf-8"),
             JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
             REQUEST_FILE: fingerprint(to_json(plan.payload), to_json(lasting), asked),
         }
         return packed, request, files
+
+    def exclusion_for_plan(self, plan: Plan) -> Exclusion:
+        return self.exclusion(self._request(plan, job_name="rayslurm", comment=""))
 
     def example(self, plan: Plan) -> str:
         request = self._request(plan, job_name=job_name("STEP", plan.payload.nonce), comment=job_comment("RUN", "STEP", None))

@@ -198,8 +198,12 @@ class _Sweep:
         for name in self._names("environments", "[0-9a-f]{32}"):
             if self._is_old("environments", name):
                 self._remove("environments", name)
+        for name in self._names("unhealthy", "[A-Za-z0-9][A-Za-z0-9_.-]*"):
+            if self._is_old("unhealthy", name):
+                self._remove("unhealthy", name)
         sessions = [os.path.join("sessions", name) for name in self._names("sessions", _RUN, directory=True)]
-        for place in ["bundles", "files", "prefixes", "runtime", "environments", "queue", "runs", "sessions", *sessions]:
+        places = ("bundles", "files", "prefixes", "runtime", "environments", "queue", "runs", "unhealthy", "sessions")
+        for place in [*places, *sessions]:
             for name in self._names(place, r"\.rs-[0-9a-f]{16}\.[a-z]+"):
                 with contextlib.suppress(OSError):
                     if time.time() - os.lstat(self._path(place, name)).st_ctime > _LEFTOVER:

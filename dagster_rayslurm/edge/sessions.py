@@ -64,7 +64,7 @@ def _generation(sessions: str, session: str, number: int, newest: bool) -> "dict
     texts[MANIFEST] = read(os.path.join(directory, MANIFEST)) if announced or not newest else ""
     age = 0.0
     if newest and not announced:
-        now, made = _now(os.path.dirname(directory)), [_modified(os.path.join(directory, name)) for name in (CREATOR, "")]
+        now, made = clock_of(os.path.dirname(directory)), [_modified(os.path.join(directory, name)) for name in (CREATOR, "")]
         age = now - next((each for each in made if each is not None), now)
     abandoned = not os.path.isdir(directory) or os.path.lexists(os.path.join(directory, ABANDONED))
     return {"session": session, "number": number, "files": texts, "abandoned": abandoned, "age": age}
@@ -111,7 +111,7 @@ def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
         return False
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(waiting, waiter))
-    now = _now(directory)
+    now = clock_of(directory)
     others = [_modified(os.path.join(waiting, name)) for name in (os.listdir(waiting) if os.path.isdir(waiting) else ())]
     if any(seen is not None and now - seen < fresh for seen in others) or _read(announcement):
         return False
@@ -120,7 +120,7 @@ def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
     return not _read(announcement)
 
 
-def _now(directory: str) -> float:
+def clock_of(directory: str) -> float:
     """The time by the clock of the file system."""
     probe = os.path.join(directory, ".rs-" + os.urandom(8).hex() + ".probe")
     os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

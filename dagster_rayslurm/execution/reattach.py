@@ -53,40 +53,54 @@ class Launch:
     name: str  # Of the run directory.
     state: ReattachState = field(default_factory=ReattachState)  # What an earlier attempt already showed in Dagster.
     forget: Callable[[], None] = lambda: None  # Called once no later attempt needs to know what was shown.
+    history: AttemptHistory | None = None  # None if no later attempt can take the payload over.
+
+    def again(self, nonce: str, backend: Backend, home: Layout) -> Launch:
+        """A new launch of the same plan in place of this one, whose payload never started."""
+        step, plan = replace(self.step, reattached=False), replace(self.plan, payload=replace(self.plan.payload, nonce=nonce))
+        return _new_launch(step, plan, backend, home, self.history)
 
 
 def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout) -> Launch:
     """Take over the payload of an earlier attempt if it was the same request; else prepare a new launch."""
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
-    name = run_dir_name(step.run_id, step_key, plan.payload.nonce)
     if not isinstance(backend, CanReattach):
-        return Launch(step, plan, name)
+        return _new_launch(step, plan, backend, home, None)
     history = AttemptHistory(context, step_key)
     connection, runs = backend.connection, backend.layout.runs
-    owner = Ownership(connection, str(runs / name), FIRST_OWNER, history.successor)
-    earlier = history.earlier_run_dir()
-    if earlier is not None:
-        same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(earlier)))
-        later = Ownership(connection, str(runs / earlier), owner_file(step.run_id), history.successor)
-        if backend.can_reattach(same, str(runs / earlier), step):
-            if later.take_over():
-                plan, name, owner, step = same, earlier, later, replace(step, reattached=True)
-            else:
-                with contextlib.suppress(FileNotFoundError):  # The run directory was removed, so the payload has ended.
-                    backend.end_abandoned(str(runs / earlier), plan.payload.grace_period)
+    name = history.earlier_run_dir()
+    if name is None:
+        return _new_launch(step, plan, backend, home, history)
+    same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(name)))
+    run_dir = str(runs / name)
+    owner = Ownership(connection, run_dir, owner_file(step.run_id), history.successor)
+    if not backend.can_reattach(same, run_dir, step):
+        return _new_launch(step, plan, backend, home, history)
+    if not owner.take_over():
+        with contextlib.suppress(FileNotFoundError):  # The run directory was removed, so the payload has ended.
+            backend.end_abandoned(run_dir, plan.payload.grace_period)
+        return _new_launch(step, plan, backend, home, history)
     bookmark = Bookmark(home.runs / f"{name}{BOOKMARK}")
-    state = ReattachState(note=bookmark.note)
-    if step.reattached:
-        offset = bookmark.read() if history.output_is_local else 0
-        state = replace(state, offset=offset, logged=history.logged_since(name))
-        shown = f"at byte {offset} of its output; at most the last batch is repeated"
-        context.log.warning(
-            "[rayslurm] an attempt before left its payload behind, and nobody heard how it ended: going on with "
-            f"{name}, {shown if offset else 'whose output is repeated from its beginning'}"
-        )
+    offset = bookmark.read() if history.output_is_local else 0
+    shown = f"at byte {offset} of its output; at most the last batch is repeated"
+    context.log.warning(
+        "[rayslurm] an attempt before left its payload behind, and nobody heard how it ended: going on with "
+        f"{name}, {shown if offset else 'whose output is repeated from its beginning'}"
+    )
+    state = ReattachState(offset, history.logged_since(name), bookmark.note)
     history.note(name)
-    return Launch(replace(step, owner=owner), plan, name, state, bookmark.remove)
+    return Launch(replace(step, owner=owner, reattached=True), same, name, state, bookmark.remove, history)
+
+
+def _new_launch(step: Step, plan: Plan, backend: Backend, home: Layout, history: AttemptHistory | None) -> Launch:
+    name = run_dir_name(step.run_id, step.step_key, plan.payload.nonce)
+    if history is None:
+        return Launch(step, plan, name)
+    owner = Ownership(backend.connection, str(backend.layout.runs / name), FIRST_OWNER, history.successor)
+    bookmark = Bookmark(home.runs / f"{name}{BOOKMARK}")
+    history.note(name)
+    return Launch(replace(step, owner=owner), plan, name, ReattachState(note=bookmark.note), bookmark.remove, history)
 
 
 class AttemptHistory:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ..edge.base_directory import sweep_runs
 from ..errors import CompletedRun, FailureKind, RunFailure, StartError
 from ..follow import Evidence, Follower, follow_all
 from ..follow.forward import RecordPipes
-from ..outcome import Judged, Verdict, judge, needs_job_facts, with_hint
+from ..outcome import Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint
 from ..outcome.metadata import Metadata, failure_metadata, run_metadata
 from ..plan import Plan
 from ..runtime.protocol.record import SECRETS, Record, component_dir
@@ -30,6 +31,7 @@ from ..slurm.shared_queue import SlurmUnanswered
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import LocalConnection
 from .reattach import Launch, reattach_or_new
+from .unhealthy import remember, second_try
 
 Component = str | None  # The name of a component; None if the run has a single payload.
 _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled payload's record is still read.
@@ -48,30 +50,67 @@ def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resourc
         _sweep(backend, home, resource.retention_days)
         launch = reattach_or_new(context, next(iter(plans.values())), backend, home)
     if None in plans:
-        plan, plans = launch.plan, {None: launch.plan}
+        plans = {None: launch.plan}
     writers = sum(each.uses_pipes for each in plans.values())
     pipes = RecordPipes(context, max(1, writers))
-    run = PayloadRun(context, backend, resource, launch, plans)
     with pipes.session(extras, writers > 0) as session:
-        # A throwaway handler checks each result of a component, so that Dagster does not get the result yet.
-        merger = ReportMerger(pipes.handler, plans, lambda each: dg.PipesMessageHandler(context, pipes).handle_message(each))
-        run.follow(
-            lambda register: backend.start(plan, run.run_dir, pipes.pipes_context, launch.step, register),
-            lambda component: pipes.handler if component is None else merger.of(component),
-        )
-        for component, error in merger.hand_over():
-            run.payloads[component].follower.messages.refuse(error, run.payloads[component].evidence)
-        judged = {component: run.judge(each) for component, each in run.payloads.items()}
-        verdict = judge_components(judged)
-        own = {component: each.metadata(resource.mode) for component, each in run.payloads.items()}
-        metadata = metadata_of_all(own, judged, resource.mode, run.first.running.job_id)
-        kept = run.clean_up(verdict)
-        if verdict.kind is not None:
-            metadata = {**failures_metadata(judged, kept), **metadata}
-            raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
+        try:
+            run, metadata = _run_once(context, plans, backend, resource, launch, pipes)
+        except RunFailure as failure:
+            again = second_try(failure, plan, backend, resource.on_unhealthy, context.log)
+            if not again:
+                raise
+            nonce = secrets.token_hex(6)
+            plans = {name: replace(each, payload=replace(each.payload, nonce=nonce)) for name, each in plans.items()}
+            with start_errors():
+                launch = launch.again(nonce, backend, home)
+            try:
+                run, metadata = _run_once(context, plans, backend, resource, launch, pipes)
+            except RunFailure as second:
+                remember(second.unhealthy, backend, context.log)
+                raise
+            metadata = {**metadata, "Unhealthy nodes": "; ".join(map(str, failure.unhealthy))}
     outputs = sorted(path for path in run.outputs.rglob("*") if path.is_file())
     running = run.first.running
     return CompletedRun(session, metadata, running.cluster_id, running.job_id, outputs)
+
+
+def _run_once(
+    context: dg.OpExecutionContext,
+    plans: Mapping[Any, Plan],
+    backend: Backend,
+    resource: ComputeFields,
+    launch: Launch,
+    pipes: Any,
+) -> tuple[PayloadRun, Metadata]:
+    """Run plans, which may have to be tried again on other nodes, to the end; returns the run, which succeeded, and its metadata.
+
+    Raises RunFailure.
+    """
+    run = PayloadRun(context, backend, resource, launch, plans)
+    # A throwaway handler checks each result of a component, so that Dagster does not get the result yet.
+    merger = ReportMerger(pipes.handler, plans, lambda each: dg.PipesMessageHandler(context, pipes).handle_message(each))
+    plan: Any = plans.get(None, plans)
+    run.follow(
+        lambda register: backend.start(plan, run.run_dir, pipes.pipes_context, launch.step, register),
+        lambda component: pipes.handler if component is None else merger.of(component),
+    )
+    for component, error in merger.hand_over():
+        run.payloads[component].follower.messages.refuse(error, run.payloads[component].evidence)
+    judged = {component: run.judge(each) for component, each in run.payloads.items()}
+    verdict = judge_components(judged)
+    own = {component: each.metadata(resource.mode) for component, each in run.payloads.items()}
+    metadata = metadata_of_all(own, judged, resource.mode, run.first.running.job_id)
+    kept = run.clean_up(verdict)
+    unhealthy = unhealthy_nodes([row for each in run.payloads.values() for row in each.unhealthy])
+    if verdict.kind is not None:
+        metadata = {**failures_metadata(judged, kept), **metadata}
+        causes = unhealthy if verdict.kind == FailureKind.CLUSTER_START else ()
+        raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry, causes)
+    if unhealthy:  # Nodes without which the cluster started, as `min_nodes` allows.
+        metadata["Unhealthy nodes"] = "; ".join(map(str, unhealthy))
+        remember(unhealthy, backend, context.log)
+    return run, metadata
 
 
 @contextmanager
@@ -107,6 +146,11 @@ class FollowedPayload:
     def label(self) -> str:
         """The beginning of each line about the payload in the Dagster log; "" for the only payload of a run."""
         return "" if self.follower.component is None else f"component {self.follower.component!r}: "
+
+    @property
+    def unhealthy(self) -> list[dict[str, str]]:
+        """The nodes that failed a health check of the payload's Ray cluster."""
+        return (self.evidence.end_or_partial or {}).get("context", {}).get("unhealthy") or []
 
     def metadata(self, mode: str) -> Metadata:
         """Returns the Dagster metadata of the payload, for a result and a failure alike."""
@@ -221,6 +265,7 @@ class PayloadRun:
             running.requeue,
             component,
             self.launch.state,
+            plan.fabric,
         )
         return FollowedPayload(plan, running, follower, time.monotonic() + self.resource.runtime_start_timeout)
 

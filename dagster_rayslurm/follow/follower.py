@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..fabric import FabricWatch
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, STDIO, LineReader, Record
 from ..ssh.base import ConnectionFailed
@@ -123,11 +124,13 @@ class Follower:
     requeue: bool = False  # Whether Slurm may requeue the job. Then results wait until the payload has ended.
     component: str | None = None  # A prefix of output and log lines; None for a run with one payload.
     reattach: ReattachState = field(default_factory=ReattachState)
+    fabric: str = "none"  # The launcher's preset for the network between the nodes.
 
     def __post_init__(self) -> None:
         self.state = RecordState(self.nonce, self.loss_timeout, self.requeue, LineReader(), LineReader(self.reattach.offset))
         self._prefix = "[rayslurm] " if self.component is None else f"[rayslurm] {self.component}: "
         self._output = OutputWriter("" if self.component is None else f"[{self.component}] ", self._warn)
+        self._fabric = FabricWatch(self.fabric)
         self.messages = MessageForwarder(self.handler, self.log, self._prefix, self.requeue, self.reattach.logged)
 
     @property
@@ -151,6 +154,7 @@ class Follower:
         for record in output:
             self._output.write(record["s"], record["d"])
             self.evidence.add_output(record)
+            self._fabric.feed(record["s"], record["d"])
         if size:
             self._output.flush()
             if not self._output.partial:
@@ -158,6 +162,8 @@ class Follower:
         journal, journal_size = self._read(JOURNAL, state.journal)
         for record in journal:
             self._add(record)
+        if warning := self._fabric.warning(len(self.evidence.context.get("nodes") or ())):
+            self.messages.log(logging.WARNING, warning)
         return max(size, journal_size)
 
     def finish(self) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import FailureKind, without_colours
+from ..errors import FailureKind, UnhealthyNode, without_colours
 from ..follow import Evidence
 from ..runtime.process import processes
 from ..runtime.protocol.messages import EndReason
@@ -99,6 +99,11 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
     if end["exit_code"] != 0:
         return Verdict(FailureKind.PAYLOAD, _exit_sentence(end["exit_code"], evidence))
     return _judge_messages(evidence, uses_pipes and require_messages)
+
+
+def unhealthy_nodes(rows: Sequence[Mapping[str, str]]) -> tuple[UnhealthyNode, ...]:
+    """The nodes that a runtime's record or announcement lists as having failed a health check."""
+    return tuple(UnhealthyNode(each["node"], each["check"], each["found"]) for each in rows)
 
 
 def judge_job(evidence: Evidence) -> Verdict | None:

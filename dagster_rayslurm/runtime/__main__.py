@@ -1,4 +1,4 @@
-"""`python -I runtime.pyz run DIR | node DIR | part DIR | session DIR | serve DIR | ask DIR | ray-node ORDER`."""
+"""`python -I runtime.pyz run DIR | node DIR | part DIR | session DIR | serve DIR | ask DIR | ray-node ORDER | health …`."""
 
 # Types stand in comments, because an older Python must parse this file to say that it is too old. Each role imports what it
 # needs when it begins: a start takes about 0.13 s, most of it imports.
@@ -158,7 +158,7 @@ def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.
     from .ray import agent
 
     scratch.sweep()
-    helper = agent.Worker(loop.Loop(), spec, here, scratch.Scratch(), lambda: _dispensable.__setitem__(0, 1))
+    helper = agent.Worker(loop.Loop(), spec, here, scratch.Scratch(), log_dir, lambda: _dispensable.__setitem__(0, 1))
     helper.run()
     if helper.exit_code:
         _dispensable[0] = 0
@@ -177,6 +177,10 @@ def main(argv):  # type: (list[str]) -> int
         from .ray import node_main
 
         return node_main.main(argv[1:])
+    if role == "health":
+        from .node import health
+
+        return health.main(argv[1:])
     if role == "ask":
         from .protocol import rpc
 

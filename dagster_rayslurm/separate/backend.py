@@ -22,6 +22,7 @@ from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT, RUNTIME, compone
 from ..runtime.protocol.rpc import derive_key
 from ..runtime.protocol.spec import BarrierSpec, ComponentSpec, RuntimeSpec, to_json
 from ..slurm.accounting import failed_tasks
+from ..slurm.exclusion import Exclusion
 from ..slurm.request import JobRequest, job_comment, job_name
 from ..slurm.states import JobPhase
 from ..slurm.submit import JOB_SCRIPT
@@ -125,6 +126,7 @@ class SeparateBatchBackend(JobBackend):
         nonce = next(iter(plans.values())).payload.nonce
         comment = job_comment(step.run_id, step.step_key, step.partition_key)
         request = request_for(self.components, job_name=job_name(step.step_key, nonce), comment=comment)
+        request = self.avoiding(request, step)
         cluster_id = f"{CLUSTER}{nonce}"
         files = {
             RUNTIME: to_json(RuntimeSpec(cluster_id, components=component_specs(request))).encode("utf-8"),
@@ -141,6 +143,9 @@ class SeparateBatchBackend(JobBackend):
             job = self.submit_job(run_dir, files, request, step)
             for component in plans:
                 register(ComponentJob(job, self.connection, cluster_id, component_dir(run_dir, component), shared=shared))
+
+    def exclusion_for_plan(self, plans: Plans) -> Exclusion:  # noqa: ARG002
+        return self.exclusion(request_for(self.components, job_name="rayslurm", comment=""))
 
     def example(self, plans: Plans) -> str:
         nonce = next(iter(plans.values())).payload.nonce

@@ -17,6 +17,7 @@ FIRST_STATE = {
     "partitions": {"compute": ["c1", "c2"], "gpu": ["g1", "g2"]},
     "cpus": 4,
     "gpus": {"gpu": 2},
+    "node_states": {},  # States of nodes that sinfo shows; the others are idle.
     "starts": True,  # Whether new jobs start at once. Otherwise they are pending with `reason`.
     "reason": "Resources",
     "runs": True,  # Whether a job that starts runs its script.
@@ -60,7 +61,16 @@ def first_of(state: State, job_id: int) -> Job:
 
 def new_job(job_id: int, now: float, **fields: Any) -> Job:
     plain = {"id": job_id, "leader": job_id, "label": str(job_id), "name": "job", "comment": "", "partition": "compute"}
-    plain |= {"state": "PENDING", "reason": "None", "submit": now, "start": None, "end": None, "num_nodes": 1, "nodes": []}
+    plain |= {
+        "state": "PENDING",
+        "reason": "None",
+        "submit": now,
+        "start": None,
+        "end": None,
+        "num_nodes": 1,
+        "nodes": [],
+        "exclude": [],
+    }
     plain |= {"restarts": 0, "exit_code": 0, "signal": 0, "time_limit": 3600, "mem": 0, "account": "", "requeue": False}
     plain |= {"directory": "/", "output": "/dev/null", "cancelled_by": None, "ends_as": None, "steps": [], "attempts": []}
     return {**plain, "group": None, "cpus": 1, "live": False, "launched": True, "script": "", **fields}
@@ -72,7 +82,8 @@ def new_job(job_id: int, now: float, **fields: Any) -> Job:
 def start(state: State, job_id: int, now: float) -> None:
     """Start a pending job; `launches` then returns it if the settings say that it runs its script."""
     for job in components(state, job_id):
-        nodes = state["partitions"].get(job["partition"], ["c1"])[: job["num_nodes"]]
+        nodes = [each for each in state["partitions"].get(job["partition"], ["c1"]) if each not in job["exclude"]]
+        nodes = nodes[: job["num_nodes"]]
         job |= {"state": "RUNNING", "reason": "None", "start": now, "nodes": nodes, "end": None, "ends_as": None}
         job |= {"live": state["runs"], "launched": False}
 
@@ -158,8 +169,8 @@ def sbatch(state: State, words: list[str], script: str, caller: Caller, now: flo
         cpus = int(options.get("cpus-per-task") or 1)
         if cpus > state["cpus"] or gpus > state["gpus"].get(partition, 0):
             return _error("sbatch", f"{failed}Requested node configuration is not available")
-        num_nodes = int(options.get("nodes") or 1)
-        too_large = num_nodes > len(state["partitions"][partition])
+        num_nodes, exclude = int(options.get("nodes") or 1), options.get("exclude", "").split(",")
+        too_large = num_nodes > len(set(state["partitions"][partition]) - set(exclude))
         jobs.append(
             new_job(
                 first + number,
@@ -172,6 +183,7 @@ def sbatch(state: State, words: list[str], script: str, caller: Caller, now: flo
                 partition=partition,
                 reason="JobHeldUser" if "hold" in options else "PartitionNodeLimit" if too_large else state["reason"],
                 num_nodes=num_nodes,
+                exclude=exclude,
                 cpus=cpus,
                 time_limit=_seconds(options.get("time") or "01:00:00"),
                 account=options.get("account", ""),
@@ -283,6 +295,9 @@ def sinfo(state: State, words: list[str], caller: Caller, now: float) -> Answer:
     lines = ""
     for number, (name, nodes) in enumerate(state["partitions"].items()):
         columns = {"R": name, "P": name + "*" * (number == 0), "D": str(len(nodes)), "l": "infinite"}
+        if "Node" in options:
+            lines += "".join(f"{node}|{columns['P']}|{state['node_states'].get(node, 'idle')}\n" for node in nodes)
+            continue
         lines += re.sub(r"%([A-Za-z])", lambda match, columns=columns: columns[match[1]], options["format"]) + "\n"
     return Answer(out=lines)
 

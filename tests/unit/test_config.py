@@ -55,6 +55,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "retention_days": 14,
         "connection_loss_timeout": 86400,
         "queue_timeout": None,
+        "on_unhealthy": "fail",
     },
     SlurmResource: {"ssh": None, "remote_base": "~/.dagster_rayslurm", "poll_interval": 30},
     SlurmQueueConfig: {
@@ -108,6 +109,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
                 "health_check",
             ]
         ),
+        "fabric": "none",
         "ray_args": [],
         "resources": {},
         "labels": {},

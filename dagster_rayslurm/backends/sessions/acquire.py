@@ -16,9 +16,9 @@ from typing import Any, ClassVar, TypeVar
 
 from dagster_pipes import PipesContextData
 
-from ...errors import FailureKind, RunFailure
+from ...errors import FailureKind, RunFailure, UnhealthyNode
 from ...follow import Cadence, Evidence
-from ...outcome import judge, judge_job
+from ...outcome import judge, judge_job, unhealthy_nodes
 from ...outcome.metadata import failure_metadata
 from ...plan import Plan
 from ...runtime.protocol.record import RUNTIME_LOG, tail_file
@@ -229,8 +229,10 @@ class SessionAcquisition:
             return self._wait(number, job, created=False)
         return None
 
-    def on_refused(self, number: int, reason: str) -> None:
+    def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
         """Called when a session that announced itself does not accept the payload and never will.
+
+        The `unhealthy` nodes are those whose failed health checks are the reason, as the session told them.
 
         Raises RunFailure if this step waited for that session, and the session never accepted any payload: the next one would do
         no better.
@@ -244,11 +246,12 @@ class SessionAcquisition:
             return
         sentence = f"the session did not come up, it ended before it took anything: {problem}"
         evidence = Evidence(runtime_exit=problem, started_at=0.0)  # The job wrote an announcement, so its files are there.
-        job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
-        verdict = judge_job(evidence)
+        unhealthy = announcement.unhealthy or unhealthy
+        job.explain(evidence, timeout=0.0 if unhealthy else _FINAL_STATE_TIMEOUT)
+        verdict = None if unhealthy else judge_job(evidence)
         if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
             raise _failure(verdict.kind, f"{sentence}; {verdict.sentence}", job, evidence, verdict.retry)
-        raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence)
+        raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence, unhealthy=unhealthy_nodes(unhealthy))
 
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
         """Wait for a generation, and return its session once that accepts requests; None if the step needs another generation.
@@ -329,6 +332,13 @@ class SessionAcquisition:
         return _failure(FailureKind.RUNTIME, f"the session's runtime did not start within {timeout}{log}", job, evidence)
 
 
-def _failure(kind: FailureKind, sentence: str, job: Allocation, evidence: Evidence, retry: bool | None = None) -> RunFailure:
+def _failure(
+    kind: FailureKind,
+    sentence: str,
+    job: Allocation,
+    evidence: Evidence,
+    retry: bool | None = None,
+    unhealthy: Sequence[UnhealthyNode] = (),
+) -> RunFailure:
     where = f"{job.place}:{job.directory}" if job.place else job.directory
-    return RunFailure(kind, sentence, {**failure_metadata(evidence, where), **job.metadata(evidence)}, retry)
+    return RunFailure(kind, sentence, {**failure_metadata(evidence, where), **job.metadata(evidence)}, retry, unhealthy)

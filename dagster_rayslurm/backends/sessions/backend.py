@@ -31,6 +31,7 @@ from ...runtime.protocol.messages import Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec, to_json
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+from ...slurm.exclusion import Exclusion
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name, parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
@@ -92,7 +93,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
                 raise StartError(FailureKind.RUNTIME, f"the session in {name} refuses the payload: {message}")
             site.step.log.info(f"[rayslurm] {name} takes no more payloads: {message}")
             number = session.manifest.generation
-            acquisition.on_refused(number, message)
+            acquisition.on_refused(number, message, answer.get("unhealthy") or ())
     except BaseException:
         if request.unsettled and not accepted:
             with deferred_interrupts():
@@ -183,6 +184,10 @@ class SessionBackend(batch.ClusterBackend):
 
     def end_abandoned(self, run_dir: str, _: float) -> None:
         write_cancel_request(self.connection, run_dir, now=False)
+
+    def exclusion_for_plan(self, plan: Plan) -> Exclusion:
+        required = self.default if self.misfit(plan) is None else self.own(plan)
+        return self.exclusion(required.job_request())
 
     def example(self, plan: Plan) -> str:
         required = self.default if self.misfit(plan) is None else self.own(plan)
@@ -321,6 +326,7 @@ class SlurmSite(Site):
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{backend.name}", nonce)
         request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
+        request = backend.avoiding(request, step)
         directory = registry.generation_dir(number)
         script = batch.job_script(request, interpreter, runtime, directory, backend.slurm, "session")
         manifest = SessionManifest(number, created_with.capacity(backend.reuse), tuple(interpreter.start("-I", runtime, "ask")))

@@ -55,7 +55,7 @@ def payload_environment(
     env["RAYSLURM_RUN_DIR"] = run_dir
     env["DAGSTER_PIPES_CONTEXT"] = pipes_param({"path": os.path.join(run_dir, CONTEXT)})
     env["DAGSTER_PIPES_MESSAGES"] = pipes_param({"path": messages_path})
-    own = {**spec.env, **shared_variables(spec)}
+    own = {**chosen_defaults(spec, inherited), **spec.env, **shared_variables(spec)}
     if spec.uses_ray:
         env.update({"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"})  # Ray's defaults suit a terminal, not a log.
         missing = {name: value for name, value in own.items() if worker_env.get(name) != value}
@@ -65,6 +65,19 @@ def payload_environment(
     env.update(ray_env)
     env.update(own)
     return env
+
+
+def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
+    """The variables of the fabric's preset that nobody has set otherwise; `taken` are the payload's others."""
+    return {name: value for name, value in spec.default_env.items() if name not in taken and name not in spec.env}
+
+
+def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
+    """What the preset of the fabric sets, for the Dagster log, and which variables it leaves alone; "" without a preset."""
+    chosen = chosen_defaults(spec, taken)
+    kept = sorted(name for name in spec.default_env if name not in chosen)
+    parts = ["sets " + " ".join("%s=%s" % item for item in sorted(chosen.items()))] if chosen else []
+    return "; ".join(parts + (["leaves %s as it is set" % ", ".join(kept)] if kept else []))
 
 
 def job_config(nonce: str, env: Mapping[str, str]) -> str:

@@ -52,12 +52,17 @@ def defect(error: BaseException) -> End:
     return End(EndReason.RUNTIME, type(error).__name__ + (": " + text if text else ""))
 
 
+# A node that failed a health check: its name as Slurm calls it (`node`), the `check`, and what the check `found`.
+Unhealthy = Dict[str, str]
+
+
 class ClusterError(Exception):
     """Raised when a Ray cluster did not start, and passed on when one was lost; `reason` tells which, or ENVIRONMENT."""
 
-    def __init__(self, reason: EndReason, message: str) -> None:
+    def __init__(self, reason: EndReason, message: str, unhealthy: Optional[Unhealthy] = None) -> None:
         super().__init__(message)
         self.reason = reason
+        self.unhealthy = unhealthy  # The node whose failed health check is the cause; None for any other cause.
 
 
 class NodeCommand(TextEnum):

@@ -70,7 +70,8 @@ class RaySpec:
     network_interface: Optional[str] = None
     port_range: Optional[str] = None  # "LOW-HIGH" for all ports of Ray; None for any ports.
     startup_timeout: float = 300.0  # Seconds in which the Ray cluster must be up.
-    health_check: Optional[str] = None  # Command that must succeed on each node before Ray starts there.
+    # Built-in checks (see `node.health`) and shell commands, one in each line, which a node must pass before Ray starts there.
+    health_check: Optional[str] = None
     max_workers: Optional[int] = None  # Number of worker nodes that join the head at most; None for all.
     min_nodes: Optional[int] = None  # Number of nodes that must have joined before the payload starts; None for all.
     launch_style: str = "builtin"
@@ -86,6 +87,8 @@ class PayloadSpec:
     argv: List[str]  # The command and its arguments.
     nonce: str  # Random name that identifies this payload to the runtime and on its nodes.
     env: Dict[str, str] = field(default_factory=dict)  # Without secret variables.
+    # Variables of a preset for the fabric; they do not replace those that the payload inherits.
+    default_env: Dict[str, str] = field(default_factory=dict)
     working_dir: Optional[str] = None  # Its entries appear in the payload's own working directory.
     # Directory that outlives the run, created if missing; the payload and its Ray workers find it in RAYSLURM_DATA_DIR.
     data_dir: Optional[str] = None
@@ -162,6 +165,8 @@ class Announcement:
     idle: bool = False  # Whether the session has served payloads and runs none now.
     served: int = 0  # Payloads that the session has accepted.
     pid: int = 0
+    # Nodes that failed a health check, each with `node`, `check` and `found`.
+    unhealthy: List[Dict[str, str]] = field(default_factory=list)
 
 
 class SpecError(ValueError):

@@ -45,6 +45,7 @@ class NodeAgent:
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
     send: Callable[..., None] = lambda **_: None  # Sends an event of a worker node to the head.
     simulated: bool = False
+    shared: Optional[str] = None  # A directory on the file system that all nodes share; None in local mode.
 
     def __post_init__(self) -> None:
         self.rays: Dict[str, RayNode] = {}  # Ray on this node, by the key of its cluster.
@@ -70,7 +71,7 @@ class NodeAgent:
             scratch = before.scratch
         else:
             scratch = ClusterDir(self.scratch) if key or self.simulated else self.scratch
-        ray = RayNode(self.loop, self.spec, spec, key, self.machine, scratch, nodes, on_event, self.environ)
+        ray = RayNode(self.loop, self.spec, spec, key, self.machine, scratch, nodes, on_event, self.environ, self.shared)
         self.rays[key] = ray
         return ray
 
@@ -133,7 +134,8 @@ class NodeAgent:
         """The event that Ray did not start on this node after a command, or ended; logs the error."""
         self.log(str(error))
         what = {"cluster": command["cluster"], "attempt": command["attempt"], "tails": dict(tails)}
-        return {"event": NodeEvent.RAY_FAILED, "reason": error.reason, "message": str(error), **what}
+        said = {"reason": error.reason, "message": str(error), "unhealthy": error.unhealthy}
+        return {"event": NodeEvent.RAY_FAILED, **said, **what}
 
     def _start_ray(self, command: Message) -> None:
         """Start Ray on this node, or start it again if the head had to take another port.
@@ -225,6 +227,7 @@ class Worker(Listener):
     spec: RuntimeSpec
     allocation: Allocation
     scratch: Scratch
+    log_dir: str = ""  # The directory in which the nodes write their logs, on the file system that they share.
     on_connected: Callable[[], None] = lambda: None  # Called each time that this node has connected to the head's runtime.
     exit_code: int = 0  # Of this node's Slurm task; any but 0 ends the Slurm step on all nodes.
 
@@ -236,7 +239,7 @@ class Worker(Listener):
         override = [spec.ray.node_ip_address] if spec.ray is not None and spec.ray.node_ip_address else []
         addresses = all_addresses([*allocation.head_addresses, *override], spec.control_ports)
         self._head = RpcClient(self.loop, spec.control_key, addresses, self)
-        self._agent = NodeAgent(self.loop, spec, self._machine, self.scratch, send=self._head.send)
+        self._agent = NodeAgent(self.loop, spec, self._machine, self.scratch, send=self._head.send, shared=self.log_dir or None)
         MemoryWatch(self.loop, self._machine.name, self._agent.guarded_pids, lambda: [], self._report_memory)
         self._parent = os.getppid()
         self._was_signalled = self._head_is_ending = self._was_connected = False

@@ -4,6 +4,7 @@ find what payloads leave alive in a warm one: detached actors, placement groups,
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,7 @@ from ..node.network import join_host_port
 from ..node.resources import NodeResources, footprint_error, node_footprint, runtime_footprint
 from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..process.loop import Timer
-from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
+from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent, Unhealthy
 from ..protocol.spec import RaySpec, node_spec
 from . import membership
 from .agent import NodeAgent
@@ -25,6 +26,8 @@ Tables = Dict[str, Any]  # The answer of `internals.living_things`.
 
 # ---- What payloads leave in the cluster
 
+# Seconds for which the failure of one node's health check waits for those of other nodes, so that all are known at once.
+_OTHER_CHECKS = 1.0
 _TIMEOUT = 0.3  # Seconds that the end of a payload waits for the tables, which take some milliseconds.
 _IDLE = 10.0  # Seconds from the last end of a payload to the check of the idle cluster; Ray frees some resources late.
 _UNCOUNTED = ("memory", "object_store_memory")  # Idle workers and cached objects use them until others need them.
@@ -81,6 +84,7 @@ class RayCluster:
     key: str = ""  # Names the cluster on its nodes: "" for the warm one, the payload's nonce for a payload's own.
     ray_version: Optional[str] = None
     address: Optional[str] = None  # "HOST:PORT" for drivers; None until the cluster is ready.
+    unhealthy: List[Unhealthy] = field(default_factory=list)  # Nodes that failed a health check.
     leaks: Dict[str, str] = field(default_factory=dict)  # Sentences about what was left when it was idle, and is still: with key.
     _bring_up: Optional[float] = None
     _dashboard_url: Optional[str] = None
@@ -120,6 +124,7 @@ class RayCluster:
             "dashboard_url": self._dashboard_url,
             "bring_up": self._bring_up,
             "nodes": membership.in_order(self.state.nodes, self.spec),
+            "unhealthy": self.unhealthy,
         }
 
     def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
@@ -204,6 +209,9 @@ class RayCluster:
             self.ray_version = event["ray_version"]
         elif kind == Report.STARTING:
             self._gcs = event["gcs"]
+        found = event["error"].unhealthy if kind == Report.FAILED else event.get("unhealthy")
+        if found and found not in self.unhealthy:
+            self.unhealthy.append(found)
         self.state, actions = self.state.step(event)
         for action in actions:
             if isinstance(action, membership.Join):
@@ -215,7 +223,16 @@ class RayCluster:
                 self._be_ready(action.head)
             elif isinstance(action, ClusterError):
                 self.end()
+                if action.unhealthy and self.workers.members:
+                    self.loop.call_later(_OTHER_CHECKS, functools.partial(self._fail_health_check, action))
+                    continue
             self.tell(self, action)
+
+    def _fail_health_check(self, error: ClusterError) -> None:
+        """Report that the cluster has failed, with all nodes that failed their health checks meanwhile."""
+        others = [each["node"] for each in self.unhealthy if each != error.unhealthy]
+        more = " (and so did %s)" % ", ".join(others) if others else ""
+        self.tell(self, ClusterError(error.reason, "%s%s" % (error, more), error.unhealthy))
 
     def _answer(self, query: int, tables: Optional[Tables]) -> None:
         done = self._queries.pop(query, None)

@@ -123,7 +123,7 @@ class Membership:
     def _ray_failed(self, event: Event) -> Step:
         if event["attempt"] != self.attempt:
             return self, []
-        return self._give_up(event["node"], ClusterError(EndReason(event["reason"]), event["message"]))
+        return self._give_up(event["node"], ClusterError(EndReason(event["reason"]), event["message"], event.get("unhealthy")))
 
     def _lost(self, event: Event) -> Step:
         phase, what = ("node-lost", "lost") if self.ready else ("cluster-start", "out of reach")

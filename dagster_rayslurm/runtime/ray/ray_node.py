@@ -14,16 +14,16 @@ import string
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
+from ..node import health
 from ..node.network import Ports, choose_ports, interface_address, join_host_port, route_address, split_host_port
-from ..node.resources import NodeResources, usable_memory
+from ..node.resources import NodeResources, granted_gpus, usable_memory
 from ..node.usage import logs_of
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.messages import ClusterError, EndReason
+from ..protocol.messages import ClusterError, EndReason, Unhealthy
 from ..protocol.record import split_lines, tail_file
 from ..protocol.rpc import derive_key
 from ..protocol.spec import RAY_COORDINATES, RaySpec, RuntimeSpec, node_spec
@@ -170,6 +170,7 @@ class RayNode:
     nodes: int  # Of the complete cluster.
     on_event: Callable[[Event], None]  # Gets the reports of Ray's process and of this object; see `Report`.
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
+    shared: Optional[str] = None  # A directory on the file system that all nodes share; None in local mode.
     ready: bool = False  # Whether the cluster is complete; from then on an end of Ray here is its loss, not a failed start.
     pid: Optional[int] = None  # Process id of the common ancestor of all Ray processes on this node.
     ports: Ports = field(default_factory=Ports)  # Of the latest attempt to start Ray.
@@ -187,25 +188,18 @@ class RayNode:
         self.token_path = self.scratch.join("ray.token")
 
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
-        """Run the health check, if there is one, and start Ray on this node.
+        """Run the health checks, if there are any, and start Ray on this node.
 
         `gcs` is "HOST:PORT" of the head to join; None on the head, whose address is given if it is known.
         """
         self._gcs, self._address = gcs, address
-        try:
-            if gcs is None and self.spec.node_ip_address:
-                self._address = self.spec.node_ip_address
-            elif self.spec.network_interface:
-                self._address = interface_address(self.spec.network_interface)
-            elif gcs is not None:
-                self._address = route_address(split_host_port(gcs)[0])
-        except ClusterError as error:
-            return self._fail(str(error))
-        if self.spec.health_check:
-            log, environ = self.scratch.join("health-check.log"), self._daemon_environ(os.environ)
-            self._spawn(["/bin/sh", "-c", self.spec.health_check], partial(self._checked, log), log, environ)
+        checks = (self.spec.health_check or "").splitlines()
+        built_in = [check for check in checks if health.name_of(check) in health.CHECKS]
+        self._commands = [check for check in checks if check not in built_in]
+        if built_in:
+            self._run_checks(built_in)
         else:
-            self._start_ray()
+            self._run_command()
 
     def request(self, **request: Any) -> bool:
         """Send a request to Ray's process, see `node_main.serve`; returns whether there is a process that can get it."""
@@ -230,12 +224,72 @@ class RayNode:
         logs = logs_of(self.scratch.ray_temp_dir)
         return {"ray start": self._log, **{name: os.path.join(logs, name) for name in _LOGS}}
 
-    def _checked(self, log: str, code: int, _: Any) -> None:
-        self.pid = None
-        if code == 0 and not self._over:
-            return self._start_ray()
-        said = tail_file(log, lines=5).strip() or "it printed nothing"
-        self._fail("the health check failed with exit code %d on node %s: %s" % (code, self.machine.name, said))
+    def _run_checks(self, checks: List[str]) -> None:
+        """Run the built-in health checks, then the user's commands, then Ray."""
+        # Local mode gives components GPUs that are simulated; nobody can check those.
+        simulated = self.cluster.simulate or (self.shared is None and self.machine.component is not None)
+        order = health.Order(
+            checks=checks,
+            gpus=None if simulated else self.machine.num_gpus,
+            visible=granted_gpus(os.environ) or [],
+            scratch=self.scratch.path,
+            shared=self.shared,
+            interface=self.spec.network_interface,
+        )
+        answer, write = os.pipe()
+
+        def done(code: int, _: Any) -> None:
+            self.pid = None
+            with open(answer, "rb") as file:
+                found = file.read()
+            if self._over:
+                return
+            if code == 0:
+                return self._run_command()
+            died = "built-in", "the checks ended with exit code %d: %s" % (code, tail_file(log, lines=5).strip())
+            check, problem = json.loads(found.decode("utf-8")) if found else died
+            self._unhealthy(check, "node %s failed its health check %s: %s" % (self.machine.name, check, problem), problem)
+
+        log = self.scratch.join("health-check.log")
+        try:
+            program = [sys.executable, sys.argv[0], "health", order.to_json(), str(write)]
+            self._spawn(program, done, log, self._daemon_environ(os.environ), pass_fds=[write])
+        finally:
+            os.close(write)
+
+    def _run_command(self) -> None:
+        """Run the next command of the user's health check; start Ray after the last one."""
+        if not self._commands:
+            return self._choose_address()
+        command, log = self._commands.pop(0), self.scratch.join("health-check-%d.log" % len(self._commands))
+
+        def done(code: int, _: Any) -> None:
+            self.pid = None
+            if self._over:
+                return
+            if code == 0:
+                return self._run_command()
+            said = tail_file(log, lines=5).strip() or "it printed nothing"
+            why = "the health check failed with exit code %d on node %s: %s" % (code, self.machine.name, said)
+            self._unhealthy("command", why, "exit code %d: %s" % (code, said))
+
+        self._spawn(["/bin/sh", "-c", command], done, log, self._daemon_environ(os.environ))
+
+    def _unhealthy(self, check: str, why: str, found: str) -> None:
+        self._fail(why, unhealthy={"node": health.node_name(os.environ), "check": check, "found": found})
+
+    def _choose_address(self) -> None:
+        """Find out which address Ray uses on this node, and start Ray."""
+        try:
+            if self._gcs is None and self.spec.node_ip_address:
+                self._address = self.spec.node_ip_address
+            elif self.spec.network_interface:
+                self._address = interface_address(self.spec.network_interface)
+            elif self._gcs is not None:
+                self._address = route_address(split_host_port(self._gcs)[0])
+        except ClusterError as error:
+            return self._fail(str(error))
+        self._start_ray()
 
     def _start_ray(self) -> None:
         try:
@@ -350,12 +404,12 @@ class RayNode:
         said = last_error_line(tail_file(self._log))
         self._fail("%s on node %s ended with %s before Ray was up%s" % (what, node, how, said and ": " + said))
 
-    def _fail(self, why: str, reason: Optional[EndReason] = None) -> None:
+    def _fail(self, why: str, reason: Optional[EndReason] = None, unhealthy: Optional[Unhealthy] = None) -> None:
         if not self._over:
             self._over = True
             self._kill()
             reason = reason or (EndReason.CLUSTER_LOST if self.ready else EndReason.CLUSTER_START)
-            self.on_event({"event": Report.FAILED, "error": ClusterError(reason, why)})
+            self.on_event({"event": Report.FAILED, "error": ClusterError(reason, why, unhealthy)})
 
     def _kill(self) -> None:
         """Send SIGKILL to `ray start` and all its descendants; its process group alone would not contain Ray's daemons."""

@@ -136,7 +136,9 @@ class RequestServer(Listener):
             said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
             print(said, file=sys.stderr, flush=True)
         idle = served > 0 and not self._supervisor.payloads
-        self._announcement = said_now = replace(self._announcement, closing=closing, served=served, idle=idle)
+        self._announcement = said_now = replace(
+            self._announcement, closing=closing, served=served, idle=idle, unhealthy=list(self._supervisor.unhealthy)
+        )
         if found.get("cluster_id", said_now.cluster_id) != said_now.cluster_id:
             self._supervisor.drain("another session stands in its place in %s" % os.path.dirname(self._path))
         elif found != asdict(said_now):
@@ -179,7 +181,7 @@ class RequestServer(Listener):
     def _admit(self, request: Message) -> Message:
         run_dir = request["run_dir"]
         if self._supervisor.closing is not None:
-            return refuse(Refusal.CLOSING, self._supervisor.closing)
+            return refuse(Refusal.CLOSING, self._supervisor.closing, unhealthy=self._supervisor.unhealthy)
         missing = [path for path in request["needs"] if not _use(path)]
         if missing:
             return refuse(Refusal.MISSING, missing=missing)

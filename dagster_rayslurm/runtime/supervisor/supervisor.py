@@ -19,13 +19,13 @@ from ..node.allocation import Allocation, head_address
 from ..node.memory import MemoryWatch
 from ..node.resources import NodeResources, Share, count_cpus, footprint_error, may_need_gpus, named, runtime_footprint
 from ..node.worker_nodes import WorkerNode, WorkerNodes
-from ..payload.environment import payload_environment
+from ..payload.environment import fabric_in_words, payload_environment
 from ..payload.payload import Payload
 from ..payload.results import UsageMeasurement
 from ..process import processes
 from ..process.loop import Loop, Timers
 from ..process.scratch import Scratch
-from ..protocol.messages import ClusterError, End, EndReason, NodeCommand, NodeEvent, defect
+from ..protocol.messages import ClusterError, End, EndReason, NodeCommand, NodeEvent, Unhealthy, defect
 from ..protocol.record import PAYLOAD, RunRecord, node_log, tail_lines
 from ..protocol.rpc import Message
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RaySpec, RuntimeSpec, SpecError, from_json, read_text, take_secrets
@@ -104,12 +104,14 @@ class Supervisor:
             self.machine, environ, _ = shares[0]
             if spec.components:
                 self._address, self.spec = "127.0.0.1", simulate(self.workers, spec, shares, self.scratch)
-        self.agent = NodeAgent(loop, self.spec, self.machine, self.scratch, environ)
+        shared = self.log_dir if allocation is not None else None
+        self.agent = NodeAgent(loop, self.spec, self.machine, self.scratch, environ, shared=shared)
         self.is_session = spec.idle_timeout is not None
         self.queue = Queue(
             spec.max_concurrent_payloads, spec.drain_margin, spec.idle_timeout, allocation is not None, idle_since=loop.now()
         )
         self._fresh: Dict[str, RayCluster] = {}  # The payloads' own Ray clusters, by the payload's nonce.
+        self._unhealthy: List[Unhealthy] = []  # Nodes that failed the health check of a payload's own Ray cluster.
         self._unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
         self._signalled = False
         self._timers = Timers(loop)
@@ -139,6 +141,11 @@ class Supervisor:
     def closing(self) -> Optional[str]:
         """Why no more payloads are taken; None while payloads are taken."""
         return self.queue.closing
+
+    @property
+    def unhealthy(self) -> List[Unhealthy]:
+        """The nodes that failed a health check."""
+        return self._unhealthy if self.cluster is None else self.cluster.unhealthy
 
     @property
     def machines(self) -> List[NodeResources]:
@@ -350,6 +357,9 @@ class Supervisor:
         spec, is_warm = payload.spec, cluster is not None and cluster is self.cluster
         messages = self.scratch.join("messages-%s.jsonl" % spec.nonce)
         ray_env, worker_env = ({}, {}) if cluster is None else (cluster.environment, self.spec.worker_env)
+        fabric = fabric_in_words(spec, payload.environ)
+        if fabric:
+            payload.phase("fabric", fabric)
         env = payload_environment(spec, payload.environ, sys.executable, payload.run_dir, messages, ray_env, worker_env)
         shared, workers = is_warm and self.is_session, self.workers if self.workers.members and cluster is not None else None
         sampler = self.agent.sampler(spec.nonce, cluster is not None, shared, lambda: self._foreign_pids(payload))
@@ -406,6 +416,8 @@ class Supervisor:
         is_warm, end = cluster is self.cluster, End(error.reason, str(error))
         if is_warm and self.queue.ending is not None:
             return  # The runtime is ending anyway, for instance because Slurm signals every process of the job.
+        for payload in payloads:
+            payload.context["unhealthy"] = cluster.unhealthy
         for name, text in cluster.log_tails().items():
             for payload in payloads:
                 payload.tail(name, text)
@@ -416,6 +428,11 @@ class Supervisor:
             return self.close(end, _LOST_GRACE, never)
         for payload in payloads:
             payload.end_early(end, _LOST_GRACE)
+        if (
+            cluster.unhealthy and self.is_session and self.allocation is not None
+        ):  # Each further payload's cluster would meet the same nodes.
+            self._unhealthy = cluster.unhealthy
+            self.drain("%s failed a health check" % ", ".join(each["node"] for each in cluster.unhealthy))
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
         """Pass a message of a worker node to the Ray clusters; log nodes without memory and lost nodes."""

@@ -1,0 +1,47 @@
+"""Nodes that failed a health check, remembered in the base directory for all runs of this user: one file for each node.
+
+Processes on any machine write and read them without locks. Ages are differences between times of the file system.
+"""
+
+import contextlib
+import json
+import os
+import re
+
+from . import base_directory, files
+from .sessions import clock_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+DIRECTORY = "unhealthy"  # In the base directory.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # Of a node; other files of the directory are temporary.
+_MOST_BYTES = 65536
+
+
+def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
+    """Remember nodes, each with its name `node`, the `check` and what it `found`; a later entry replaces an earlier one."""
+    directory = os.path.join(base, DIRECTORY)
+    base_directory.make_private(directory)
+    for each in nodes:
+        if _NAME.fullmatch(each["node"]):
+            files.write(os.path.join(directory, each["node"]), json.dumps(each).encode("utf-8"), 0o600)
+
+
+def known(base: str, most_age: float) -> "list[dict[str, Any]]":
+    """The nodes noted at most `most_age` seconds ago, each with its `age` in seconds, the latest first; forgets the others."""
+    directory, found = os.path.join(base, DIRECTORY), []
+    names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)] if os.path.isdir(directory) else []
+    now = clock_of(directory) if names else 0.0
+    for name in names:
+        path = os.path.join(directory, name)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # Another process may forget it at the same time.
+            age = now - os.stat(path).st_mtime
+            if age > most_age:
+                os.unlink(path)
+                continue
+            entry = json.loads(files.read(path, 0, _MOST_BYTES).decode("utf-8"))
+            found.append({"node": name, "check": str(entry["check"]), "found": str(entry["found"]), "age": max(0.0, age)})
+    return sorted(found, key=lambda each: (each["age"], each["node"]))

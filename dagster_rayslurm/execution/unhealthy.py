@@ -1,0 +1,44 @@
+"""What follows from nodes that failed a health check: they are remembered, and the run may be started once more without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..backends.base import Backend, CanExclude
+from ..compute_fields import EXCLUDE_AND_RETRY
+from ..errors import RunFailure, UnhealthyNode
+
+
+def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str | None:
+    """Note the nodes for all runs of this user; returns why that is not possible, which is logged."""
+    if nodes and isinstance(backend, CanExclude):
+        try:
+            backend.remember_unhealthy(nodes)
+        except OSError as error:
+            problem = f"nodes that failed a health check cannot be noted: {error}"
+            log.warning(f"[rayslurm] {problem}")
+            return problem
+    return None
+
+
+def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, log: Any) -> bool:
+    """Whether a run that failed may be started once more without its unhealthy nodes, which are remembered.
+
+    The log says that it is; the failure says why it is not.
+    """
+    nodes = failure.unhealthy
+    problem = remember(nodes, backend, log)
+    if not nodes or policy != EXCLUDE_AND_RETRY or not isinstance(backend, CanExclude):
+        return False
+    try:
+        problem = problem or backend.exclusion_for_plan(plan).problem(nodes)
+    except OSError as error:
+        problem = f"the cluster does not say which nodes are left: {error}"
+    if problem:
+        failure.description = f"{failure.description}; the run is not started again: {problem}"
+        return False
+    log.warning(
+        f"[rayslurm] {failure.description}; the run is started once more without {', '.join(each.node for each in nodes)}"
+    )
+    return True

@@ -1,0 +1,123 @@
+"""Which nodes a job must avoid because they failed a health check, and whether enough others are left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..edge.unhealthy import known, note
+from ..errors import UnhealthyNode
+from ..runtime.node.allocation import expand_nodelist
+from ..ssh.base import Connection
+from .request import JobRequest
+from .shared_queue import run_slurm, unanswered
+
+MEMORY = 3600.0  # Seconds for which a node that failed a health check is avoided.
+_TIMEOUT = 60.0
+# Beginnings of the states in which a node takes no jobs until somebody has repaired it (sinfo(1), Slurm 22.05).
+_UNUSABLE = ("down", "drain", "fail", "inval", "future", "unknown")
+
+Partitions = Mapping[str, Sequence[str]]  # The usable nodes of each partition; the default one also has the name "".
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """What becomes of each node that failed a health check."""
+
+    nodes: tuple[UnhealthyNode, ...] = ()  # Excluded.
+    kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Not excluded, with the reason.
+
+    def problem(self, unhealthy: Sequence[UnhealthyNode]) -> str | None:
+        """Why a new job may get one of these nodes again; None if it cannot."""
+        excluded = {each.node for each in self.nodes}
+        reasons = {each.node: why for each, why in self.kept}
+        left = [each.node for each in unhealthy if each.node not in excluded]
+        return f"{left[0]} is not excluded, because {reasons.get(left[0], 'it is in no partition of the job')}" if left else None
+
+
+# ---- Pure
+
+
+def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
+    """Which of the nodes to exclude, in their order: those in a partition of the job, while enough others are left."""
+    exclusion = Exclusion()
+    for each in unhealthy:
+        if not any(each.node in partitions.get(name, ()) for part in request.components for name in _partitions(part)):
+            continue
+        out = {each.node, *(other.node for other in exclusion.nodes)}
+        problem = next((why for part in request.components if (why := _too_few(request, part, out, partitions))), None)
+        if problem is None and any(each.node in _listed(part.queue.nodelist) for part in request.components):
+            problem = "SlurmQueueConfig.nodelist asks for it"
+        if problem is None:
+            exclusion = replace(exclusion, nodes=(*exclusion.nodes, each))
+        else:
+            exclusion = replace(exclusion, kept=(*exclusion.kept, (each, problem)))
+    return exclusion
+
+
+def excluding(request: JobRequest, nodes: Sequence[str]) -> JobRequest:
+    """The request, with nodes that no component may get, beside those that the user excludes."""
+
+    def one(part: JobRequest) -> JobRequest:
+        own = _listed(part.queue.exclude)
+        words = [*([part.queue.exclude] if part.queue.exclude else []), *(node for node in nodes if node not in own)]
+        return replace(part, queue=part.queue.having(exclude=",".join(words) or None))
+
+    return replace(one(request), further_components=tuple(map(one, request.further_components)))
+
+
+def parse_partitions(text: str) -> Partitions:
+    """The partitions from lines of sinfo with the format `_FORMAT`."""
+    partitions: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        node, _, rest = line.strip().partition("|")
+        name, _, state = rest.partition("|")
+        for key in (name.rstrip("*"), *([""] if name.endswith("*") else [])):
+            usable = partitions.setdefault(key, [])
+            if not state.lower().startswith(_UNUSABLE):
+                usable.append(node)
+    return partitions
+
+
+def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: Partitions) -> str | None:
+    """Why a component does not fit the nodes that are left of its partitions; each component gets nodes of its own."""
+    wanted = sum(each.queue.num_nodes for each in request.components if each.queue.partition == part.queue.partition)
+    out = out | set(_listed(part.queue.exclude))
+    left = {name: [node for node in partitions[name] if node not in out] for name in _partitions(part) if name in partitions}
+    if not left or any(len(nodes) >= wanted for nodes in left.values()):
+        return None
+    name, nodes = max(left.items(), key=lambda item: len(item[1]))
+    what = f"partition {name}" if name else "the default partition"
+    return f"{what} would have {len(nodes)} usable node{'' if len(nodes) == 1 else 's'} left, and the job needs {wanted}"
+
+
+def _partitions(part: JobRequest) -> list[str]:
+    """The partitions in which a component may run; "" for the default one."""
+    return (part.queue.partition or "").split(",")
+
+
+def _listed(nodes: str | None) -> list[str]:
+    try:
+        return expand_nodelist(nodes or "")
+    except ValueError:  # Slurm says what is wrong with it.
+        return []
+
+
+# ---- On the cluster
+
+
+def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) -> None:
+    """Note nodes that failed a health check, for all runs of this user."""
+    connection.call(note, base, [each._asdict() for each in nodes], repeat=True, timeout=_TIMEOUT)
+
+
+def exclusion_for(connection: Connection, base: str, request: JobRequest) -> Exclusion:
+    """Which nodes a job must avoid; raises OSError if the cluster cannot be asked."""
+    found = connection.call(known, base, MEMORY, repeat=True, timeout=_TIMEOUT)
+    if not found:
+        return Exclusion()
+    unhealthy = [UnhealthyNode(each["node"], each["check"], f"{each['found']}; {each['age'] / 60:.0f} min ago") for each in found]
+    done = run_slurm(connection, ["sinfo", "--noheader", "--Node", "--all", "--format=%N|%P|%T"], timeout=_TIMEOUT)
+    if done.returncode:
+        raise unanswered(connection.place, "sinfo", done)
+    return choose(request, unhealthy, parse_partitions(done.stdout.decode("utf-8", "replace")))
