@@ -37,7 +37,7 @@ from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.upload import deliver
 
-from ..conftest import run_asset
+from ..conftest import run_asset, small_disk
 from ..fake_slurm import FakeSlurm
 
 pytest.importorskip("uv")
@@ -112,8 +112,10 @@ class Cluster:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = Cluster(tmp_path)
-    program = uv._find_uv()[0]
-    monkeypatch.setattr(uv, "_uv_piece", lambda *_: send.Piece("0" * 64, "uv", lambda: program))
+    small, program = tmp_path / "uv", uv._find_uv()[0]
+    small.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+    small.chmod(0o755)
+    monkeypatch.setattr(uv, "_uv_piece", lambda *_: send.Piece("0" * 64, "uv", lambda: str(small)))
     found = {
         "machine": MACHINE,
         "glibc": "2.28",
@@ -248,6 +250,23 @@ def test_a_file_that_is_not_the_one_in_the_lock(cluster: Cluster, monkeypatch: p
     monkeypatch.setattr(uv, "_content", lambda place: iter([b"something else"]))
     cluster.refuses(environment, "left-1.0-py3-none-any.whl is not the file in the lock: its SHA-256 is")
     assert not [each for each in Path(platforms.cached("files", "")).rglob("*") if each.is_file()]
+
+
+@pytest.mark.parametrize("size", ["1m", "12m"])
+def test_a_full_disk(cluster: Cluster, tmp_path: Path, size: str) -> None:
+    """It takes no files, or takes them, and not what they become."""
+    path = wheel(cluster.index, "left")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("left.data/data/large", os.urandom(2**20) + bytes(20 * 2**20), zipfile.ZIP_DEFLATED)
+    environment = cluster.lock("left")
+    with small_disk(tmp_path / "small", size) as disk:
+        cluster.base = disk / "base"
+        cluster.base.mkdir()
+        cluster.refuses(
+            environment, f"environment: it cannot be made in {disk}/base on this machine: .*(No space left|os error 28)"
+        )
+        left = [each for each in cluster.base.rglob("*") if ".rs-" in each.name]
+        assert not left
 
 
 # -- archives ------------------------------------------------------------------------------------------------------------
