@@ -107,6 +107,7 @@ CORE = {
         "test_the_time_limit",
     ),
     "slurm/test_hetjob_separate.py": ("test_a_payload_and_a_cluster_each", "test_the_first_failure_ends_all[gpu]"),
+    "slurm/test_pixi_on_slurm.py": ("test_ray_in_an_environment_of_pixi",),
     "slurm/test_queue_on_slurm.py": (
         "test_a_job_from_the_queue_to_its_end",
         "test_a_requeued_job_is_not_over",

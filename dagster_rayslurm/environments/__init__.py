@@ -53,6 +53,7 @@ class CommandEnvironment(SentEnvironment):
     """An environment that shell commands on the cluster activate, such as `module load cuda/12` or `conda activate study`."""
 
     kind: Literal["command"] = "command"
+    """Tells the environments apart in configuration."""
     commands: Annotated[list[str], checked(_lines)]
     """Commands of bash, run after the start-up files of a login shell, before the runtime starts."""
     python: Annotated[Optional[str], plain_text] = None
@@ -63,6 +64,7 @@ class UvEnvironment(SentEnvironment):
     """An environment made on the cluster from the wheels in a lock file of uv, which this machine fetches and sends."""
 
     kind: Literal["uv"] = "uv"
+    """Tells the environments apart in configuration."""
     project: Annotated[str, plain_text] = "."
     """The project's directory on this machine, with pyproject.toml and uv.lock."""
     groups: list[str] = []
@@ -88,6 +90,7 @@ class PackedEnvironment(SentEnvironment):
     """An environment in an archive on this machine: of conda-pack, venv-pack, pixi-pack --create-executable, or pex."""
 
     kind: Literal["packed"] = "packed"
+    """Tells the environments apart in configuration."""
     archive: Annotated[str, plain_text]
     """The archive's path; its content says what wrote it."""
 

@@ -191,9 +191,14 @@ class Connection(ABC):
                 fd, done = submit(files.open_write, temporary, done)()
                 source.seek(done)
                 starts = range(done, size, PART)
-                for count in _pipelined(submit(files.write_at, fd, start, source.read(PART)) for start in starts):
-                    done += count
-                    _report(progress, done, max(size, done))
+                try:
+                    for count in _pipelined(submit(files.write_at, fd, start, source.read(PART)) for start in starts):
+                        done += count
+                        _report(progress, done, max(size, done))
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        submit(files.close, fd)()
+                    raise
                 submit(files.finish, fd, temporary, path, mode)()
 
         try:
@@ -236,12 +241,18 @@ class Connection(ABC):
 def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
     """The results of calls in order, of which `_WINDOW` are under way at once."""
     waiting = deque[Callable[[], T]]()
-    for call in calls:
-        waiting.append(call)
-        if len(waiting) == _WINDOW:
+    try:
+        for call in calls:
+            waiting.append(call)
+            if len(waiting) == _WINDOW:
+                yield waiting.popleft()()
+        while waiting:
             yield waiting.popleft()()
-    while waiting:
-        yield waiting.popleft()()
+    except OSError:
+        for call in waiting:  # The caller closes the file that they are about, and its number may be given to another one.
+            with contextlib.suppress(OSError):
+                call()
+        raise
 
 
 def _report(progress: Progress | None, done: int, size: int) -> None:

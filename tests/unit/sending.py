@@ -84,8 +84,10 @@ def conda_python(tmp_path_factory: pytest.TempPathFactory) -> Package:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = Cluster(tmp_path)
-    program = wheels.find_uv()[0]
-    monkeypatch.setattr(wheels, "uv_program", lambda *_: send.Piece("0" * 64, "uv", lambda: program))
+    small, program = tmp_path / "uv", wheels.find_uv()[0]
+    small.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+    small.chmod(0o755)
+    monkeypatch.setattr(wheels, "uv_program", lambda *_: send.Piece("0" * 64, "uv", lambda: str(small)))
     found = {
         "machine": MACHINE,
         "glibc": "2.28",

@@ -11,11 +11,13 @@ from pydantic import ValidationError
 import dagster_rayslurm
 from dagster_rayslurm import (
     BashLauncher,
+    CommandEnvironment,
     ComputeResource,
     ExecutionMode,
     HetComponent,
     InheritedEnvironment,
     Launcher,
+    PackedEnvironment,
     PreDeployedEnvironment,
     RayLauncher,
     RunFailure,
@@ -23,21 +25,25 @@ from dagster_rayslurm import (
     SlurmQueueConfig,
     SlurmResource,
     SSHConnectionResource,
+    UvEnvironment,
 )
 from dagster_rayslurm.config import check_environment, resolve_variables, time_limit_seconds
 from dagster_rayslurm.slurm.config import split_signal
 
 PUBLIC = [
     BashLauncher,
+    CommandEnvironment,
     ComputeResource,
     HetComponent,
     InheritedEnvironment,
+    PackedEnvironment,
     PreDeployedEnvironment,
     RayLauncher,
     SSHConnectionResource,
     SessionConfig,
     SlurmQueueConfig,
     SlurmResource,
+    UvEnvironment,
 ]
 
 DEFAULTS: dict[type, dict[str, Any]] = {

@@ -33,7 +33,7 @@ from dagster_rayslurm.environments.platforms import Platform
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.ssh.local import LocalConnection
 
-from ..conftest import run_asset
+from ..conftest import run_asset, small_disk
 from ..fake_slurm import FakeSlurm
 from .sending import LOG, MACHINE, Cluster, says, wheel
 
@@ -166,6 +166,23 @@ def test_a_file_that_is_not_the_one_in_the_lock(cluster: Cluster, monkeypatch: p
     monkeypatch.setattr(wheels, "_content", lambda place: iter([b"something else"]))
     cluster.refuses(environment, "left-1.0-py3-none-any.whl is not the file in the lock: its SHA-256 is")
     assert not [each for each in Path(platforms.cached("files", "")).rglob("*") if each.is_file()]
+
+
+@pytest.mark.parametrize("size", ["1m", "12m"])
+def test_a_full_disk(cluster: Cluster, tmp_path: Path, size: str) -> None:
+    """It takes no files, or takes them, and not what they become."""
+    path = wheel(cluster.index, "left")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("left.data/data/large", os.urandom(2**20) + bytes(20 * 2**20), zipfile.ZIP_DEFLATED)
+    environment = cluster.lock("left")
+    with small_disk(tmp_path / "small", size) as disk:
+        cluster.base = disk / "base"
+        cluster.base.mkdir()
+        cluster.refuses(
+            environment, f"environment: it cannot be made in {disk}/base on this machine: .*(No space left|os error 28)"
+        )
+        left = [each for each in cluster.base.rglob("*") if ".rs-" in each.name]
+        assert not left
 
 
 # -- archives ------------------------------------------------------------------------------------------------------------
