@@ -76,7 +76,7 @@ class Cluster:
         self._ids.clear()
         settings = self.settings
         variables = {
-            "RAYSLURM_STACK_DEBIAN": settings.debian,
+            "RAYSLURM_STACK_IMAGE": settings.image,
             "RAYSLURM_STACK_ACCOUNTING": "on" if settings.accounting else "off",
             "RAYSLURM_STACK_SSH_PORT": str(settings.ssh_port),
             "RAYSLURM_STACK_DIR": str(settings.directory),

@@ -28,6 +28,8 @@ class Settings:
     ssh_port: int = 22022
     project: str = "rayslurm"
     directory: Path = ROOT / ".stack"
+    tag: str = ""
+    """The tag under which the image is built; empty for the Debian release."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -53,12 +55,12 @@ class Settings:
             )
         # Relative to the repository, wherever the tool is called from.
         directory = ROOT / (environ.get("RAYSLURM_STACK_DIR") or cls.directory)
-        return cls(debian, accounting == "on", int(port), project, directory)
+        return cls(debian, accounting == "on", int(port), project, directory, environ.get("RAYSLURM_STACK_TAG") or "")
 
     @property
     def image(self) -> str:
         """The image of all services."""
-        return f"rayslurm-stack:{self.debian}"
+        return f"rayslurm-stack:{self.tag or self.debian}"
 
     @property
     def services(self) -> tuple[str, ...]:
