@@ -4,7 +4,7 @@ from dagster._core.libraries import DagsterLibraryRegistry
 
 from .compute import ComputeResource
 from .config import ExecutionMode, SessionConfig
-from .environments import InheritedEnvironment, PreDeployedEnvironment
+from .environments import CommandEnvironment, InheritedEnvironment, PackedEnvironment, PreDeployedEnvironment, UvEnvironment
 from .errors import CompletedRun, RunFailure
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
@@ -16,12 +16,14 @@ DagsterLibraryRegistry.register("dagster-rayslurm", __version__, is_dagster_pack
 
 __all__ = [
     "BashLauncher",
+    "CommandEnvironment",
     "CompletedRun",
     "ComputeResource",
     "ExecutionMode",
     "HetComponent",
     "InheritedEnvironment",
     "Launcher",
+    "PackedEnvironment",
     "PreDeployedEnvironment",
     "RayLauncher",
     "RunFailure",
@@ -29,5 +31,6 @@ __all__ = [
     "SessionConfig",
     "SlurmQueueConfig",
     "SlurmResource",
+    "UvEnvironment",
     "__version__",
 ]

@@ -14,7 +14,7 @@ from dagster_pipes import PipesExtras
 
 from .compute_fields import ComputeFields, Context, Payloads
 from .config import ExecutionMode, explain, has_variables
-from .environments import PreDeployedEnvironment, path_on_cluster
+from .environments import Environment, PreDeployedEnvironment, path_on_cluster
 from .errors import CompletedRun
 from .launchers import Launcher
 from .slurm.config import HetComponent, SlurmQueueConfig
@@ -84,6 +84,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         outputs: Sequence[str] | None = None,
         components: Sequence[HetComponent] | None = None,
         uses_pipes: bool | Mapping[str, bool] = True,
+        environment: Environment | None = None,
     ) -> CompletedRun:
         """Run a payload and wait until it ends; its output and Pipes messages stream into Dagster meanwhile.
 
@@ -113,6 +114,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             extra_files: files or directories that appear in the payload's working directory.
             outputs: patterns of files in the payload's working directory to copy to this machine.
             components: replace all of the resource's components.
+            environment: replaces that of the resource. In local mode one that is sent to a cluster counts for nothing.
             uses_pipes: False for a payload that does not open Dagster Pipes; then its exit code alone decides. With
                 topology "separate" also a mapping by component id.
 
@@ -123,6 +125,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
         arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "components": components}
         arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
+        arguments["environment"] = environment
         return run(self, context, extras, uses_pipes=uses_pipes, **arguments)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:

@@ -10,7 +10,7 @@ import dagster as dg
 from pydantic import Field
 
 from .config import ExecutionMode, SessionConfig, StrictResource, Topology, at_least, choice, plain_text
-from .environments import InheritedEnvironment, PreDeployedEnvironment
+from .environments import Environment, InheritedEnvironment
 from .launchers import BashLauncher, RayLauncher
 from .slurm.config import HetComponent, SlurmResource
 
@@ -41,13 +41,14 @@ class ComputeFields(StrictResource):
     enable_cluster_reuse: bool = False
     """Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout. In the modes slurm and
     slurm-hetjob each payload has a job of its own all the same."""
-    environment: Union[InheritedEnvironment, PreDeployedEnvironment] = Field(default=InheritedEnvironment(), discriminator="kind")
-    """The Python environment of payloads; over SSH it has to be a pre-deployed one."""
+    environment: Environment = Field(default=InheritedEnvironment(), discriminator="kind")
+    """The Python environment of payloads: one that is on the cluster, or one that is made there from what this machine sends.
+    Local mode uses Dagster's in place of the latter."""
     pre_deployed_env_path: Annotated[Optional[str], plain_text] = None
     """Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode ignores a path
     that does not exist on this machine."""
     auto_detect_platform: bool = True
-    """Accepted and ignored: no environment is packed."""
+    """Accepted and ignored: environments are always made for the platform of the cluster."""
     data_dir: Annotated[Optional[str], plain_text] = None
     """Shared directory of payloads, in RAYSLURM_DATA_DIR; None for `data` below the base directory there."""
     local_resources: Annotated[str, choice("simulate", "strict")] = "simulate"

@@ -38,7 +38,7 @@ MAX_BYTES = 2**17 - 1
 # Classes of unresolved variables: `EnvVar`, and the class that `EnvVar.int` returns, which Dagster does not export.
 _ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
 
-_NO_PACKING = "remove it, environments are not packed or sent; name one on the cluster with pre_deployed_env_path"
+_NO_PACKING = "use environment=UvEnvironment(…) or PackedEnvironment(…), which are sent when they have changed"
 _ON_CLUSTER = 'for a file on the cluster write payload_path=["python", "/path/there.py"]'
 _QUEUE = "use slurm=SlurmResource(queue=SlurmQueueConfig(…))"
 # By class or method: field and argument names of other tools, mainly dagster-slurm, and what to write instead.
@@ -85,7 +85,7 @@ _INSTEAD = {
     "run()": {
         "config": "use queue=, launcher=, extra_env= and extras= instead",
         "env": "use extra_env",
-        "environment_name": "use ComputeResource(pre_deployed_env_path=…)",
+        "environment_name": "use environment=PreDeployedEnvironment(path=…)",
         "extra_slurm_opts resource_requirements": "use queue=SlurmQueueConfig(…); fields that it does not set stay as they are",
         "force_env_push": _NO_PACKING,
         "poll_timeout": "use ComputeResource(queue_timeout=…) for the wait in the queue, SlurmQueueConfig.time_limit for the run",

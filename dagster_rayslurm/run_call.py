@@ -26,7 +26,7 @@ from .backends.sessions.matching import required_head
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
 from .compute_fields import ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
-from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
+from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, SentEnvironment, resolve_environment
 from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
 from .execution.run import execute, start_errors
 from .launchers import Launcher, RayLauncher
@@ -43,7 +43,7 @@ _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}
 
 def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
     """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed."""
-    if unused := _unused_fields(resource):
+    if unused := _unused_fields(resource, arguments["environment"] or resource.environment):
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
         call = Call(resource, **arguments)
@@ -113,6 +113,7 @@ class Call:
     secret_env: Mapping[str, str] | None = None
     extra_files: Sequence[str | os.PathLike[str]] | None = None
     outputs: Sequence[str] | None = None
+    environment: Environment | None = None
     merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
     # The components of the allocation in the job's order; empty where all nodes are alike.
     parts: tuple[Component, ...] = field(init=False)
@@ -124,6 +125,11 @@ class Call:
             raise ValueError(f"queue: {queue!r} is not a queue; pass a SlurmQueueConfig")
         if not isinstance(self.launcher, (Launcher, type(None))):
             raise ValueError(f"launcher: {self.launcher!r} is not a launcher; pass a RayLauncher, a BashLauncher or your own")
+        if not isinstance(self.environment, (SentEnvironment, InheritedEnvironment, PreDeployedEnvironment, type(None))):
+            raise ValueError(
+                f"environment: {self.environment!r} is not an environment; pass a PreDeployedEnvironment, UvEnvironment, …"
+            )
+        self.environment = self.environment and resolve_variables(self.environment, "environment")
         self.launcher = self.launcher and resolve_variables(self.launcher, "launcher")
         # Local mode does not use the queue, but its mistakes should show there too.
         self.queue = queue and resolve_variables(queue, "queue")
@@ -219,7 +225,7 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
 
 def choose_backend(call: Call) -> Backend:
     """The backend for a call; raises `ValueError` if the environment or the components of a warm cluster cannot be used."""
-    resource, environment = call.resource, _environment(call.resource)
+    resource, environment = call.resource, call.environment or _environment(call.resource)
     separate, simulate = resource.topology == Topology.SEPARATE, resource.local_resources == "simulate"
     if resource.mode == ExecutionMode.LOCAL:
         interpreter = resolve_environment(environment)
@@ -307,12 +313,14 @@ def _is_ignored(resource: ComputeFields, path: str) -> bool:
     return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
-def _unused_fields(resource: ComputeFields) -> str:
-    """The resource's fields that local mode ignores, as part of a sentence for the Dagster log; "" for none."""
+def _unused_fields(resource: ComputeFields, environment: object) -> str:
+    """What local mode ignores of the resource, and the environment of the call, as part of a sentence; "" for nothing."""
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path
     if path is not None and _is_ignored(resource, path):
         unused.append(f"pre_deployed_env_path={path!r}, which is not on this machine: payloads run in Dagster's environment")
+    if isinstance(environment, SentEnvironment) and resource.mode == ExecutionMode.LOCAL:
+        unused.append(f"environment={type(environment).__name__}(…): payloads run in Dagster's environment")
     return " and ".join(unused)
 
 

@@ -7,15 +7,18 @@ from pydantic.fields import FieldInfo
 
 from dagster_rayslurm import (
     BashLauncher,
+    CommandEnvironment,
     ComputeResource,
     HetComponent,
     InheritedEnvironment,
+    PackedEnvironment,
     PreDeployedEnvironment,
     RayLauncher,
     SessionConfig,
     SlurmQueueConfig,
     SlurmResource,
     SSHConnectionResource,
+    UvEnvironment,
 )
 
 CLASSES = (
@@ -29,6 +32,9 @@ CLASSES = (
     HetComponent,
     InheritedEnvironment,
     PreDeployedEnvironment,
+    CommandEnvironment,
+    UvEnvironment,
+    PackedEnvironment,
 )
 
 INTRODUCTION = """\
@@ -36,7 +42,8 @@ INTRODUCTION = """\
 
 Every field of every class, with its default and what it means. Durations are seconds, unless Slurm's own format is named.
 Unknown keys are errors. Strings, integers, and strings in lists and dictionaries may be `EnvVar`s.
-The launchpad asks, where there is a choice of classes, for `ray`, `bash`, `inherited` or `pre-deployed` around the fields.
+The launchpad asks, where there is a choice of classes, for `ray`, `bash`, or an environment's `inherited`, `pre-deployed`,
+`command`, `uv` or `packed` around the fields.
 """
 
 

@@ -19,6 +19,7 @@ from ..components import Component, component_specs, request_for
 from ..edge.sessions import JOB_ID
 from ..environments import Environment, Interpreter, path_on_cluster
 from ..environments.check import check_environment_on
+from ..environments.send import send_environment
 from ..errors import FailureKind, StartError
 from ..follow import Cadence
 from ..plan import Plan
@@ -85,7 +86,7 @@ class JobBackend(ClusterBackend):
         base = str(self.layout.base)
         packed = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
         with remote_base_errors(base):
-            interpreter = self.interpreter_for(plan)
+            interpreter = self.interpreter_for(plan, step)
             return packed, interpreter, deliver(self.connection, base, packed, step.log)
 
     @contextlib.contextmanager
@@ -119,10 +120,10 @@ class JobBackend(ClusterBackend):
             make_way=self.make_way and self.make_way(self.connection, str(self.layout.base), step.log),
         )
 
-    def interpreter_for(self, plan: Plan) -> Interpreter:
-        """Returns the Python of the environment, after a check that this Python can run the plan."""
-        cache = str(self.layout.environments)
-        return check_environment_on(self.connection, self.environment, plan.ray, plan.uses_pipes, cache)
+    def interpreter_for(self, plan: Plan, step: Step) -> Interpreter:
+        """Returns the Python of the environment, which is sent if need be, after a check that this Python can run the plan."""
+        environment = send_environment(self.connection, self.environment, str(self.layout.base), step.log)
+        return check_environment_on(self.connection, environment, plan.ray, plan.uses_pipes, str(self.layout.environments))
 
 
 class BatchBackend(JobBackend):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,11 +10,9 @@ from typing import Any
 
 from ..errors import FailureKind, StartError
 from ..plan import Plan
-from ..ssh.base import Connection, ConnectionFailed, Progress
+from ..ssh.base import Connection, ConnectionFailed
 from ..upload.bundle import Bundle, bundle_directory, bundle_files
-from ..upload.deliver import install, place_of, runtime_place
-
-_PROGRESS_INTERVAL = 5.0  # Seconds between two log lines about an upload.
+from ..upload.deliver import install, log_progress, place_of, runtime_place
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any) ->
         log.warning(f"[rayslurm] remote_base: {sentence}")
 
     try:
-        install(connection, base, list(files.bundles.values()), _progress(log), warn)
+        install(connection, base, list(files.bundles.values()), log_progress(log), warn)
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     log.debug(f"[rayslurm] delivered {', '.join(files.bundles) or 'nothing'} to {connection.place}")
@@ -89,16 +86,3 @@ def remote_base_errors(base: object) -> Iterator[None]:
             f"remote_base: {base} cannot be used: {error}; choose a directory of your own that the edge and the "
             "compute nodes share",
         ) from None
-
-
-def _progress(log: Any) -> Progress:
-    """Returns a callback that logs the progress of long uploads."""
-    logged_at = time.monotonic()
-
-    def report(done: int, size: int) -> None:
-        nonlocal logged_at
-        if done < size and time.monotonic() - logged_at > _PROGRESS_INTERVAL:
-            logged_at = time.monotonic()
-            log.info(f"[rayslurm] uploading: {done / 2**20:.0f} of {size / 2**20:.0f} MiB")
-
-    return report

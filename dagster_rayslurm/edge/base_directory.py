@@ -19,9 +19,14 @@ SWEPT = ".swept"  # File in the base directory that each sweep touches first, so
 BOOKMARK = ".followed"  # Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster.
 _LEFTOVER = 86400.0  # Seconds after which a file or directory with a temporary name was left by a killed process.
 _RUN = "[A-Za-z0-9_.-]+-[0-9a-f]{12}"
-_USED = re.compile(rb"(?:bundles|runtime)/[A-Za-z0-9_.-]+")
-_NAMED = (("bundles", "[0-9a-f]{32}"), ("runtime", r"runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\.pyz"))
-_OURS = ("bundles", "runtime", "runs", "sessions")
+_USED = re.compile(rb"(?:bundles|files|prefixes|runtime)/[A-Za-z0-9_.-]+")
+_NAMED = (
+    ("bundles", "[0-9a-f]{32}"),
+    ("files", "[0-9a-f]{32}"),
+    ("prefixes", "[0-9a-f]{32}-[0-9a-f]{8}"),
+    ("runtime", r"runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\.pyz"),
+)
+_OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions")
 
 
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
@@ -185,13 +190,16 @@ class _Sweep:
         unused = [(place, name) for place, form in _NAMED for name in self._names(place, form) if self._is_old(place, name)]
         used = self._used() if unused else set()
         for place, name in unused:
-            if place + "/" + name not in used:
+            if place + "/" + (name[:32] if place == "prefixes" else name) not in used:
                 self._retire(place, name)
+        for name in self._names("prefixes", "[0-9a-f]{32}"):
+            if not os.path.exists(self._path("prefixes", name)):
+                self._remove("prefixes", name)
         for name in self._names("environments", "[0-9a-f]{32}"):
             if self._is_old("environments", name):
                 self._remove("environments", name)
         sessions = [os.path.join("sessions", name) for name in self._names("sessions", _RUN, directory=True)]
-        for place in ["bundles", "runtime", "environments", "queue", "runs", "sessions", *sessions]:
+        for place in ["bundles", "files", "prefixes", "runtime", "environments", "queue", "runs", "sessions", *sessions]:
             for name in self._names(place, r"\.rs-[0-9a-f]{16}\.[a-z]+"):
                 with contextlib.suppress(OSError):
                     if time.time() - os.lstat(self._path(place, name)).st_ctime > _LEFTOVER:
@@ -213,7 +221,8 @@ class _Sweep:
         return found
 
     def _is_old(self, place: str, name: str) -> bool:
-        return not _is_recent(self._path(place, name), self._age)
+        path = self._path(place, name)
+        return not any(_is_recent(each, self._age) for each in [path, *(_below(path) if place == "files" else ())])
 
     def _sweep_session(self, session: str) -> None:
         """Remove ended generations but the newest, whose number determines the next one; all if nobody looks for the session."""
@@ -243,9 +252,10 @@ class _Sweep:
         return not job or (self._jobs is not None and int(job) not in self._jobs)
 
     def _used(self) -> "set[str]":
-        """The bundles and runtimes that files of runs and sessions name."""
+        """What the files of runs, sessions and environments name."""
         used = set()  # type: set[str]
-        for path in _below(self._path("runs"), 2) + _below(self._path("sessions"), 3):
+        made = [os.path.join(path, "rayslurm.json") for path in _below(self._path("prefixes"))]
+        for path in _below(self._path("runs"), 2) + _below(self._path("sessions"), 3) + made:
             if path.endswith((".json", ".sh")):
                 with contextlib.suppress(OSError), open(path, "rb") as file:
                     used.update(match.decode() for match in _USED.findall(file.read()))

@@ -1,14 +1,17 @@
-"""Looks at a Python environment: the path of its Python, its versions of Python, Ray and Dagster Pipes. A file keeps answers."""
+"""Python environments: where the Python of one is, which versions it has, and how one is made from the files that were sent."""
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import time
 
-from . import files, processes, slurm
+from . import base_directory, files, processes, slurm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
 # Paths of Python below the prefix of an environment; the first that exists is used.
@@ -102,3 +105,68 @@ def _states(paths: "list[str]") -> "list[list[int] | None]":
         except (OSError, ValueError):
             states.append(None)
     return states
+
+
+# -- environments that are sent ------------------------------------------------------------------------------------------
+
+PREFIX = "{prefix}"  # Stands in the commands of `make` for the path of the new prefix.
+_PLATFORM = """\
+import json, platform, sys
+base = getattr(sys, "_base_executable", None) or sys.executable
+print(json.dumps([base, list(sys.version_info[:3]), sys.implementation.name, platform.machine()]))
+"""
+
+
+def platform(python: str, timeout: float) -> "dict[str, Any]":
+    """The platform of this machine: its architecture, the version of glibc, "" for another library, and the Pythons.
+
+    These are `python`, a path or a command; for "" all that have a usual name on the PATH. Each is a list of path, version,
+    implementation and machine.
+    """
+    names = [python] if python else ["python3"] + ["python3.%d" % minor for minor in range(8, 20)]
+    found = {os.path.realpath(path): path for path in map(shutil.which, names) if path}
+    pythons = []
+    for path in found.values():
+        code, out, _ = processes.run([path, "-I", "-c", _PLATFORM], b"", timeout, None, "/")
+        with contextlib.suppress(ValueError):
+            if code == 0:
+                pythons.append(json.loads(out.decode("utf-8", "replace")))
+    name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    return {"machine": os.uname().machine, "glibc": version if name == "glibc" else "", "pythons": pythons}
+
+
+def make(directory: str, key: str, commands: "Sequence[Sequence[str]]", timeout: float) -> str:
+    """Make the prefix `key` in a directory by commands, unless it is there; returns what a failed command said, or "".
+
+    Many files of a prefix contain its path, so that it cannot be renamed. Therefore each call works in a directory of its own,
+    to which the name leads by a link once it is complete. A lock has other processes wait; on a file system without locks
+    several may do the work, and the first one's counts.
+    """
+    base_directory.make_private(directory)
+    link = os.path.join(directory, key)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "PYTHON", "VIRTUAL_ENV"))}
+    lock = os.open(os.path.join(directory, ".lock-" + key[0]), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    prefix = link + "-" + os.urandom(4).hex()
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.isdir(link):
+            return ""
+        files.remove(link)  # It leads nowhere if the sweep was interrupted.
+        os.mkdir(prefix, 0o700)
+        files.write(os.path.join(prefix, "rayslurm.json"), json.dumps(commands).encode(), 0o600)
+        for command in commands:
+            words = [word.replace(PREFIX, prefix) for word in command]
+            code, out, error = processes.run(words, b"", timeout, environ, prefix)
+            if code != 0:
+                said = (error or out).decode("utf-8", "replace")[-1000:].strip()
+                late = "took over {:g} s".format(timeout) if code is None else "ended with exit code {}".format(code)
+                return said or "{} {}".format(os.path.basename(words[0]), late)
+        with contextlib.suppress(FileExistsError):
+            os.symlink(os.path.basename(prefix), link)
+            prefix = ""
+        return ""
+    finally:
+        os.close(lock)
+        if prefix:
+            base_directory.remove(prefix)

@@ -1,15 +1,29 @@
-"""The Python environments that payloads run in: how configuration names one, and the interpreter that it stands for."""
+"""The Python environments that payloads run in: how configuration names one, and the interpreter that it stands for.
+
+`send` makes an environment on the cluster if it is not there yet, and `check` looks at it before submission.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal, Optional, Union
 
-from ..config import StrictConfig, plain_text
+from ..config import StrictConfig, check_text, checked, plain_text
 from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
+
+
+def _lines(commands: object) -> object:
+    """The commands of an environment; raises `ValueError` if there is none, or one is not a line of text."""
+    if isinstance(commands, str):
+        raise ValueError(f"{commands!r} is one text; write a list of commands, [{commands!r}]")
+    if isinstance(commands, (list, tuple)) and not all(isinstance(each, str) and check_text(each).strip() for each in commands):
+        raise ValueError("each command is a line of text")
+    if not commands:
+        raise ValueError('there is no command; write at least one, such as "module load python"')
+    return commands
 
 
 class InheritedEnvironment(StrictConfig):
@@ -26,7 +40,44 @@ class PreDeployedEnvironment(StrictConfig):
     """A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."""
 
 
-Environment = Union[InheritedEnvironment, PreDeployedEnvironment]
+class SentEnvironment(StrictConfig):
+    """Base class of environments that are made on the cluster. In local mode payloads run in Dagster's environment instead."""
+
+
+class CommandEnvironment(SentEnvironment):
+    """An environment that shell commands on the cluster activate, such as `module load cuda/12` or `conda activate study`."""
+
+    kind: Literal["command"] = "command"
+    commands: Annotated[list[str], checked(_lines)]
+    """Commands of bash, run after the start-up files of a login shell, before the runtime starts."""
+    python: Annotated[Optional[str], plain_text] = None
+    """The Python of the environment, a path or a command; None for the `python3` that it has then."""
+
+
+class UvEnvironment(SentEnvironment):
+    """An environment made on the cluster from the wheels in a lock file of uv, which this machine fetches and sends."""
+
+    kind: Literal["uv"] = "uv"
+    project: Annotated[str, plain_text] = "."
+    """The project's directory on this machine, with pyproject.toml and uv.lock."""
+    groups: list[str] = []
+    """Dependency groups of the project to install besides its dependencies."""
+    python: Annotated[Optional[str], plain_text] = None
+    """The Python on the cluster: a version such as "3.11", a path or a command there; None for one that the project allows,
+    preferably of the version that runs Dagster."""
+    requirements: Annotated[Optional[str], plain_text] = None
+    """A requirements file to install instead of a project's lock file; pinned at its first use."""
+
+
+class PackedEnvironment(SentEnvironment):
+    """An environment in an archive on this machine: of conda-pack, venv-pack, pixi-pack --create-executable, or pex."""
+
+    kind: Literal["packed"] = "packed"
+    archive: Annotated[str, plain_text]
+    """The archive's path; its content says what wrote it."""
+
+
+Environment = Union[InheritedEnvironment, PreDeployedEnvironment, CommandEnvironment, UvEnvironment, PackedEnvironment]
 
 
 @dataclass(frozen=True)
@@ -59,13 +110,16 @@ def resolve_environment(environment: Environment) -> Interpreter:
 def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
     """The path of an environment on the cluster, absolute or with "~/" of the cluster; Dagster's Python for the inherited one.
 
-    Without `over_ssh`, this machine is the edge node. Raises `ValueError` if the environment cannot be on the cluster.
+    Without `over_ssh`, this machine is the edge node. "" for an environment that is sent, until `send` has located it. Raises
+    `ValueError` if the environment cannot be on the cluster.
     """
+    if isinstance(environment, SentEnvironment):
+        return ""
     if not isinstance(environment, PreDeployedEnvironment):
         if over_ssh:
             raise ValueError(
                 "environment: the Python that runs Dagster is not on the cluster; name the environment there: "
-                'pre_deployed_env_path="/path/to/env"'
+                'pre_deployed_env_path="/path/to/env", or send one: environment=UvEnvironment()'
             )
         return sys.executable
     check_no_variable(environment.path, "environment")

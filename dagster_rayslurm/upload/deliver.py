@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import posixpath
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from ..archive import build_runtime, runtime_name
 from ..edge import base_directory
@@ -24,6 +27,8 @@ T = TypeVar("T")
 # Maximum bytes of an archive that goes to the function that unpacks it; others are uploaded as a file first.
 _SMALL = 1024 * 1024
 _ENTRY = 1024  # Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding.
+_AT_ONCE = 8  # Number of files that are sent at once; most of them are small, so that the time is that of round trips.
+_PROGRESS_INTERVAL = 5.0  # Seconds between two log lines about an upload.
 _LOOK_TIMEOUT = 300.0
 _UNPACK_TIMEOUT = 600.0
 # An archive must be unpacked within `_UNPACK_TIMEOUT` seconds, plus a second for each of these bytes.
@@ -58,7 +63,7 @@ def install(
     """
     items: dict[str, Bundle | None] = {runtime_place(base): None}
     items |= {place_of(base, bundle): bundle for bundle in bundles}
-    for path in _missing(connection, base, list(items), warn):
+    for path in missing(connection, base, list(items), warn):
         bundle = items[path]
         if bundle is None:
             _make(connection, base, path, base_directory.install_file, build_runtime())
@@ -69,15 +74,50 @@ def install(
         else:
             # Only one hex digit of the hash, so that there are at most 16 lock files.
             with locked(f"install-{hashlib.sha256(f'{connection.place} {path}'.encode(errors='replace')).hexdigest()[0]}"):
-                if _missing(connection, base, [path]):
+                if missing(connection, base, [path]):
                     name = _upload(connection, posixpath.dirname(path), bundle, progress)
                     _make(connection, base, path, base_directory.install, name, b"", more=bundle.size / _UNPACKED_PER_SECOND)
 
 
-def _missing(
-    connection: Connection, base: str, paths: Sequence[str], warn: Callable[[str], object] = lambda _: None
-) -> list[str]:
-    """The paths that are not installed; raises PermissionError if another user owns or can change the base directory."""
+def send_files(connection: Connection, base: str, files: Mapping[str, str], progress: Progress) -> None:
+    """Send files, which are paths on this machine by path on the cluster; others can read none of them.
+
+    `progress` is called with the bytes of all files that have arrived. Raises `OSError` if one cannot be read, sent or written.
+    """
+    sizes = {path: os.path.getsize(local) for path, local in files.items()}
+    arrived = dict.fromkeys(files, 0)
+
+    def send(path: str) -> None:
+        def report(done: int, _: int) -> None:
+            arrived[path] = done
+            progress(sum(arrived.values()), sum(sizes.values()))
+
+        connection.make_dir(posixpath.dirname(path))
+        connection.upload(files[path], path, report, mode=0o500)
+
+    connection.call(base_directory.make_private, posixpath.join(base, "files"), repeat=True)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(send, files))
+
+
+def log_progress(log: Any) -> Progress:
+    """A callback that logs the progress of long uploads."""
+    logged_at = time.monotonic()
+
+    def report(done: int, size: int) -> None:
+        nonlocal logged_at
+        if done < size and time.monotonic() - logged_at > _PROGRESS_INTERVAL:
+            logged_at = time.monotonic()
+            log.info(f"[rayslurm] uploading: {done / 2**20:.0f} of {size / 2**20:.0f} MiB")
+
+    return report
+
+
+def missing(connection: Connection, base: str, paths: Sequence[str], warn: Callable[[str], object] = lambda _: None) -> list[str]:
+    """The absolute paths that are not below the base directory on the cluster; those that are there count as used from now on.
+
+    Raises PermissionError if another user owns or can change the base directory.
+    """
     where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
     look = base_directory.look
     owner, open_place, group, found = _call(connection, base, f"looking at {base}", _LOOK_TIMEOUT, look, base, places)

@@ -41,7 +41,7 @@ def test_a_value_of_the_wrong_class_is_one_sentence(name: str, value: Any, says:
         (ComputeResource, "debug_mode", 'use keep_run_dirs="all"'),
         (ComputeResource, "allocation_scope", 'session=SessionConfig(scope="run")'),
         (ComputeResource, "defalt_launcher", "did you mean default_launcher?"),
-        (ComputeResource, "pack_platform", "pre_deployed_env_path"),
+        (ComputeResource, "pack_platform", "use environment=UvEnvironment(…)"),
         (RayLauncher, "num_cpus_pernode", "did you mean num_cpus_per_node?"),
         (RayLauncher, "ray_start_args", "use ray_args"),
         (SessionConfig, "max_concurrent_jobs", "use max_concurrent_payloads"),

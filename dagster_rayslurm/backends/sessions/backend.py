@@ -22,6 +22,7 @@ from ...config import SessionConfig, time_limit_seconds
 from ...edge.sessions import MANIFEST
 from ...environments import Environment, path_on_cluster
 from ...environments.check import check_environment_on
+from ...environments.send import send_environment
 from ...errors import FailureKind, StartError
 from ...follow import Cadence
 from ...launchers import Launcher, RayLauncher
@@ -158,8 +159,14 @@ class SessionBackend(batch.ClusterBackend):
         """The files of a plan, the session for it, and the content of `REQUEST_FILE`."""
         base, data_dir = str(self.layout.base), batch.data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
-        choice = self.choice(upload.plan, step.run_id, base, data_dir)
+        choice = self.choice(upload.plan, step.run_id, base, data_dir, self.located(step.log))
         return upload, choice, fingerprint(to_json(upload.plan.payload), choice.text())
+
+    def located(self, log: Any) -> Environment:
+        """The environment on the cluster, where it is sent if need be."""
+        base = str(self.layout.base)
+        with remote_base_errors(base):
+            return send_environment(self.connection, self.environment, base, log)
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         _, _, request = self._packed(plan, step)
@@ -237,12 +244,12 @@ class SessionBackend(batch.ClusterBackend):
             return f"there is no session for all payloads: {error}"
         return misfit(required, capacity)
 
-    def choice(self, plan: Plan, run_id: str, base: str, data_dir: str) -> Choice:
+    def choice(self, plan: Plan, run_id: str, base: str, data_dir: str, environment: Environment | None = None) -> Choice:
         """Which session the payload gets; `data_dir` is the directory that payloads share."""
         what = {
             "base": base,
             "runtime": [PROTOCOL_VERSION, runtime_name()],
-            "environment": path_on_cluster(self.environment, over_ssh=self.slurm.ssh is not None),
+            "environment": path_on_cluster(environment or self.environment, over_ssh=self.slurm.ssh is not None),
             "data_dir": data_dir,
             "reuse": self.reuse,
         }
@@ -306,7 +313,8 @@ class SlurmSite(Site):
         step, backend, created_with = self.step, self.backend, target.created_with
         with remote_base_errors(self.base):
             ray, kept = created_with.ray or self.plan.ray, str(backend.layout.environments)
-            interpreter = check_environment_on(self.connection, backend.environment, ray, self.plan.uses_pipes, kept)
+            environment = backend.located(step.log)
+            interpreter = check_environment_on(self.connection, environment, ray, self.plan.uses_pipes, kept)
             runtime = deliver(self.connection, self.base, self.upload, step.log)
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{backend.name}", nonce)

@@ -1,0 +1,83 @@
+"""Environments in archives that other tools have packed; the content says which tool it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+import zipfile
+
+from ..edge.environment import PREFIX
+from . import PackedEnvironment
+from .send import Piece, Platform, Recipe
+
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # First bytes of archives by gzip, bzip2, xz and zstd.
+_HEADER = 65536
+# conda-pack's script puts the new path into the files that contain the old one; venv-pack's archives need nothing.
+_TAR = 'tar -x --no-same-owner -f "$1" -C "$2" && cd "$2" && { [ ! -e bin/conda-unpack ] || bin/python bin/conda-unpack; }'
+_PIXI = 'exec bash "$1" --output-directory "$2"'
+_PEX = 'PEX_ROOT="$2/pex" PEX_INTERPRETER=1 exec "$3" "$1" -c "$4" "$2"'
+# Unpacks a PEX file, and makes a virtual environment that imports from there: Ray starts further processes of its Python.
+_PEX_PROGRAM = """\
+import os, site, sys, sysconfig, venv
+prefix = sys.argv[1]
+inside = [path for path in sys.path if os.path.realpath(path).startswith(os.path.realpath(prefix) + os.sep)]
+venv.EnvBuilder(symlinks=True).create(prefix)
+library = os.path.join(prefix, "lib", "python%d.%d" % sys.version_info[:2], "site-packages")
+with open(os.path.join(library, "pex.pth"), "w") as file:
+    file.write("\\n".join(inside) + "\\n")
+"""
+
+# By path of an archive: its state when this process read it, and its SHA-256.
+_digests: dict[str, tuple[object, str]] = {}
+
+
+def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
+    """How the environment is made on the platform; raises `ValueError` if the archive is of no known kind."""
+    path = os.path.abspath(os.path.expanduser(environment.archive))
+
+    def state() -> object:
+        found = os.stat(path)
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    try:
+        script, more = _script(path, platform)
+        known, digest = _digests.get(path, (None, ""))
+        if known != state():
+            now, digest = state(), _digest(path)
+            _digests[path] = now, digest
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}; name the archive of an environment") from None
+    return Recipe([["sh", "-c", script, "sh", Piece(digest, os.path.basename(path), lambda: path), PREFIX, *more]], state)
+
+
+def _script(path: str, platform: Platform) -> tuple[str, list[str]]:
+    """The shell script that unpacks an archive, and its arguments after the archive and the prefix."""
+    with open(path, "rb") as file:
+        start = file.read(_HEADER)
+    if start.startswith(b"#!") and b"pixi-pack" in start:
+        return _PIXI, []
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if "PEX-INFO" in archive.namelist():
+                if not platform.pythons:
+                    raise ValueError(f"{path} is a PEX file, and {platform.place} has no Python on its PATH to start it")
+                return _PEX, [max(platform.pythons, key=lambda each: each.version).path, _PEX_PROGRAM]
+    elif start.startswith(_COMPRESSED):
+        return _TAR, []
+    elif tarfile.is_tarfile(path):
+        with tarfile.open(path, "r:") as tar:
+            if any(each in tar.getnames() for each in ("pixi-pack.json", "./pixi-pack.json")):
+                raise ValueError(f"{path} needs pixi-unpack, which no cluster has; pack it with pixi-pack --create-executable")
+        return _TAR, []
+    raise ValueError(
+        f"{path} is no archive of conda-pack, venv-pack, pixi-pack --create-executable or pex; pack it with one of them"
+    )
+
+
+def _digest(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(2**20):
+            digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,220 @@
+"""Make environments on the cluster: one prefix for each recipe, whose name is the hash of the recipe.
+
+The protocol is the same for all kinds: look at the platform of the cluster, write a recipe for it on this machine, send the
+files of the recipe that the cluster lacks, and have it run the commands of the recipe once. What comes out is a prefix like one
+that was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import posixpath
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..edge import environment as edge
+from ..edge import files
+from ..errors import FailureKind, StartError
+from ..ssh.base import Connection, ConnectionFailed
+from ..ssh.local import locked
+from ..upload.bundle import bundle_files
+from ..upload.deliver import install, log_progress, missing, place_of, send_files
+from . import CommandEnvironment, Environment, PreDeployedEnvironment, SentEnvironment, UvEnvironment
+
+_FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
+# Seconds for which this machine's cache of a platform is valid; a prefix is made for what was looked at just now.
+_PLATFORM_AGE = 86400.0
+_LOOK_TIMEOUT, _MAKE_TIMEOUT = 60.0, 3600.0
+
+# By environment and platform: the last recipe, and the state of its inputs on this machine.
+_recipes: dict[str, tuple[Recipe, object]] = {}
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter on the cluster, outside any virtual environment."""
+
+    path: str
+    version: tuple[int, ...]
+    implementation: str
+    machine: str
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What environments are made for; `glibc` is empty if the cluster has another C library."""
+
+    place: str
+    machine: str
+    glibc: tuple[int, ...]
+    pythons: tuple[Python, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file that the cluster needs; `get` returns its path on this machine, and may have to fetch it first."""
+
+    digest: str  # Hash of the content, or of what the file is built from.
+    name: str
+    get: Callable[[], str]
+
+    @property
+    def place(self) -> str:
+        """Its path on the cluster, below the base directory."""
+        return f"files/{self.digest[:32]}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a prefix is made: commands, some of whose words are files to send, and `edge.PREFIX` for the path of the prefix.
+
+    `inputs` returns the state of the files that the recipe was written from, so that it is written again when one changes.
+    """
+
+    commands: Sequence[Sequence[str | Piece]]
+    inputs: Callable[[], object]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [word for command in self.commands for word in command if isinstance(word, Piece)]
+
+    def words(self, base: str) -> list[list[str]]:
+        """The commands on a cluster with this base directory."""
+        return [
+            [posixpath.join(base, each.place) if isinstance(each, Piece) else each for each in words] for words in self.commands
+        ]
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps([_FORMAT, self.words("")]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def send_environment(connection: Connection, environment: Environment, base: str, log: Any) -> Environment:
+    """The environment, with one that is sent replaced by the prefix that it has become on the cluster.
+
+    The prefix is made if it is missing. Any number of processes may ask at the same time: one makes it, the others wait.
+
+    Raises:
+        StartError: the environment cannot be made; the sentence says what to do.
+        OSError: the cluster cannot be reached, or a file cannot be sent.
+    """
+
+    def warn(sentence: str) -> None:
+        log.warning(f"[rayslurm] remote_base: {sentence}")
+
+    if not isinstance(environment, SentEnvironment):
+        return environment
+    try:
+        if isinstance(environment, CommandEnvironment):
+            return PreDeployedEnvironment(path=_send_commands(connection, environment, base, warn))
+        for age in (_PLATFORM_AGE, 0.0):
+            recipe = _recipe(connection, environment, age)
+            path = posixpath.join(base, "prefixes", recipe.key)
+            if not missing(connection, base, [path], warn):
+                return PreDeployedEnvironment(path=path)
+    except ValueError as error:
+        raise StartError(FailureKind.CONFIGURATION, f"environment: {error}") from None
+    with locked(f"environment-{recipe.key[0]}"):
+        if missing(connection, base, [path]):
+            _make(connection, recipe, base, path, log)
+    return PreDeployedEnvironment(path=path)
+
+
+def _recipe(connection: Connection, environment: SentEnvironment, age: float) -> Recipe:
+    """The recipe of an environment; raises `ValueError`, whose sentence says what to do, if there can be none."""
+    from .packed import packed_recipe
+    from .uv import uv_recipe, wanted_command
+
+    wanted = wanted_command(environment.python) if isinstance(environment, UvEnvironment) else ""
+    platform = _platform(connection, wanted, age)
+    key = f"{environment!r} {platform!r}"
+    known, state = _recipes.get(key, (None, None))
+    if known is None or known.inputs() != state:
+        write: Callable[[Any, Platform], Recipe] = uv_recipe if isinstance(environment, UvEnvironment) else packed_recipe
+        known = write(environment, platform)
+        _recipes[key] = known, known.inputs()
+    return known
+
+
+def _platform(connection: Connection, wanted: str, age: float) -> Platform:
+    """The cluster's platform, with the Pythons that a command or path finds; looked at no more than `age` seconds ago."""
+    name = hashlib.sha256(f"{connection.place}\0{wanted}\0{_FORMAT}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    path = cached("platforms", f"{name}.json")
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        if os.stat(path).st_mtime > time.time() - age:
+            with open(path, encoding="utf-8") as file:
+                found = json.load(file)
+    if not found:
+        found = connection.call(edge.platform, wanted, _LOOK_TIMEOUT, repeat=True, timeout=2 * _LOOK_TIMEOUT)
+        files.write(path, json.dumps(found).encode(), 0o600)
+    pythons = tuple(Python(path, tuple(version), name, machine) for path, version, name, machine in found["pythons"])
+    return Platform(connection.place, found["machine"], tuple(map(int, filter(None, found["glibc"].split(".")))), pythons)
+
+
+def cached(*names: str) -> str:
+    """A path in this machine's cache, whose directory exists."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    path = os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "dagster-rayslurm", *names)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    return path
+
+
+def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any) -> None:
+    """Send the files that the cluster lacks, and have it run the recipe; raises `StartError` if that fails."""
+    began, pieces = time.monotonic(), {posixpath.join(base, each.place): each for each in recipe.pieces}
+    lacking = missing(connection, base, list(pieces))
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            local = dict(zip(lacking, pool.map(lambda each: pieces[each].get(), lacking), strict=True))
+    except (ValueError, OSError) as error:
+        raise StartError(FailureKind.ENVIRONMENT, f"environment: {error}") from None
+    size = sum(map(os.path.getsize, local.values())) / 2**20
+    log.info(f"[rayslurm] environment: sending {len(local)} of {len(pieces)} files, {size:.1f} MiB, to {connection.place}")
+    try:
+        send_files(connection, base, local, log_progress(log))
+        arguments = *posixpath.split(path), recipe.words(base), _MAKE_TIMEOUT
+        problem = connection.call(edge.make, *arguments, repeat=True, timeout=_MAKE_TIMEOUT * 2)
+    except (ConnectionFailed, TimeoutError):
+        raise
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        sentence = f"environment: it cannot be made in {base} on {connection.place}: {' '.join(problem.split())}"
+        raise StartError(FailureKind.ENVIRONMENT, sentence)
+    log.info(f"[rayslurm] environment: made {path} in {time.monotonic() - began:.1f} s")
+
+
+# ---- Commands
+
+_ACTIVATE = """\
+# As a login shell does (bash(1)).
+[ ! -r /etc/profile ] || . /etc/profile
+for _rayslurm in ~/.bash_profile ~/.bash_login ~/.profile; do [ ! -r "$_rayslurm" ] || { . "$_rayslurm"; break; }; done
+_rayslurm() { _rayslurm=$?; printf 'this command failed: %s\\n' "$1" >&2; return $_rayslurm; }
+"""
+
+
+def _send_commands(connection: Connection, environment: CommandEnvironment, base: str, warn: Callable[[str], None]) -> str:
+    """Send a directory with an `activate.sh` that runs the commands; returns its path on the cluster."""
+    commands = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in environment.commands]
+    texts = {"activate.sh": _ACTIVATE + "\n".join([*commands, ""])}
+    if environment.python is not None:
+        texts["bin/python"] = f'#!/bin/sh\nexec {shlex.quote(environment.python)} "$@"\n'
+    with tempfile.TemporaryDirectory(prefix="rayslurm-") as directory:
+        paths = {name: os.path.join(directory, os.path.basename(name)) for name in texts}
+        for name, text in texts.items():
+            with open(paths[name], "w", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(text)
+            os.chmod(paths[name], 0o700)
+        bundle = bundle_files(paths, argument="environment")
+        install(connection, base, [bundle], warn=warn)
+    return place_of(base, bundle)

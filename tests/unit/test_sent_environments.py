@@ -1,0 +1,426 @@
+"""Environments that are made on a cluster, over a connection to this machine, with an index of files."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import (
+    BashLauncher,
+    CommandEnvironment,
+    ComputeResource,
+    PackedEnvironment,
+    PreDeployedEnvironment,
+    SessionConfig,
+    SlurmQueueConfig,
+    SlurmResource,
+    UvEnvironment,
+)
+from dagster_rayslurm.edge import environment as edge
+from dagster_rayslurm.edge.base_directory import sweep
+from dagster_rayslurm.environments import SentEnvironment, path_on_cluster, resolve_environment, send, uv
+from dagster_rayslurm.environments.check import check_environment_on
+from dagster_rayslurm.errors import StartError
+from dagster_rayslurm.ssh.local import LocalConnection
+from dagster_rayslurm.upload import deliver
+
+from ..conftest import run_asset
+from ..fake_slurm import FakeSlurm
+
+pytest.importorskip("uv")
+MACHINE = os.uname().machine
+VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
+LOG = logging.getLogger(__name__)
+BACKEND = """
+import os, zipfile
+def build_wheel(directory, config_settings=None, metadata_directory=None):
+    if os.path.exists("broken"):
+        raise RuntimeError("the compiler is missing")
+    with zipfile.ZipFile(os.path.join(directory, "helper-1.0-py3-none-any.whl"), "w") as wheel:
+        wheel.write("helper.py")
+        wheel.writestr("helper-1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: helper\\nVersion: 1.0\\n")
+        lines = "Wheel-Version: 1.0\\nGenerator: x\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+        wheel.writestr("helper-1.0.dist-info/WHEEL", lines)
+        wheel.writestr("helper-1.0.dist-info/RECORD", "")
+    return "helper-1.0-py3-none-any.whl"
+"""
+
+
+def wheel(index: Path, name: str, version: str = "1.0", tag: str = "py3-none-any") -> Path:
+    """A wheel with one module that has its version."""
+    path, info = index / f"{name}-{version}-{tag}.whl", f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", f"version = {version!r}\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+class Cluster:
+    """A base directory on this machine, and a project with its index."""
+
+    def __init__(self, path: Path) -> None:
+        self.bare = False  # Whether it has no Python.
+        self.base, self.index, self.project, self.sent = path / "base", path / "index", path / "a project", [""]
+        for directory in (self.index, self.project):
+            directory.mkdir()
+
+    def write(self, *dependencies: str, more: str = "", requires: str = ">=3.10") -> UvEnvironment:
+        (self.project / "pyproject.toml").write_text(
+            f'[project]\nname = "study"\nversion = "1"\nrequires-python = "{requires}"\n'
+            f"dependencies = {json.dumps(dependencies)}\n"
+            f"[tool.uv]\nno-index = true\nfind-links = [{json.dumps(str(self.index))}]\n{more}"
+        )
+        return UvEnvironment(project=str(self.project))
+
+    def lock(self, *dependencies: str, more: str = "", requires: str = ">=3.10") -> UvEnvironment:
+        environment = self.write(*dependencies, more=more, requires=requires)
+        command = [uv._find_uv()[0], "lock", "--quiet", "--offline"]
+        subprocess.run(command, cwd=self.project, check=True, env={**os.environ, "UV_CACHE_DIR": str(self.base) + "-uv"})
+        return environment
+
+    def send(self, environment: SentEnvironment) -> str:
+        """The path of the environment, as another process asks for it."""
+        send._recipes.clear()
+        found = send.send_environment(LocalConnection(), environment, str(self.base), LOG)
+        assert isinstance(found, PreDeployedEnvironment)
+        return found.path
+
+    def refuses(self, environment: SentEnvironment, says: str) -> None:
+        with pytest.raises(StartError, match=says) as error:
+            self.send(environment)
+        assert "\n" not in str(error.value)
+        assert not list(self.base.glob("prefixes/[0-9a-f]*"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = Cluster(tmp_path)
+    program = uv._find_uv()[0]
+    monkeypatch.setattr(uv, "_uv_piece", lambda *_: send.Piece("0" * 64, "uv", lambda: program))
+    found = {
+        "machine": MACHINE,
+        "glibc": "2.28",
+        "pythons": [[sys._base_executable, list(sys.version_info[:3]), "cpython", MACHINE]],
+    }  # type: ignore[attr-defined]
+    monkeypatch.setattr(edge, "platform", lambda wanted, timeout: {**found, "pythons": []} if made.bare else found)
+    real = deliver.send_files
+
+    def send_files(connection: Any, base: str, files: dict[str, str], progress: Any) -> None:
+        made.sent = sorted(map(os.path.basename, files))
+        real(connection, base, files, progress)
+
+    monkeypatch.setattr(send, "send_files", send_files)
+    return made
+
+
+def says(prefix: str, code: str) -> str:
+    return subprocess.run([f"{prefix}/bin/python", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+# -- uv ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_environment_from_a_lock_file(cluster: Cluster) -> None:
+    for name in ("left", "right", "tool", "old"):
+        wheel(cluster.index, name)
+    wheel(cluster.index, "native", tag=f"cp{VERSION.replace('.', '')}-abi3-manylinux_2_17_{MACHINE}")
+    wheel(cluster.index, "native", tag=f"cp{VERSION.replace('.', '')}-abi3-manylinux_2_39_{MACHINE}")
+    more = '[dependency-groups]\nextra = ["tool"]\ndev = ["old"]\n'
+    environment = cluster.lock("left", "right", "native", 'old; python_version < "3.8"', more=more)
+    environment = environment.model_copy(update={"groups": ["extra"]})
+    first = cluster.send(environment)
+    assert len(cluster.sent) == 5
+    assert f"native-1.0-cp{VERSION.replace('.', '')}-abi3-manylinux_2_17_{MACHINE}.whl" in cluster.sent
+    assert says(first, "import left, right, tool, native, sys; print(sys.prefix)") == first
+    with pytest.raises(subprocess.CalledProcessError):
+        says(first, "import old")
+    cluster.sent = []
+    assert cluster.send(environment) == first
+    assert cluster.sent == []
+    wheel(cluster.index, "right", "2.0")
+    cluster.lock("left", "right==2.0", "native", more=more)
+    second = cluster.send(environment)
+    assert cluster.sent == ["right-2.0-py3-none-any.whl"]
+    assert says(second, "import right; print(right.version)") == "2.0"
+    assert says(first, "import right; print(right.version)") == "1.0"
+
+
+def test_a_local_package_comes_along_and_is_built_once_for_each_content(cluster: Cluster) -> None:
+    helper = cluster.project / "helper"
+    helper.mkdir()
+    (helper / "helper.py").write_text("version = 'first'\n")
+    (helper / "backend.py").write_text(BACKEND)
+    (helper / "pyproject.toml").write_text(
+        '[project]\nname = "helper"\nversion = "1.0"\n'
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    more = '[tool.uv.sources]\nhelper = { path = "helper", editable = true }\n'
+    environment = cluster.lock("helper", more=more)
+    assert says(cluster.send(environment), "import helper; print(helper.version)") == "first"
+    (helper / "helper.py").write_text("version = 'second'\n")
+    assert says(cluster.send(environment), "import helper; print(helper.version)") == "second"
+    assert cluster.sent == ["helper-1.0-py3-none-any.whl"]
+    (helper / "broken").touch()
+    with pytest.raises(
+        StartError, match=r"environment: helper has no wheel and cannot be built on this machine: .*the compiler is missing"
+    ):
+        cluster.send(environment)
+
+
+def test_requirements_stay_as_they_were_resolved(cluster: Cluster) -> None:
+    wheel(cluster.index, "left")
+    file = cluster.project / "requirements.txt"
+    file.write_text(f"--no-index\n--find-links {cluster.index}\nleft\n")
+    environment = UvEnvironment(requirements=str(file), python=VERSION)
+    first = cluster.send(environment)
+    assert says(first, "import left; print(left.version)") == "1.0"
+    wheel(cluster.index, "left", "2.0")
+    assert cluster.send(environment) == first
+    file.write_text(file.read_text() + "left>=2\n")
+    assert says(cluster.send(environment), "import left; print(left.version)") == "2.0"
+
+
+def test_bad_input_is_one_sentence(cluster: Cluster) -> None:
+    wheel(cluster.index, "left")
+    cluster.refuses(UvEnvironment(project="/nowhere"), "environment: there is no pyproject.toml in /nowhere; name the directory")
+    cluster.refuses(cluster.write("left"), "a project has no uv.lock; run there: uv lock")
+    environment = cluster.lock("left")
+    cluster.refuses(UvEnvironment(project=str(cluster.project), groups=["gpu"]), "Group `gpu` is not defined")
+    wheel(cluster.index, "right")
+    cluster.write("left", "right")
+    cluster.refuses(environment, "uv.lock in .*a project does not fit its pyproject.toml; run there: uv lock")
+    wheel(cluster.index, "far", tag=f"py3-none-manylinux_2_39_{MACHINE}")
+    cluster.refuses(cluster.lock("far"), "wheels of far need a newer glibc than this machine .*, glibc 2.28, .* has; lock")
+    wheel(cluster.index, "mac", tag="py3-none-macosx_11_0_arm64")
+    cluster.refuses(cluster.lock("mac"), rf"lacks a wheel for this machine \(Python {VERSION}, glibc 2.28, {MACHINE}\): .*'mac'")
+    cluster.refuses(UvEnvironment(requirements="/nowhere.txt"), "there is no requirements file /nowhere.txt")
+    wanted = UvEnvironment(project=str(cluster.project), python="/nowhere/python")
+    cluster.bare = True
+    cluster.refuses(wanted, "this machine lacks Python /nowhere/python .*, its PATH has none; name one that is there by its path")
+
+
+def test_an_interpreter_is_brought_if_the_cluster_has_none(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the documented command line of uv, as its interpreters cannot be fetched in tests."""
+    wheel(cluster.index, "left")
+    cluster.bare = True
+    environment, real, asked = cluster.lock("left"), uv._uv, []
+    full = ".".join(map(str, sys.version_info[:3]))
+
+    def install(program: str, *words: str, directory: str | None = None) -> str:
+        if words[:2] != ("python", "install"):
+            return real(program, *words, directory=directory)
+        asked.append(words[-1])
+        made = Path(words[-2].partition("=")[2], f"cpython-{full}-linux-{MACHINE}-gnu", "bin")
+        made.mkdir(parents=True)
+        (made / "python3").symlink_to(sys._base_executable)  # type: ignore[attr-defined]
+        return ""
+
+    monkeypatch.setattr(uv, "_uv", install)
+    first = cluster.send(environment)
+    assert asked == [f"cpython-{VERSION}-linux-{MACHINE}-gnu"]
+    assert says(first, "import left; print(left.version)") == "1.0"
+    assert f"{os.path.realpath(first)}/interpreter/bin" in Path(first, "pyvenv.cfg").read_text()
+    assert cluster.send(environment) == first and len(asked) == 1
+
+
+def test_a_file_that_is_not_the_one_in_the_lock(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(cluster.index, "left")
+    environment = cluster.lock("left")
+    monkeypatch.setattr(uv, "_content", lambda place: iter([b"something else"]))
+    cluster.refuses(environment, "left-1.0-py3-none-any.whl is not the file in the lock: its SHA-256 is")
+    assert not [each for each in Path(send.cached("files", "")).rglob("*") if each.is_file()]
+
+
+# -- archives ------------------------------------------------------------------------------------------------------------
+
+
+def pack(path: Path, files: dict[str, str], mode: str = "w:gz") -> PackedEnvironment:
+    """An archive of executable files."""
+    source = path.parent / "packed"
+    for name, text in files.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+        (source / name).chmod(0o755)
+    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+        for each in sorted(source.iterdir()):
+            tar.add(each, each.name)
+    shutil.rmtree(source)
+    return PackedEnvironment(archive=str(path))
+
+
+PYTHON = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+
+
+def test_archives_by_their_content(cluster: Cluster, tmp_path: Path) -> None:
+    unpack = "import os, sys; open(os.path.join(os.path.dirname(sys.argv[0]), 'where'), 'w').write(os.path.abspath(sys.argv[0]))"
+    conda = pack(tmp_path / "a b.tar.gz", {"bin/python": PYTHON, "bin/conda-unpack": unpack})
+    path = cluster.send(conda)
+    assert Path(path, "bin/where").read_text() == f"{os.path.realpath(path)}/bin/conda-unpack"
+    assert cluster.sent == ["a b.tar.gz"]
+    assert says(cluster.send(pack(tmp_path / "plain", {"bin/python": PYTHON}, "w")), "print(1)") == "1"
+    pixi = tmp_path / "environment.sh"
+    pixi.write_text(f'#!/usr/bin/env bash\n# pixi-pack\nmkdir -p "$2/env/bin"\nln -s {sys.executable} "$2/env/bin/python"\n')
+    found = check_environment_on(
+        LocalConnection(),
+        PreDeployedEnvironment(path=cluster.send(PackedEnvironment(archive=str(pixi)))),
+        None,
+        False,
+        str(cluster.base / "environments"),
+    )
+    assert found.python.endswith("/env/bin/python")
+
+
+def test_archives_that_cannot_be_used(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.refuses(PackedEnvironment(archive="/nowhere.tar"), "/nowhere.tar cannot be read: No such file or directory; name the")
+    (tmp_path / "text").write_text("no archive")
+    cluster.refuses(PackedEnvironment(archive=str(tmp_path / "text")), "text is no archive of conda-pack, venv-pack")
+    cluster.refuses(
+        pack(tmp_path / "pixi.tar", {"pixi-pack.json": "{}"}, "w"), "needs pixi-unpack, which no cluster has; pack it"
+    )
+    (tmp_path / "half.tar.gz").write_bytes(b"\x1f\x8b\x08and no more")
+    cluster.refuses(
+        PackedEnvironment(archive=str(tmp_path / "half.tar.gz")), "it cannot be made in .*/base on this machine: .*gzip"
+    )
+
+
+# -- commands ------------------------------------------------------------------------------------------------------------
+
+
+def test_commands_run_as_in_a_login_shell(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".bash_profile").write_text("module() { [ $1 = load ] && [ $2 = study ] && export STUDY=1; }\n")
+    monkeypatch.setenv("HOME", str(home))
+    environment = CommandEnvironment(
+        commands=["module load study", "greeting='it'\\''s me'; export greeting"], python=sys.executable
+    )
+    path = cluster.send(environment)
+    arguments = None, False, str(cluster.base / "environments")
+    found = check_environment_on(LocalConnection(), PreDeployedEnvironment(path=path), *arguments)
+    start = found.start("-c", "import os; print(os.environ['STUDY'], os.environ['greeting'])")
+    assert subprocess.run(start, capture_output=True, text=True, check=True).stdout.strip() == "1 it's me"
+    failing = cluster.send(CommandEnvironment(commands=["module load other", "export UNSEEN=1"]))
+    with pytest.raises(StartError, match="failed with exit code 1: this command failed: module load other"):
+        check_environment_on(LocalConnection(), PreDeployedEnvironment(path=failing), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("commands", "problem"),
+    [
+        ([], "there is no command"),
+        ("module load x", r"write a list of commands, \['module load x'\]"),
+        (["a\nb"], "control character"),
+    ],
+)
+def test_commands_that_are_none(commands: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        CommandEnvironment(commands=commands)
+
+
+@pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
+def test_payloads_run_in_the_environment(cluster: Cluster, fake_slurm: FakeSlurm, tmp_path: Path, mode: str) -> None:
+    wheel(cluster.index, "left")
+    script, said = tmp_path / "payload.py", tmp_path / "said"
+    write = f"open({str(said)!r}, 'w').write"
+    script.write_text(f"import os, sys, left; {write}(' '.join([sys.prefix, left.version, os.environ.get('STUDY', '')]))")
+    queue = SlurmQueueConfig(time_limit="00:10:00")
+    compute = ComputeResource(
+        mode=mode,
+        slurm=SlurmResource(remote_base=str(cluster.base), poll_interval=1, queue=queue),
+        session=SessionConfig(idle_timeout=1),
+        default_launcher=BashLauncher(),
+        environment=cluster.lock("left"),
+        local_base=str(tmp_path / "local"),
+    )
+    ran = run_asset(compute, str(script), uses_pipes=False)
+    assert not ran.failures, ran.failures
+    (prefix,) = (path for path in cluster.base.glob("prefixes/*") if path.is_symlink())
+    assert said.read_text() == f"{prefix} 1.0 "
+    path = f"export PYTHONPATH={cluster.index}/left-1.0-py3-none-any.whl"
+    commands = CommandEnvironment(commands=["export STUDY=1", path], python=sys.executable)
+    ran = run_asset(compute, str(script), uses_pipes=False, environment=commands)
+    assert not ran.failures, ran.failures
+    assert said.read_text() == f"{sys.prefix} 1.0 1"
+
+
+# -- on the cluster --------------------------------------------------------------------------------------------------------
+
+KEY = "0123456789abcdef" * 2
+
+
+def test_many_make_a_prefix_once(tmp_path: Path) -> None:
+    commands = [["sh", "-c", 'echo made >> "$1/../count"; sleep 0.2; mkdir "$1/bin"', "sh", edge.PREFIX]]
+    answers: list[str] = []
+    ask: Callable[[], None] = lambda: answers.append(edge.make(str(tmp_path / "prefixes"), KEY, commands, 60.0))  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [""] * 20
+    assert (tmp_path / "prefixes/count").read_text() == "made\n"
+    assert (tmp_path / "prefixes" / KEY / "bin").is_dir()
+
+
+def test_a_prefix_whose_making_fails_leaves_nothing(tmp_path: Path) -> None:
+    commands = [["sh", "-c", "echo 'tar: Disk quota exceeded' >&2; exit 2"]]
+    assert edge.make(str(tmp_path), KEY, commands, 60.0) == "tar: Disk quota exceeded"
+    assert [each.name for each in tmp_path.iterdir()] == [f".lock-{KEY[0]}"]
+    assert edge.make(str(tmp_path), KEY, [["sleep", "60"]], 0.1) == "sleep took over 0.1 s"
+
+
+def test_the_platform_of_this_machine() -> None:
+    found = edge.platform(sys.executable, 60.0)
+    path, version, name, machine = found["pythons"][0]
+    assert (version, name, machine) == (list(sys.version_info[:3]), sys.implementation.name, MACHINE)
+    assert not os.path.exists(os.path.join(os.path.dirname(path), "../pyvenv.cfg"))
+
+
+def test_unused_prefixes_and_their_files_are_swept(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"x").hexdigest()[:32]
+    wheel_file = tmp_path / "files" / digest / "x.whl"
+    wheel_file.parent.mkdir(parents=True)
+    wheel_file.touch()
+    edge.make(str(tmp_path / "prefixes"), KEY, [["true", str(wheel_file)]], 60.0)
+    prefix, long_ago = (tmp_path / "prefixes" / KEY).resolve(), time.time() - 1000
+
+    def age(*paths: Path) -> None:
+        for path in paths:
+            os.utime(path, (long_ago, long_ago))
+
+    age(wheel_file, wheel_file.parent)
+    sweep(str(tmp_path), 500.0, 0.0, None)
+    assert wheel_file.exists()  # The prefix is in use, and the next one may need the file as well.
+    run = tmp_path / "runs" / "step-0123456789ab"
+    run.mkdir(parents=True)
+    (run / "job.sh").write_text(f"{tmp_path}/prefixes/{KEY}/bin/python")
+    age(prefix)
+    sweep(str(tmp_path), 500.0, 0.0, None)
+    assert prefix.exists()
+    shutil.rmtree(run)
+    sweep(str(tmp_path), 500.0, 0.0, None)
+    assert not os.path.lexists(prefix)
+    assert not os.path.lexists(tmp_path / "prefixes" / KEY)
+    sweep(str(tmp_path), 500.0, 0.0, None)
+    assert not wheel_file.exists()
+
+
+def test_local_mode_uses_the_python_of_dagster() -> None:
+    environment = UvEnvironment()
+    assert resolve_environment(environment).python == sys.executable
+    assert path_on_cluster(environment, over_ssh=True) == ""
