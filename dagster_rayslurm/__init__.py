@@ -4,7 +4,14 @@ from dagster._core.libraries import DagsterLibraryRegistry
 
 from .compute import ComputeResource
 from .config import ExecutionMode, SessionConfig
-from .environments import CommandEnvironment, InheritedEnvironment, PackedEnvironment, PreDeployedEnvironment, UvEnvironment
+from .environments import (
+    CommandEnvironment,
+    ContainerEnvironment,
+    InheritedEnvironment,
+    PackedEnvironment,
+    PreDeployedEnvironment,
+    UvEnvironment,
+)
 from .errors import CompletedRun, RunFailure
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
@@ -19,6 +26,7 @@ __all__ = [
     "CommandEnvironment",
     "CompletedRun",
     "ComputeResource",
+    "ContainerEnvironment",
     "ExecutionMode",
     "HetComponent",
     "InheritedEnvironment",

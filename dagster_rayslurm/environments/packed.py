@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tarfile
 import zipfile
 
 from ..edge.environment import PREFIX
 from . import PackedEnvironment
-from .send import Piece, Platform, Recipe
+from .send import Platform, Recipe, local_piece
 
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # First bytes of archives by gzip, bzip2, xz and zstd.
 _HEADER = 65536
@@ -28,27 +27,16 @@ with open(os.path.join(library, "pex.pth"), "w") as file:
     file.write("\\n".join(inside) + "\\n")
 """
 
-# By path of an archive: its state when this process read it, and its SHA-256.
-_digests: dict[str, tuple[object, str]] = {}
-
 
 def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
     """How the environment is made on the platform; raises `ValueError` if the archive is of no known kind."""
     path = os.path.abspath(os.path.expanduser(environment.archive))
-
-    def state() -> object:
-        found = os.stat(path)
-        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
     try:
         script, more = _script(path, platform)
-        known, digest = _digests.get(path, (None, ""))
-        if known != state():
-            now, digest = state(), _digest(path)
-            _digests[path] = now, digest
+        piece, state = local_piece(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; name the archive of an environment") from None
-    return Recipe([["sh", "-c", script, "sh", Piece(digest, os.path.basename(path), lambda: path), PREFIX, *more]], state)
+    return Recipe([["sh", "-c", script, "sh", piece, PREFIX, *more]], state)
 
 
 def _script(path: str, platform: Platform) -> tuple[str, list[str]]:
@@ -73,11 +61,3 @@ def _script(path: str, platform: Platform) -> tuple[str, list[str]]:
     raise ValueError(
         f"{path} is no archive of conda-pack, venv-pack, pixi-pack --create-executable or pex; pack it with one of them"
     )
-
-
-def _digest(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(2**20):
-            digest.update(data)
-    return digest.hexdigest()
