@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "stack" in getattr(item, "fixturenames", ()):
             item.add_marker("stack")
-        if item.get_closest_marker("stack") and is_core(item.nodeid):
+        inside = "callspec" in vars(item) and item.callspec.params.get("env_path")  # type: ignore[attr-defined]
+        if item.get_closest_marker("stack") and is_core(item.nodeid) and not inside:
             item.add_marker("core")
 
 
