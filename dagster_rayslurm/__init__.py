@@ -6,6 +6,7 @@ from .compute import ComputeResource
 from .config import ExecutionMode, SessionConfig
 from .environments import (
     CommandEnvironment,
+    ContainerEnvironment,
     InheritedEnvironment,
     PackedEnvironment,
     PixiEnvironment,
@@ -26,6 +27,7 @@ __all__ = [
     "CommandEnvironment",
     "CompletedRun",
     "ComputeResource",
+    "ContainerEnvironment",
     "ExecutionMode",
     "HetComponent",
     "InheritedEnvironment",

@@ -26,7 +26,14 @@ from .backends.sessions.matching import required_head
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
 from .compute_fields import EXCLUDE_AND_RETRY, ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
-from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, SentEnvironment, resolve_environment
+from .environments import (
+    ContainerEnvironment,
+    Environment,
+    InheritedEnvironment,
+    PreDeployedEnvironment,
+    SentEnvironment,
+    resolve_environment,
+)
 from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
 from .execution.run import execute, start_errors
 from .launchers import Launcher, RayLauncher
@@ -226,6 +233,8 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
 def choose_backend(call: Call) -> Backend:
     """The backend for a call; raises `ValueError` if the environment or the components of a warm cluster cannot be used."""
     resource, environment = call.resource, call.environment or _environment(call.resource)
+    if isinstance(environment, ContainerEnvironment) and resource.data_dir is not None:
+        environment = environment.model_copy(update={"mounts": [*environment.mounts, resource.data_dir]})
     separate, simulate = resource.topology == Topology.SEPARATE, resource.local_resources == "simulate"
     if resource.mode == ExecutionMode.LOCAL:
         interpreter = resolve_environment(environment)

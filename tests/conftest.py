@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "stack" in getattr(item, "fixturenames", ()):
             item.add_marker("stack")
-        if is_core(item.nodeid, item.get_closest_marker("stack") is not None):
+        inside = "callspec" in vars(item) and item.callspec.params.get("env_path")  # type: ignore[attr-defined]
+        if is_core(item.nodeid, item.get_closest_marker("stack") is not None) and not inside:
             item.add_marker("core")
 
 

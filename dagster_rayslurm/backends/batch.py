@@ -307,7 +307,8 @@ def job_script(
     request: JobRequest, interpreter: Interpreter, runtime: str, run_dir: str, slurm: SlurmResource, role: str = "node"
 ) -> str:
     """Returns the batch script that starts the runtime on all nodes; `role` is the runtime's subcommand."""
-    return render_script(request, interpreter.start("-I", runtime, role, run_dir), run_dir, slurm.site)
+    options = (*interpreter.srun, f"--container-workdir={run_dir}") if interpreter.srun else ()
+    return render_script(request, interpreter.start("-I", runtime, role, run_dir), run_dir, slurm.site, options)
 
 
 def example_script(request: JobRequest, slurm: SlurmResource, role: str = "node", directory: str = "runs/RUN_DIR") -> str:

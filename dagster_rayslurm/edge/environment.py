@@ -72,9 +72,13 @@ def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "d
         first = os.path.join(prefix, _PYTHONS[0])
         if not os.path.isdir(prefix):
             return {"problem": "file" if os.path.isfile(prefix) else "absent"}
-        if not python and not activate:
+        if not python and not activate and _container(prefix) is None:
             return {"problem": "broken" if os.path.islink(first) and not os.path.exists(first) else "empty"}
-    found = {"python": python or "python3", "activate": activate}
+    container = _container(prefix)
+    python = python or "python3"
+    found = {"python": python, "activate": activate, "container": container}  # type: dict[str, Any]
+    if container is not None and "srun" in container:
+        return dict(found, python=container["python"], **_look_at_pyxis(container, timeout))
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(cache, encoding="utf-8") as file:
             known = json.load(file)
@@ -83,21 +87,39 @@ def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "d
     files.make_dir(os.path.dirname(cache))
     # The word separates the answer from what start-up scripts print.
     word = os.urandom(16).hex()
-    command = [found["python"], "-c", "word = %r\n%s" % (word, PROBE)]
+    command = [python, "-c", "word = %r\n%s" % (word, PROBE)]
     if activate:
         command = ["bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word, *command]
     code, out, error = processes.run([*runner, *command], b"", timeout, _environ(runner), "/")
     said = out.decode("utf-8", "replace").split(word)
     if code is None:
-        return {"problem": "late"}
+        return dict(found, problem="late")
     if not said[-1].startswith("["):
         started = not activate or len(said) > 1
-        return {"problem": "python" if started else "activate", "code": code, "error": error.decode("utf-8", "replace")[-1000:]}
+        problem = "python" if started else "activate"
+        return dict(found, problem=problem, code=code, error=error.decode("utf-8", "replace")[-1000:])
     facts, paths = json.loads(said[-1])
+    if container is not None:  # The image may be a directory.
+        paths = [container["path"]] + [container["path"] + path for path in paths]
     paths += [os.path.join(prefix or python, name) for name in ("activate.sh", *_PYTHONS)]
     known = {"facts": facts, "paths": paths, "states": _states(paths)}
     files.write(cache, json.dumps(known).encode(), 0o600)
     return dict(found, facts=facts, cached=False)
+
+
+def _container(prefix: str) -> "dict[str, Any] | None":
+    """What `environments.container` wrote about the container that the Python of a prefix runs in."""
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, "container.json"), encoding="utf-8") as file:
+        return dict(json.load(file))
+    return None
+
+
+def _look_at_pyxis(container: "dict[str, Any]", timeout: float) -> "dict[str, Any]":
+    """Whether srun has Pyxis' options, and an image that is a path is there; facts about the image are not known."""
+    if container["path"].startswith("/") and not os.path.exists(container["path"]):
+        return {"problem": "image"}
+    _, out, error = slurm.run(["srun", "--help"], b"", timeout, ())
+    return {"facts": None, "cached": False} if b"--container-image" in out + error else {"problem": "pyxis"}
 
 
 def _states(paths: "list[str]") -> "list[list[int] | None]":

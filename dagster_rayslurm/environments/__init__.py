@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal, Optional, Union
 
-from ..config import StrictConfig, check_text, checked, plain_text
+from ..config import StrictConfig, check_text, checked, choice, plain_text
 from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
 
@@ -95,8 +95,34 @@ class PackedEnvironment(SentEnvironment):
     """The archive's path; its content says what wrote it."""
 
 
+class ContainerEnvironment(SentEnvironment):
+    """A container image in which the runtime, Ray and the payloads run; docs/containers.md."""
+
+    kind: Literal["container"] = "container"
+    image: Annotated[str, plain_text]
+    """A path on the cluster, absolute or with `~/`: a SIF file, a squashfs, a directory; a file on this machine, with `./`; or a
+    reference such as `docker://rayproject/ray:2.54.0-py312`, which the cluster fetches once."""
+    runtime: Annotated[str, choice("apptainer", "charliecloud", "podman", "pyxis")]
+    """The program that runs containers on the cluster."""
+    mounts: list[Annotated[str, plain_text]] = []
+    """What the container sees of the cluster besides the base directory, the home directory, `data_dir` and /tmp: paths, or
+    `SOURCE:TARGET`, or `SOURCE:TARGET:OPTIONS`."""
+    options: list[Annotated[str, plain_text]] = []
+    """More options of the runtime's command: `apptainer exec`, `ch-run`, `podman run`, for Pyxis `srun`."""
+    python: Annotated[Optional[str], plain_text] = None
+    """The Python in the image, a path or a command; None for `python3` on the image's PATH."""
+    commands: list[Annotated[str, plain_text]] = []
+    """Commands of bash, run outside before the container starts, such as `module load apptainer`."""
+
+
 Environment = Union[
-    InheritedEnvironment, PreDeployedEnvironment, CommandEnvironment, UvEnvironment, PixiEnvironment, PackedEnvironment
+    InheritedEnvironment,
+    PreDeployedEnvironment,
+    CommandEnvironment,
+    UvEnvironment,
+    PixiEnvironment,
+    PackedEnvironment,
+    ContainerEnvironment,
 ]
 
 
@@ -106,6 +132,7 @@ class Interpreter:
 
     python: str
     activate: str | None = None
+    srun: tuple[str, ...] = ()  # Options of the `srun` that starts it, if `srun` starts the container it is in.
 
     def start(self, *arguments: str) -> list[str]:
         """The command that starts this Python with the given arguments, after its environment is activated."""

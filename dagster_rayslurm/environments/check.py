@@ -6,7 +6,9 @@ import hashlib
 import os
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..edge.environment import PROBE, look
 from ..errors import FailureKind, StartError
@@ -15,6 +17,7 @@ from ..runtime.ray.node_main import refuse_version
 from ..ssh.base import Connection, expand_home
 from ..ssh.local import LocalConnection
 from . import COMMAND_FAILED, Environment, Interpreter, path_on_cluster
+from .container import REFUSED, explain
 
 _TIMEOUT = 120.0  # Seconds in which `activate.sh` and Python must start and the probe must end.
 _MARGIN = 10.0  # Seconds that the edge node has beyond that.
@@ -31,6 +34,8 @@ _PROBLEMS = {
     "broken": "{path}/bin/python is a link that leads nowhere; make the environment anew, with a Python that is still there",
     "activate": "{path}/activate.sh failed with exit code {code}",
     "python": "the Python of {path} cannot be started, it ended with exit code {code}",
+    "image": "{path} is not there; name one that the edge node and the compute nodes see",
+    "pyxis": "srun knows no --container-image, so Pyxis is not installed; choose another runtime of ContainerEnvironment",
     "late": "{path}/activate.sh or its Python does not come to an end within {timeout:g} s",
 }
 
@@ -43,6 +48,7 @@ class Facts:
     python: tuple[int, ...]
     ray: str | None
     pipes: str | None
+    in_image: bool = False  # Whether it is inside a container, so that nothing can be installed there.
 
 
 # This process's cache, by connection and path of the environment: the time of the answer (`time.monotonic()`), and the facts.
@@ -73,17 +79,19 @@ def check_environment_on(
             found = connection.call(look, *arguments, repeat=True, timeout=_TIMEOUT + _MARGIN)
         except TimeoutError:
             found = {"problem": "late"}
+        container, where_it_is = found.get("container"), path
+        if container is not None:
+            where_it_is = f"the image {container['image']}"
         if "problem" in found:
-            problem = _PROBLEMS[found["problem"]].format(path=path, timeout=_TIMEOUT, code=found.get("code"))
-            said, failed, command = found.get("error", "").partition(COMMAND_FAILED)
-            if failed:
-                problem = f"the command `{command.strip()}` of the environment failed with exit code {found.get('code')}"
-            problem += f": {' '.join(said.split())}" if said.strip() else ""
+            problem = _problem(found, where_it_is, container)
             break
         versions = found["facts"]
-        interpreter = Interpreter(found["python"], found["activate"] or None)
-        facts = Facts(interpreter, tuple(versions["python"]), versions.get("ray"), versions.get("pipes"))
-        problem = refusal(facts, path, ray, needs_pipes)
+        interpreter = Interpreter(found["python"], found["activate"] or None, tuple((container or {}).get("srun", ())))
+        if versions is None:  # Only a job can look into this container.
+            return interpreter
+        known_facts = tuple(versions["python"]), versions.get("ray"), versions.get("pipes")
+        facts = Facts(interpreter, *known_facts, container is not None)
+        problem = refusal(facts, where_it_is, ray, needs_pipes)
         if problem is None:
             _known.setdefault(connection, {})[path] = (time.monotonic(), facts)
             return interpreter
@@ -92,9 +100,24 @@ def check_environment_on(
     raise StartError(FailureKind.ENVIRONMENT, f"environment: on {connection.place} {problem}")
 
 
+def _problem(found: Mapping[str, Any], path: str, container: Mapping[str, Any] | None) -> str:
+    """Why an environment cannot be used, in words."""
+    said, failed, command = str(found.get("error", "")).partition(COMMAND_FAILED)
+    said = " ".join(said.split())
+    if container is not None and found["problem"] == "python":
+        if found["code"] == REFUSED:
+            return said
+        said = explain(said, container["program"])
+    problem = _PROBLEMS[found["problem"]].format(path=path, timeout=_TIMEOUT, code=found.get("code"))
+    if failed:
+        problem = f"the command `{command.strip()}` of the environment failed with exit code {found.get('code')}"
+    return problem + (f": {said}" if said else "")
+
+
 def refusal(facts: Facts, path: str, ray: RaySpec | None, needs_pipes: bool) -> str | None:
     """The reason why an environment cannot run a payload, and what to do; None if it can."""
-    install = f"install it there: {facts.interpreter.python} -m pip install"
+    how = "have it installed when the image is made" if facts.in_image else "install it there"
+    install = f"{how}: {'python3' if facts.in_image else facts.interpreter.python} -m pip install"
     if facts.python < (3, 8):
         version = ".".join(map(str, facts.python))
         return f"{path} has Python {version}, and 3.8 or newer is needed; make the environment anew"

@@ -9,7 +9,7 @@ import zipfile
 from ..edge.environment import PREFIX
 from . import PackedEnvironment
 from .platforms import Platform, Python
-from .send import Piece, Recipe, digest_of
+from .send import Recipe, local_piece
 
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # First bytes of archives by gzip, bzip2, xz and zstd.
 _HEADER = 65536
@@ -28,28 +28,16 @@ with open(os.path.join(library, "pex.pth"), "w") as file:
     file.write("\\n".join(inside) + "\\n")
 """
 
-# By path of an archive: its state when this process read it, and its SHA-256.
-_digests: dict[str, tuple[object, str]] = {}
-
 
 def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
     """How the environment is made on the platform; raises `ValueError` if the archive is of no known kind."""
     path = os.path.abspath(os.path.expanduser(environment.archive))
-
-    def state() -> object:
-        found = os.stat(path)
-        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
     try:
         script, more, python = _script(path, platform)
-        known, digest = _digests.get(path, (None, ""))
-        if known != state():
-            now, digest = state(), digest_of(path)
-            _digests[path] = now, digest
+        piece, state = local_piece(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; name the archive of an environment") from None
-    command: list[str | Piece] = ["sh", "-c", script, "sh", Piece(digest, os.path.basename(path), lambda: path), PREFIX, *more]
-    return Recipe([command], state, platform.runner(python))
+    return Recipe([["sh", "-c", script, "sh", piece, PREFIX, *more]], state, platform.runner(python))
 
 
 def _script(path: str, platform: Platform) -> tuple[str, list[str], Python | None]:

@@ -29,6 +29,7 @@ from ..upload.deliver import install, log_progress, missing, place_of, send_file
 from . import (
     COMMAND_FAILED,
     CommandEnvironment,
+    ContainerEnvironment,
     Environment,
     PackedEnvironment,
     PixiEnvironment,
@@ -41,6 +42,8 @@ from .platforms import FRESH_AGE, PLATFORM_AGE, Platform, look_at
 _FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
 _MAKE_TIMEOUT = 3600.0
 
+# By path of a file: its state when this process read it, and its SHA-256.
+_digests: dict[str, tuple[object, str]] = {}
 # By environment and platform: the last recipe, and the state of its inputs on this machine.
 _recipes: dict[str, tuple[Recipe, object]] = {}
 
@@ -81,6 +84,10 @@ class Recipe:
             [posixpath.join(base, each.place) if isinstance(each, Piece) else each for each in words] for words in self.commands
         ]
 
+    def path(self, base: str) -> str:
+        """The path of the prefix on a cluster with this base directory."""
+        return posixpath.join(base, "prefixes", self.key)
+
     @property
     def key(self) -> str:
         return hashlib.sha256(json.dumps([_FORMAT, self.words("")]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
@@ -102,22 +109,30 @@ def send_environment(
     def warn(sentence: str) -> None:
         log.warning(f"[rayslurm] remote_base: {sentence}")
 
+    def ensure(recipe: Recipe) -> str:
+        path = recipe.path(base)
+        if missing(connection, base, [path], warn):
+            with locked(f"environment-{recipe.key[0]}"):
+                if missing(connection, base, [path]):
+                    _make(connection, recipe, base, path, log)
+        return path
+
     if not isinstance(environment, SentEnvironment):
         return environment
     try:
         if isinstance(environment, CommandEnvironment):
             return PreDeployedEnvironment(path=_send_commands(connection, environment, base, warn))
+        if isinstance(environment, ContainerEnvironment):
+            from .container import send_container
+
+            return PreDeployedEnvironment(path=send_container(connection, environment, base, ensure))
         for age in (PLATFORM_AGE, FRESH_AGE):
             recipe = _recipe(connection, environment, queues, age, log)
-            path = posixpath.join(base, "prefixes", recipe.key)
-            if not missing(connection, base, [path], warn):
-                return PreDeployedEnvironment(path=path)
+            if not missing(connection, base, [recipe.path(base)], warn):
+                break
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, f"environment: {error}") from None
-    with locked(f"environment-{recipe.key[0]}"):
-        if missing(connection, base, [path]):
-            _make(connection, recipe, base, path, log)
-    return PreDeployedEnvironment(path=path)
+    return PreDeployedEnvironment(path=ensure(recipe))
 
 
 def _recipe(
@@ -150,6 +165,20 @@ def digest_of(path: str) -> str:
         while data := file.read(2**20):
             digest.update(data)
     return digest.hexdigest()
+
+
+def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
+    """A file on this machine as a piece, and what returns its state; `OSError` if it cannot be read."""
+
+    def state() -> object:
+        found = os.stat(path)
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    known, digest = _digests.get(path, (None, ""))
+    if known != state():
+        now, digest = state(), digest_of(path)
+        _digests[path] = now, digest
+    return Piece(digest, os.path.basename(path), lambda: path), state
 
 
 def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any) -> None:
@@ -189,10 +218,15 @@ _rayslurm() {{ _rayslurm=$?; printf '{COMMAND_FAILED}%s\\n' "$1" >&2; return $_r
 """
 
 
+def activate_script(commands: Sequence[str]) -> str:
+    """An `activate.sh` that runs commands in what a login shell of bash is; it names a command that fails."""
+    lines = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in commands]
+    return _ACTIVATE + "\n".join([*lines, ""])
+
+
 def _send_commands(connection: Connection, environment: CommandEnvironment, base: str, warn: Callable[[str], None]) -> str:
     """Send a directory with an `activate.sh` that runs the commands; returns its path on the cluster."""
-    commands = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in environment.commands]
-    texts = {"activate.sh": _ACTIVATE + "\n".join([*commands, ""])}
+    texts = {"activate.sh": activate_script(environment.commands)}
     if environment.python is not None:
         texts["bin/python"] = f'#!/bin/sh\nexec {shlex.quote(environment.python)} "$@"\n'
     with tempfile.TemporaryDirectory(prefix="rayslurm-") as directory:

@@ -353,15 +353,17 @@ def escape_pattern(path: str) -> str:
     return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
 
-def render_script(request: JobRequest, command: Sequence[str], run_dir: str, site: Mapping[str, str]) -> str:
+def render_script(
+    request: JobRequest, command: Sequence[str], run_dir: str, site: Mapping[str, str], srun_options: Sequence[str] = ()
+) -> str:
     """The text of the batch script of a job.
 
     The script appends the exit code of srun to the file `exit` in the run directory (see `parse_exit`). Messages of Slurm go
     to `slurm.log` there, and the output of each node's runtime to `node-<number>.log`. A requeued job runs the script again
     and appends to the same files.
 
-    `command` is the runtime, started once on each node, and `site` are environment variables. Raises ValueError if a value
-    contains a control character, or a variable cannot be set.
+    `command` is the runtime, started once on each node, and `site` are environment variables; `srun_options` are
+    options of a plugin. Raises ValueError if a value contains a control character, or a variable cannot be set.
     """
     job_options = {
         "job-name": request.job_name,
@@ -379,7 +381,7 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
     lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit"]
     for name, value in check_environment(site, "SlurmResource.site").items():
         lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
-    lines.append(_END.format(srun=_srun(request, command), exit=EXIT, cancel=CANCEL, components=COMPONENTS))
+    lines.append(_END.format(srun=_srun(request, command, srun_options), exit=EXIT, cancel=CANCEL, components=COMPONENTS))
     return "\n".join(lines)
 
 
@@ -419,7 +421,7 @@ def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
             yield f"--{each.option}="
 
 
-def _srun(request: JobRequest, command: Sequence[str]) -> str:
+def _srun(request: JobRequest, command: Sequence[str], more: Sequence[str]) -> str:
     """One step on all nodes, whose tasks are numbered from the first node on.
 
     The output is relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know. With
@@ -435,5 +437,6 @@ def _srun(request: JobRequest, command: Sequence[str]) -> str:
     options = (
         f"{which} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
         f"--mpi=none --input=none --chdir=.{output} --export=ALL",
+        *([shlex.join(check_text(word) for word in more)] if more else []),
     )
     return before + " \\\n    ".join(("srun", *options, words))

@@ -1,4 +1,4 @@
-"""Fixtures `mode` and `make`, which run a test of a fault in every mode that has an allocation."""
+"""Fixtures `mode` and `make`, which run a test of a fault in every mode that has an allocation; and each test in a container."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ import pytest
 
 from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
 
+from ..slurm.fixtures import Site
+
 HETJOB = pytest.param("slurm-hetjob", marks=[pytest.mark.stack, pytest.mark.thorough])
 """Heterogeneous jobs, only in the thorough tests: these faults hit them as other jobs. Other tests cover what differs."""
 
 MODES = (pytest.param("slurm", marks=pytest.mark.stack), pytest.param("slurm-session", marks=pytest.mark.stack), HETJOB)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Called by pytest for each test function: those on the stack run once more with payloads in containers, if thorough."""
+    if "env_path" in metafunc.fixturenames:
+        inside = pytest.param("container", marks=pytest.mark.thorough)
+        metafunc.parametrize("env_path", [pytest.param("", id=pytest.HIDDEN_PARAM), inside], indirect=True)
 
 
 @pytest.fixture(params=MODES)
@@ -21,7 +30,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make(mode: str, request: pytest.FixtureRequest) -> Callable[..., ComputeResource]:
+def make(mode: str, site: Site, request: pytest.FixtureRequest) -> Callable[..., ComputeResource]:
     """A function that makes a resource of the current mode, for an allocation of one or two nodes.
 
     Its argument `queue` has fields of the queue configuration for each node.

@@ -24,6 +24,7 @@ from dagster_rayslurm.ssh.openssh import control_path
 from ..conftest import Ran, pipes_script, run_asset, wait_until
 from ..connections.fixtures import end_master
 from ..stack.access import Stack
+from .container import prefix_inside
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("c1", "c2", "g1", "g2")
@@ -140,11 +141,18 @@ def site_ssh(stack: Stack) -> SSHConnectionResource:
     )
 
 
+@pytest.fixture(scope="session")
+def env_path(stack: Stack, site_ssh: SSHConnectionResource, request: pytest.FixtureRequest) -> str:
+    """The environment of payloads: that of the nodes, or with the parameter "container" the same in a container."""
+    inside = getattr(request, "param", "") == "container"
+    return prefix_inside(connection_to(site_ssh)) if inside else stack.env["RAYSLURM_ENV_PATH"]
+
+
 @pytest.fixture
-def site(stack: Stack, site_ssh: SSHConnectionResource) -> Iterator[Site]:
+def site(stack: Stack, site_ssh: SSHConnectionResource, env_path: str) -> Iterator[Site]:
     """The stack; afterwards it must be as quiet as it was."""
     base = f"/home/dev/t-{uuid.uuid4().hex[:8]}"
-    place = Site(stack, site_ssh, base, stack.env["RAYSLURM_ENV_PATH"])
+    place = Site(stack, site_ssh, base, env_path)
     yield place
     try:
         assert wait_until(lambda: not place.jobs(), 45), place.sh("squeue --me")

@@ -30,7 +30,7 @@ class Stack:
         containers = cluster.containers()
         self._cluster = cluster
         self.env = env
-        self.debian = containers["edge"].image.rpartition(":")[2]
+        self.debian = containers["edge"].image.rpartition(":")[2].partition("-")[0]
         self.accounting = "slurmdbd" in containers
         self._shells: dict[str, subprocess.Popen[str]] = {}
 

@@ -329,7 +329,8 @@ class SlurmSite(Site):
         request = backend.avoiding(request, step)
         directory = registry.generation_dir(number)
         script = batch.job_script(request, interpreter, runtime, directory, backend.slurm, "session")
-        manifest = SessionManifest(number, created_with.capacity(backend.reuse), tuple(interpreter.start("-I", runtime, "ask")))
+        ask = (*interpreter.srun, *interpreter.start("-I", runtime, "ask"))
+        manifest = SessionManifest(number, created_with.capacity(backend.reuse), ask)
         files = {
             RUNTIME: to_json(backend.runtime_spec(f"{batch.CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
             JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),

@@ -276,11 +276,16 @@ def guard(
     """Turn this process into the keeper: run `main` in a forked child, and afterwards kill all processes below this one.
 
     Returns the exit code of `main`, or 128 + the signal that ended it; 0 if `excused`, called afterwards, says so. With
-    `in_a_step` the parent is the slurmstepd of a job step: if that ends, `main` must end as well, and `orphaned` is called then.
+    `in_a_step` the parent is the slurmstepd of a job step, or a program that starts containers below the process that
+    `RAYSLURM_PARENT` names: if that ends, `main` must end as well, and `orphaned` is called then.
     """
     become_subreaper()
     arrange = die_with_parent(signal.SIGTERM)
-    parent = os.getppid()
+    parent, outer = os.getppid(), "/proc/" + os.environ.pop("RAYSLURM_PARENT", "self")
+
+    def has_parent() -> bool:
+        return os.getppid() == parent and os.path.exists(outer)
+
     # Signals are blocked until the handlers are set: a signal before that would end the keeper but not its child.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
@@ -301,7 +306,7 @@ def guard(
             os.kill(child, signum)
 
     def check_parent(*_: object) -> None:
-        if os.getppid() != parent:
+        if not has_parent():
             signal.setitimer(signal.ITIMER_REAL, 0)  # Once: a second signal would cut the payload's grace period short.
             forward(signal.SIGTERM)
 
@@ -319,7 +324,7 @@ def guard(
         signal.signal(signum, signal.SIG_IGN)  # There is no child to forward to, and the cleanup must not be interrupted.
     kill_descendants(os.getpid(), collect=_reap)
     scratch.sweep()
-    if in_a_step and os.getppid() != parent:
+    if in_a_step and not has_parent():
         orphaned()
     if code != 0 and excused():
         print("rayslurm: this node's runtime ended with exit code %d; the other nodes go on without it" % code, file=sys.stderr)

@@ -1,0 +1,289 @@
+"""Containers: a prefix on the cluster whose `bin/python` is a script that starts the Python of an image inside a container.
+
+So what holds for other prefixes holds here: the check before submission, the identity of sessions, the job script. The runtime of
+each node, Ray and the payloads are inside; Slurm's step is outside. Only Pyxis is no program but options of `srun`.
+
+Command lines: ch-run(1) of Charliecloud 0.31 and 0.38, tried; podman-run(1) of Podman 4.3, tried; "apptainer exec" in the user
+documentation of Apptainer 1.3, and the usage page in the wiki of Pyxis 0.20, not tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+
+from ..edge.environment import PREFIX
+from ..ssh.base import Connection, check_no_variable, expand_home
+from . import ContainerEnvironment
+from .send import Piece, Recipe, activate_script, local_piece
+
+PROGRAMS = {"apptainer": "apptainer", "charliecloud": "ch-run", "podman": "podman", "pyxis": "srun"}
+
+REFUSED = 78  # Exit code of the script if it has said itself what is wrong (EX_CONFIG in sysexits(3)).
+_SHARED = ("/tmp", "/dev", "/proc", "/sys")  # Directories of the node that containers see anyway.
+
+# ---- The scripts in the prefix
+
+# Slurm's programs are not in the image. A loop outside runs them for programs of the same names inside, which write to a FIFO in
+# the run directory. The loop reads until nobody has the FIFO open for writing, that is until the runtime of this node has ended.
+# It is no child of the runtime, which ends all its children, and may then want scancel.
+_SERVE = """\
+trap '' HUP INT TERM
+while read -r call program; do
+    (
+        set --
+        while IFS= read -r word; do set -- "$@" "$word"; done <"$call/words"
+        "$program" "$@" </dev/null >"$call/out" 2>"$call/err"
+        echo "$?" 1<>"$call/code"
+    ) &
+done
+"""
+
+_OUTSIDE = """\
+calls=
+if [ -n "${SLURM_STEP_ID:-}" ] && [ -w . ] && calls=$(mktemp -d "$PWD/.slurm.XXXXXX") && mkfifo -m 600 "$calls/calls"; then
+    exec 9<>"$calls/calls"
+    (sh -c @serve@ rayslurm-slurm <"$calls/calls" >/dev/null 2>&1 9>&- &)
+fi
+"""
+
+_PROGRAM = """\
+#!/bin/sh
+# Runs the program of Slurm with this name outside the container; see environments/container.py.
+call=$(mktemp -d "$SLURM_CALLS_OUTSIDE/call.XXXXXX") || exit
+trap 'rm -rf "$call"' EXIT
+for word; do printf '%s\\n' "$word"; done >"$call/words"
+mkfifo -m 600 "$call/code" && exec 8<>"$call/code" && echo "$call ${0##*/}" >"$SLURM_CALLS_OUTSIDE/calls" || exit
+read -r code <&8
+cat "$call/out"
+cat "$call/err" >&2
+exit "$code"
+"""
+
+# Runs inside: $0 is the directory of the programs above, $1 that of the calls or "".
+_INSIDE = """\
+export PYTHONNOUSERSITE=1
+[ -z "$1" ] || export SLURM_CALLS_OUTSIDE="$1" PATH="$PATH:$0"
+shift
+command -v "$1" >/dev/null || { echo "the image has no $1; name its Python: ContainerEnvironment(python=...)" >&2; exit 78; }
+exec "$@"
+"""
+
+_HEAD = """\
+#!/bin/sh
+# Starts the Python of a container image inside a container; see environments/container.py.
+fail() { printf '%s\\n' "$1" >&2; exit 78; }
+here=$(uname -n)
+command -v @program@ >/dev/null ||
+    fail "there is no program @program@ on $here; load its module by ContainerEnvironment(commands=...), or take another runtime"
+image=@image@
+[ -e "$image" ] || fail "there is no image $image on $here; name one that the edge node and the compute nodes see"
+for place in @sources@; do
+    [ -e "$place" ] || fail "there is no $place on $here to mount into the container"
+done
+# Those of the login are for programs outside.
+unset LD_PRELOAD PYTHONHOME PYTHONPATH
+export RAYSLURM_PARENT="$PPID"
+"""
+
+_CHARLIECLOUD = """\
+set -- "$image" -- sh -c @inside@ @prefix@/slurm "$calls" @python@ "$@"
+: "${USER:=$(id -un)}"
+export USER
+home=
+if [ "$HOME" = "/home/$USER" ]; then set -- --home "$@"; else home=$HOME && set -- --bind="$HOME" "$@"; fi
+if [ -d "$image" ]; then
+    fake=
+    for place in @targets@ "$home"; do
+        [ -e "$image$place" ] && continue
+        case $(ch-run --help 2>&1) in *--write-fake*) fake=--write-fake ;; *)
+            fail "the image $image has no directory $place to mount at; make it: mkdir -p $image$place" ;;
+        esac
+    done
+    [ -z "$fake" ] || set -- "$fake" "$@"
+    # Variables of the image, if it comes from a registry.
+    [ ! -e "$image/ch/environment" ] || set -- --set-env "$@"
+fi
+case ${TMPDIR:-/tmp} in
+    /tmp | /tmp/*) ;;
+    *) if [ -e "$image$TMPDIR" ]; then set -- --bind="$TMPDIR" "$@"; else unset TMPDIR; fi ;;
+esac
+exec ch-run --cd="$PWD" --unset-env='LD_*' --set-env=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \\
+    @options@ "$@"
+"""
+
+_APPTAINER = """\
+set -- "$image" sh -c @inside@ @prefix@/slurm "$calls" @python@ "$@"
+case ${TMPDIR:-/tmp} in /tmp | /tmp/*) ;; *) set -- --bind "$TMPDIR" "$@" ;; esac
+[ ! -e /dev/nvidiactl ] || set -- --nv "$@"
+[ ! -e /dev/kfd ] || set -- --rocm "$@"
+exec apptainer --silent exec --pwd "$PWD" @options@ "$@"
+"""
+
+# Processes of the container belong to the job as others do: no namespace of their own for process ids, network and memory.
+_PODMAN = """\
+unset LD_LIBRARY_PATH
+set -- "$image" sh -c @inside@ @prefix@/slurm "$calls" @python@ "$@"
+if [ -d "$image" ]; then
+    set -- --rootfs "$@"
+    [ ! -e "${image%/*}/environment" ] || set -- --env-file="${image%/*}/environment" "$@"
+else
+    shift
+    set -- "docker-archive:$image" "$@"
+fi
+case ${TMPDIR:-/tmp} in /tmp | /tmp/*) ;; *) set -- --volume="$TMPDIR:$TMPDIR" "$@" ;; esac
+if [ -e /dev/nvidiactl ]; then set -- --device=nvidia.com/gpu=all "$@"; fi
+exec podman --log-level=error run --rm --userns=keep-id --pid=host --ipc=host --network=host --uts=host --cgroupns=host \\
+    --pids-limit=-1 --security-opt=label=disable --security-opt=seccomp=unconfined --env-host --env=HOME="$HOME" \\
+    --workdir="$PWD" --volume="$HOME:$HOME" --volume=/tmp:/tmp @options@ "$@"
+"""
+
+_SCRIPTS = {"apptainer": _APPTAINER, "charliecloud": _CHARLIECLOUD, "podman": _PODMAN}
+_BIND = {"apptainer": "--bind={}", "charliecloud": "--bind={}", "podman": "--volume={}", "pyxis": "{}"}
+
+# Writes files: pairs of path and content.
+_WRITE = 'while [ "$#" -gt 1 ]; do mkdir -p "${1%/*}" && printf %s "$2" >"$1" && chmod 700 "$1" || exit; shift 2; done'
+
+# ---- Images that are fetched, or sent
+
+_ROOT = 'mkdir "$2/image" && cd "$2/image" && tar -x --no-same-owner --exclude="dev/*" --exclude="./dev/*" -f "$1" && '
+_ROOT += '{ [ -d usr ] || [ -d bin ]; } || { echo "$1 has neither usr nor bin; write it with docker export" >&2; exit 1; }'
+_LINK = 'ln -s "$1" "$2/image"'
+_FETCH = {
+    "apptainer": 'apptainer --silent pull "$2/image" "$1"',
+    "charliecloud": 'export CH_IMAGE_STORAGE="$2/storage" && ch-image pull "${1#docker://}" && '
+    'ch-convert -i ch-image -o dir "${1#docker://}" "$2/image" && rm -rf "$2/storage"',
+    "podman": 'id=$(podman create "$1" true) && mkdir "$2/image" && podman export "$id" >"$2/image.tar" && '
+    'tar -x --no-same-owner --exclude="dev/*" -f "$2/image.tar" -C "$2/image" && rm "$2/image.tar" && '
+    """podman inspect --format '{{range .Config.Env}}{{println .}}{{end}}' "$id" | sed '/^$/d' >"$2/environment"; """
+    'code=$?; podman rm "$id" >/dev/null; exit "$code"',
+}
+_MADE = 'for place in {targets}; do mkdir -p "$2/image$place" || exit; done'
+
+
+def send_container(connection: Connection, environment: ContainerEnvironment, base: str, ensure: Callable[[Recipe], str]) -> str:
+    """The path on the cluster of the prefix whose Python runs inside the container.
+
+    `ensure` makes a prefix if it is missing. Raises `ValueError`, whose sentence says what to do, if the image cannot be there.
+    """
+    check_no_variable(environment.image, "environment: image")
+    mounts = _mounts(environment, base, lambda path: expand_home(connection, path))
+    recipe = _image_recipe(environment, mounts)
+    image = expand_home(connection, environment.image) if recipe is None else posixpath.join(ensure(recipe), "image")
+    return ensure(container_recipe(environment, image, mounts))
+
+
+def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequence[str]) -> Recipe:
+    """How the prefix is made for an image, which is a path on the cluster, or for Pyxis also a reference."""
+    runtime = environment.runtime
+    about: dict[str, object] = {"image": environment.image, "path": image, "program": PROGRAMS[runtime]}
+    words = [_BIND[runtime].format(each) for each in mounts]
+    files = {f"slurm/{name}": _PROGRAM for name in ("sacct", "scancel", "scontrol", "sinfo", "squeue")}
+    if runtime == "pyxis":
+        about["python"] = environment.python or "python3"
+        about["srun"] = pyxis_options(image, [*words, "/tmp:/tmp"], environment.options)
+        files = {}
+    else:
+        values = {
+            "image": [image],
+            "inside": [_INSIDE],
+            "options": [*words, *environment.options],
+            "prefix": [PREFIX],
+            "program": [PROGRAMS[runtime]],
+            "python": [environment.python or "python3"],
+            "serve": [_SERVE],
+            "sources": _places(mounts, 0),
+            "targets": _places(mounts, 1),
+        }
+        script = _HEAD + _OUTSIDE + _SCRIPTS[runtime]
+        files["bin/python"] = re.sub("@([a-z]+)@", lambda match: shlex.join(values[match[1]]), script)
+    if environment.commands:
+        files["activate.sh"] = activate_script(environment.commands)
+    files["container.json"] = json.dumps(about)
+    return Recipe([_write(files)], lambda: None)
+
+
+def pyxis_options(image: str, mounts: Sequence[str], options: Sequence[str]) -> list[str]:
+    """The options of `srun` that start a task inside a container."""
+    return [
+        f"--container-image={image.removeprefix('docker://')}",
+        f"--container-mounts={','.join(mounts)}",
+        "--container-mount-home",
+        "--no-container-remap-root",
+        *options,
+    ]
+
+
+def _places(mounts: Sequence[str], which: int) -> list[str]:
+    """The sources (0) or targets (1) of mounts."""
+    return [each.split(":")[which] for each in mounts]
+
+
+def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[str]:
+    """What is mounted, each as SRC:DST or SRC:DST:OPTIONS: the base directory, and what the user lists."""
+    home, found = expand("~"), []
+    for each in [base, *environment.mounts]:
+        parts = [expand(part) if number < 2 else part for number, part in enumerate(each.split(":"))]
+        if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]):
+            raise ValueError(f"mounts: {each!r} is not SOURCE, SOURCE:TARGET or SOURCE:TARGET:OPTIONS with absolute paths")
+        if len(parts) == 3 and environment.runtime == "charliecloud":
+            raise ValueError(f"mounts: Charliecloud has no options for mounts; write {':'.join(parts[:2])!r}")
+        if len(parts) < 3 and parts[0] == parts[-1] and _is_below(parts[0], home, *_SHARED):
+            continue
+        found.append(":".join([*parts, parts[0]] if len(parts) == 1 else parts))
+    return list(dict.fromkeys(found))
+
+
+def _is_below(path: str, *directories: str) -> bool:
+    return any(path == each or path.startswith(each.rstrip("/") + "/") for each in directories)
+
+
+def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:
+    """How the image comes to the cluster; None for one that is there, and for Pyxis, which fetches references itself."""
+    image, runtime = environment.image, environment.runtime
+    if image.startswith(("/", "~/")) or (runtime == "pyxis" and not image.startswith("./")):
+        return None
+    made = _MADE.format(targets=shlex.join([*_places(mounts, 1), "/tmp"])) if runtime == "charliecloud" else "true"
+    if image.startswith("./"):
+        path = os.path.abspath(image)
+        try:
+            piece, inputs = local_piece(path)
+            with open(path, "rb") as file:
+                unpacks = runtime == "charliecloud" and file.read(4) != b"hsqs"  # The first bytes of a squashfs.
+        except OSError as error:
+            raise ValueError(f"the image {path} cannot be read on this machine: {error.strerror or error}") from None
+        return Recipe([["sh", "-c", f"{_ROOT} && {made}" if unpacks else _LINK, "sh", piece, PREFIX]], inputs)
+    before = [_write({"activate.sh": activate_script(environment.commands)})] if environment.commands else []
+    script = '[ ! -e "$2/activate.sh" ] || . "$2/activate.sh" || exit; ' + f"{_FETCH[runtime]} && {made}"
+    return Recipe(
+        [*before, ["bash", "-c", script, "bash", image if "://" in image else f"docker://{image}", PREFIX]], lambda: None
+    )
+
+
+def _write(files: Mapping[str, str]) -> list[str | Piece]:
+    """The command that writes files into the prefix, by name."""
+    return ["sh", "-c", _WRITE, "sh", *(word for name, text in files.items() for word in (f"{PREFIX}/{name}", text))]
+
+
+# ---- Errors
+
+_EXPLAINED = (
+    (r"namespaces?\b.*(not permitted|denied|No space left|disabled|not enabled)|cannot clone", "{program} may not make user "
+     "namespaces there ({said}); ask the administrators to allow them (sysctl user.max_user_namespaces), or use another runtime"),
+    (r"newuidmap|subuid|subgid", "{program} has no range of user ids there ({said}); ask the administrators for an entry in "
+     "/etc/subuid and /etc/subgid"),
+    (r"unknown image type|image format not recognized", "{program} cannot use an image of this kind ({said})"),
+)  # fmt: skip
+
+
+def explain(said: str, program: str) -> str:
+    """What a container program has said, in one sentence with a remedy if there is one."""
+    line = next((line for line in reversed(said.splitlines()) if line.strip()), "").strip()
+    for pattern, sentence in _EXPLAINED:
+        if re.search(pattern, said, re.IGNORECASE | re.DOTALL):
+            return sentence.format(program=program, said=line)
+    return " ".join(said.split())
