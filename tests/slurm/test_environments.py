@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from dagster_rayslurm import CommandEnvironment, ComputeResource, UvEnvironment
-from dagster_rayslurm.environments import platforms, send, uv
+from dagster_rayslurm.environments import platforms, send, wheels
 
 from ..conftest import pipes_script, run_asset, small_ray
 from ..stack.access import Stack
@@ -38,7 +38,7 @@ pipes.report_asset_materialization(metadata={"found": json.dumps(sorted(found, k
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of this machine, but for that of uv."""
-    asked = subprocess.run([uv._find_uv()[0], "cache", "dir"], capture_output=True, text=True, check=True)
+    asked = subprocess.run([wheels.find_uv()[0], "cache", "dir"], capture_output=True, text=True, check=True)
     monkeypatch.setenv("UV_CACHE_DIR", asked.stdout.strip())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     send._recipes.clear()
@@ -59,7 +59,7 @@ def project(directory: Path, *dependencies: str) -> UvEnvironment:
         '[project]\nname = "study"\nversion = "1"\nrequires-python = ">=3.10"\n'
         f"dependencies = {json.dumps([*dependencies, 'helper'])}\n[tool.uv.sources]\nhelper = {{ path = 'helper' }}\n"
     )
-    subprocess.run([uv._find_uv()[0], "lock", "--quiet"], cwd=directory, check=True)
+    subprocess.run([wheels.find_uv()[0], "lock", "--quiet"], cwd=directory, check=True)
     return UvEnvironment(project=str(directory))
 
 

@@ -27,7 +27,7 @@ Tables = Dict[str, Any]  # The answer of `internals.living_things`.
 # ---- What payloads leave in the cluster
 
 # Seconds for which the failure of one node's health check waits for those of other nodes, so that all are known at once.
-_OTHER_CHECKS = 1.0
+_OTHER_CHECKS = 2.0
 _TIMEOUT = 0.3  # Seconds that the end of a payload waits for the tables, which take some milliseconds.
 _IDLE = 10.0  # Seconds from the last end of a payload to the check of the idle cluster; Ray frees some resources late.
 _UNCOUNTED = ("memory", "object_store_memory")  # Idle workers and cached objects use them until others need them.
@@ -222,14 +222,16 @@ class RayCluster:
             if isinstance(action, membership.Ready):
                 self._be_ready(action.head)
             elif isinstance(action, ClusterError):
-                self.end()
                 if action.unhealthy and self.workers.members:
-                    self.loop.call_later(_OTHER_CHECKS, functools.partial(self._fail_health_check, action))
+                    self._deadline.cancel()
+                    self._deadline = self.loop.call_later(_OTHER_CHECKS, functools.partial(self._fail_health_check, action))
                     continue
+                self.end()
             self.tell(self, action)
 
     def _fail_health_check(self, error: ClusterError) -> None:
         """Report that the cluster has failed, with all nodes that failed their health checks meanwhile."""
+        self.end()
         others = [each["node"] for each in self.unhealthy if each != error.unhealthy]
         more = " (and so did %s)" % ", ".join(others) if others else ""
         self.tell(self, ClusterError(error.reason, "%s%s" % (error, more), error.unhealthy))
