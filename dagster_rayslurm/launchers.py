@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from keyword import iskeyword
 from typing import Annotated, Any, Literal, Optional
 
 from pydantic import model_validator
 
-from .config import StrictConfig, at_least, check_list, check_text, checked, choice, identifier, is_env_var, plain_text
+from .config import (
+    StrictConfig,
+    at_least,
+    check_list,
+    check_modules,
+    check_text,
+    checked,
+    choice,
+    identifier,
+    is_env_var,
+    plain_text,
+)
 from .runtime.node.network import parse_range
 from .runtime.node.resources import Footprint, Requirement, node_footprint
 from .runtime.protocol.spec import RaySpec
@@ -109,14 +119,6 @@ def _check_labels(value: object) -> object:
     return value
 
 
-def _check_modules(value: object) -> list[str]:
-    names = check_list(value, 'modules, such as ["ray", "torch"]')
-    for name in names:
-        if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):
-            raise ValueError(f'{name!r} is not the name of a module, such as "torch" or "torch.nn"')
-    return list(dict.fromkeys(names))
-
-
 class RayLauncher(Launcher):
     """Runs the payload as the driver of a Ray cluster that spans the allocation.
 
@@ -166,7 +168,7 @@ class RayLauncher(Launcher):
     90 are for worker processes."""
     health_check: Annotated[Optional[str], plain_text] = None
     """Shell command that each node runs before Ray starts; a failure names the node."""
-    preload: Annotated[list[str], checked(_check_modules)] = []
+    preload: Annotated[list[str], checked(check_modules)] = []
     """Modules that a warm session imports once, such as ["ray", "torch"]; payloads that are Python scripts or modules begin
     with them imported. With "ray", up to four of Ray's workers are kept ready on the head node, too (needs `grpcio`, as
     `ray[default]` does). Without effect where nothing stays warm between payloads."""
