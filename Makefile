@@ -7,7 +7,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=3 --tb=native
 export RAYSLURM_MODE ?= local
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
-.PHONY: help install demo dev test test-local test-stack test-all lint bench stack-up stack-down stack-logs clean
+.PHONY: help install demo deploy dev test test-local test-stack test-all lint bench stack-up stack-down stack-logs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,9 @@ install: $(VENV)/.installed  ## set up .venv
 
 demo: install  ## materialize the example study here, with progress and a table of results
 	@$(BIN)/python -m example_project.demo
+
+deploy: install  ## make the example's environment on the cluster that SLURM_EDGE_NODE_… names
+	@RAYSLURM_MODE=slurm $(BIN)/rayslurm env --from example_project.definitions:compute push
 
 dev: install  ## open the example in `dagster dev`
 	@mkdir -p "$(DAGSTER_HOME)"

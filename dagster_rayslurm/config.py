@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
+from keyword import iskeyword
 from typing import Annotated, Any, Optional, TypeVar, get_args
 
 import dagster as dg
@@ -235,6 +236,15 @@ def check_list(value: object, of: str) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise ValueError(f"write a list of {of}")
     return list(value)
+
+
+def check_modules(value: object) -> list[str]:
+    """The names of Python modules, each once; raises `ValueError` if one is no such name."""
+    names = check_list(value, 'modules, such as ["ray", "torch"]')
+    for name in names:
+        if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):
+            raise ValueError(f'{name!r} is not the name of a module, such as "torch" or "torch.nn"')
+    return list(dict.fromkeys(names))
 
 
 def check_time_limit(value: object) -> str:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import fields
-from keyword import iskeyword
 from typing import Annotated, Any, Literal, Optional
 
 from pydantic import model_validator
 
-from .config import StrictConfig, at_least, check_list, check_text, checked, choice, identifier, is_env_var, plain_text
+from .config import (
+    StrictConfig,
+    at_least,
+    check_list,
+    check_modules,
+    check_text,
+    checked,
+    choice,
+    identifier,
+    is_env_var,
+    plain_text,
+)
 from .fabric import FABRICS
 from .runtime.node.health import CHECKS, value_error
 from .runtime.node.network import parse_range
@@ -112,14 +122,6 @@ def _check_labels(value: object) -> object:
     return value
 
 
-def _check_modules(value: object) -> list[str]:
-    names = check_list(value, 'modules, such as ["ray", "torch"]')
-    for name in names:
-        if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):
-            raise ValueError(f'{name!r} is not the name of a module, such as "torch" or "torch.nn"')
-    return list(dict.fromkeys(names))
-
-
 def _check_health(value: object) -> str:
     """The checks and commands in one text, a line for each: Dagster has no field that takes a text or a list."""
     checks = value.splitlines() if isinstance(value, str) else check_list(value, 'checks, such as ["gpu-count", "clock"]')
@@ -187,7 +189,7 @@ class RayLauncher(Launcher):
     fabric: Annotated[str, choice(*FABRICS)] = "none"
     """Network between the nodes: "infiniband", "efa" or "tcp" sets variables of NCCL, libfabric and gloo for it, unless they are
     set already, and the log shows them; "none" sets nothing."""
-    preload: Annotated[list[str], checked(_check_modules)] = []
+    preload: Annotated[list[str], checked(check_modules)] = []
     """Modules that a warm session imports once, such as ["ray", "torch"]; payloads that are Python scripts or modules begin
     with them imported. With "ray", up to four of Ray's workers are kept ready on the head node, too (needs `grpcio`, as
     `ray[default]` does). Without effect where nothing stays warm between payloads."""

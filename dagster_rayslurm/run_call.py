@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -42,6 +43,7 @@ from .runtime.protocol.spec import ComponentSpec, RaySpec
 from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+from .ssh.base import Connection
 from .ssh.local import LocalConnection, connection_to
 
 _log = logging.getLogger("rayslurm")
@@ -104,6 +106,37 @@ def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
             stop_sessions_of_run(connection, absolute(connection, slurm.remote_base), run.run_id)
     except (OSError, ValueError) as error:
         _log.warning(f"[rayslurm] the session of the run ends after its idle_timeout: {error}")
+
+
+@dataclass(frozen=True)
+class EnvironmentSite:
+    """Where the environment of a resource's payloads is, and what they need of it."""
+
+    connection: Connection
+    base: str
+    environment: Environment
+    queues: Sequence[SlurmQueueConfig]  # Of the nodes for which it is made; empty for the platform of the edge node.
+    ray: RaySpec | None
+    cache_dir: str
+    retention_days: int
+
+
+def environment_site(resource: ComputeFields) -> EnvironmentSite:
+    """The site of a resource with every `EnvVar` resolved; raises `ValueError` if it has no cluster."""
+    if resource.slurm is None:
+        raise ValueError("the resource has no cluster; give it one as ComputeResource(slurm=…)")
+    connection = connection_to(resource.slurm.ssh)
+    base, path = absolute(connection, resource.slurm.remote_base), resource.pre_deployed_env_path
+    queues = [each.queue for each in resource.components] or [resource.slurm.queue] if resource.auto_detect_platform else []
+    return EnvironmentSite(
+        connection=connection,
+        base=base,
+        environment=PreDeployedEnvironment(path=path) if path else resource.environment,
+        queues=queues,
+        ray=resource.default_launcher.ray_spec(),
+        cache_dir=str(Layout(Path(base)).environments),
+        retention_days=resource.retention_days,
+    )
 
 
 @dataclass

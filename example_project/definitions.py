@@ -11,14 +11,18 @@ from dagster_rayslurm import (
     ComputeResource,
     ExecutionMode,
     HetComponent,
+    InheritedEnvironment,
     RayLauncher,
     SessionConfig,
     SlurmQueueConfig,
     SlurmResource,
     SSHConnectionResource,
+    UvEnvironment,
 )
 
 PAYLOADS = Path(__file__).parent / "payloads"
+REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+"""What payloads import. On a cluster it is sent, unless `RAYSLURM_ENV_PATH` names an environment there."""
 PLAIN = BashLauncher(working_dir=str(PAYLOADS))
 """For payloads that use no Ray; the others get the resource's default launcher."""
 
@@ -61,11 +65,13 @@ def _components() -> list[HetComponent]:
 
 def _resource(mode: str, **fields: Any) -> ComputeResource:
     on_slurm = mode != ExecutionMode.LOCAL.value
+    prepared = os.environ.get("RAYSLURM_ENV_PATH") if on_slurm else None
     return ComputeResource(
         mode=mode,
         slurm=SlurmResource(ssh=SSHConnectionResource.from_env(), queue=_queue()) if on_slurm else None,
         default_launcher=RayLauncher(working_dir=str(PAYLOADS), object_store_memory_gb=0.25, dashboard=False),
-        pre_deployed_env_path=os.environ.get("RAYSLURM_ENV_PATH") if on_slurm else None,
+        pre_deployed_env_path=prepared,
+        environment=UvEnvironment(requirements=str(REQUIREMENTS)) if on_slurm and not prepared else InheritedEnvironment(),
         local_base=os.environ.get("RAYSLURM_BASE") or "~/.dagster_rayslurm",
         **fields,
     )

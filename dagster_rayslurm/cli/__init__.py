@@ -16,6 +16,7 @@ from ..backends.base import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from ..ssh.base import Connection
 from ..ssh.local import connection_to
+from .env import env
 from .session import edge_node, json_option, one_sentence_errors, prefix_option, print_table, session
 
 
@@ -35,6 +36,7 @@ def main(context: click.Context, base: str) -> None:
 
 
 main.add_command(session)
+main.add_command(env)
 
 
 @main.command()

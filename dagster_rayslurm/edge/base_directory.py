@@ -22,8 +22,8 @@ _RUN = "[A-Za-z0-9_.-]+-[0-9a-f]{12}"
 _USED = re.compile(rb"(?:bundles|files|prefixes|runtime)/[A-Za-z0-9_.-]+")
 _NAMED = (
     ("bundles", "[0-9a-f]{32}"),
-    ("files", "[0-9a-f]{32}"),
     ("prefixes", "[0-9a-f]{32}-[0-9a-f]{8}"),
+    ("files", "[0-9a-f]{32}"),
     ("runtime", r"runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\.pyz"),
 )
 _OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions")
@@ -143,6 +143,11 @@ def sweep_runs(base: str, age: float) -> "list[str]":
     return _Sweep(base, age, None).runs()
 
 
+def sweep_environments(base: str, age: float) -> "list[str]":
+    """Remove environments and their files that no run and no session names and nobody used for `age` seconds; their paths."""
+    return _Sweep(base, age, None).unused(("prefixes", "files"))
+
+
 def _is_recent(path: str, age: float) -> bool:
     """Whether a path changed less than `age` seconds ago; False for a missing path."""
     with contextlib.suppress(OSError):
@@ -187,14 +192,7 @@ class _Sweep:
         self.runs()
         for name in self._names("sessions", _RUN, directory=True):
             self._sweep_session(os.path.join("sessions", name))
-        unused = [(place, name) for place, form in _NAMED for name in self._names(place, form) if self._is_old(place, name)]
-        used = self._used() if unused else set()
-        for place, name in unused:
-            if place + "/" + (name[:32] if place == "prefixes" else name) not in used:
-                self._retire(place, name)
-        for name in self._names("prefixes", "[0-9a-f]{32}"):
-            if not os.path.exists(self._path("prefixes", name)):
-                self._remove("prefixes", name)
+        self.unused([place for place, _ in _NAMED])
         for name in self._names("environments", "[0-9a-f]{32}"):
             if self._is_old("environments", name):
                 self._remove("environments", name)
@@ -208,6 +206,18 @@ class _Sweep:
                 with contextlib.suppress(OSError):
                     if time.time() - os.lstat(self._path(place, name)).st_ctime > _LEFTOVER:
                         self._remove(place, name)
+        return self._removed
+
+    def unused(self, places: "Sequence[str]") -> "list[str]":
+        for place in places:
+            old = [name for name in self._names(place, dict(_NAMED)[place]) if self._is_old(place, name)]
+            used = self._used() if old else set()
+            for name in old:
+                if place + "/" + (name[:32] if place == "prefixes" else name) not in used:
+                    self._retire(place, name)
+        for name in self._names("prefixes", "[0-9a-f]{32}"):
+            if not os.path.exists(self._path("prefixes", name)):
+                self._remove("prefixes", name)
         return self._removed
 
     def _path(self, *names: str) -> str:

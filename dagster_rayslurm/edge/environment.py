@@ -10,7 +10,7 @@ from . import base_directory, files, processes, slurm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
 # Paths of Python below the prefix of an environment; the first that exists is used.
@@ -42,6 +42,7 @@ if sys.version_info >= (3, 8):
     paths = [sys.executable, os.path.realpath(sys.executable), os.path.join(sys.prefix, "pyvenv.cfg")] + sys.path
 sys.stdout.write(word + json.dumps([facts, paths]))
 """
+_IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
 
 
 def find(prefix: str) -> "tuple[str, str]":
@@ -52,8 +53,8 @@ def find(prefix: str) -> "tuple[str, str]":
     return python, script if os.path.isfile(script) else ""
 
 
-def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "dict[str, Any]":
-    """Look at the environment in the directory `prefix`, or if that is "" at the one of `python`.
+def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: float, timeout: float) -> "dict[str, Any]":
+    """Look at the environment in the directory `prefix`, or if that is "" at the one of `python`, and import modules there.
 
     Facts in the file `cache` count for `age` seconds, as long as the environment's paths do not change. `activate.sh` and Python
     may take `timeout` seconds to start.
@@ -64,8 +65,7 @@ def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "d
     activate, runner = "", []  # type: str, list[str]
     if prefix:
         python, activate = find(prefix)
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, _RECIPE), encoding="utf-8") as file:
-            runner = json.load(file)["runner"]
+        runner = _recipe(prefix).get("runner", [])
         links = [path for path in (os.path.join(prefix, name) for name in _PYTHONS) if os.path.lexists(path)]
         if runner and links:
             python = links[0]  # It may lead to a Python that this machine lacks.
@@ -87,10 +87,14 @@ def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "d
     files.make_dir(os.path.dirname(cache))
     # The word separates the answer from what start-up scripts print.
     word = os.urandom(16).hex()
-    command = [python, "-c", "word = %r\n%s" % (word, PROBE)]
+    start = list(runner)
     if activate:
-        command = ["bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word, *command]
-    code, out, error = processes.run([*runner, *command], b"", timeout, _environ(runner), "/")
+        start += ["bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word]
+
+    def run(program: str, *words: str) -> "tuple[int | None, bytes, bytes]":
+        return processes.run([*start, python, "-c", program, *words], b"", timeout, _environ(runner), "/")
+
+    code, out, error = run("word = %r\n%s" % (word, PROBE))
     said = out.decode("utf-8", "replace").split(word)
     if code is None:
         return dict(found, problem="late")
@@ -101,6 +105,12 @@ def look(prefix: str, python: str, cache: str, age: float, timeout: float) -> "d
     facts, paths = json.loads(said[-1])
     if container is not None:  # The image may be a directory.
         paths = [container["path"]] + [container["path"] + path for path in paths]
+    facts["unimportable"] = ""
+    if imports:
+        code, _, error = run(_IMPORT, *imports)
+        lines = error.decode("utf-8", "replace").strip().splitlines()
+        how = "takes over {:g} s".format(timeout) if code is None else "ends with exit code {}".format(code)
+        facts["unimportable"] = "" if code == 0 else "{}".format(lines[-1] if code == 1 and lines else "the import " + how)
     paths += [os.path.join(prefix or python, name) for name in ("activate.sh", *_PYTHONS)]
     known = {"facts": facts, "paths": paths, "states": _states(paths)}
     files.write(cache, json.dumps(known).encode(), 0o600)
@@ -181,10 +191,11 @@ def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str,
     return {"machine": found["machine"], "glibc": glibc, "cpu": found.get("cpu", ""), "pythons": list(pythons.values())}
 
 
-def make(directory: str, key: str, commands: "Sequence[Sequence[str]]", runner: "Sequence[str]", timeout: float) -> str:
-    """Make the prefix `key` in a directory by commands, unless it is there; returns what a failed command said, or "".
+def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) -> str:
+    """Make the prefix `key` in a directory, unless it is there; returns what a failed command said, or "".
 
-    With a `runner` they run where that command runs others; the prefix names it, for those who look at its Python.
+    The recipe has its `commands`, and a `runner`, which is empty or the command by which they run elsewhere. It is kept in the
+    prefix, for those who look at its Python.
 
     Many files of a prefix contain its path, so that it cannot be renamed. Therefore each call works in a directory of its own,
     to which the name leads by a link once it is complete. A lock has other processes wait; on a file system without locks
@@ -192,6 +203,7 @@ def make(directory: str, key: str, commands: "Sequence[Sequence[str]]", runner: 
     """
     base_directory.make_private(directory)
     link = os.path.join(directory, key)
+    runner = recipe["runner"]
     environ = _environ(runner)
     environ = {name: environ[name] for name in environ if not name.startswith(("UV_", "PIP_", "PYTHON", "VIRTUAL_ENV"))}
     lock = os.open(os.path.join(directory, ".lock-" + key[0]), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -203,9 +215,8 @@ def make(directory: str, key: str, commands: "Sequence[Sequence[str]]", runner: 
             return ""
         files.remove(link)  # It leads nowhere if the sweep was interrupted.
         os.mkdir(prefix, 0o700)
-        text = json.dumps({"commands": commands, "runner": runner})
-        files.write(os.path.join(prefix, _RECIPE), text.encode(), 0o600)
-        for command in commands:
+        files.write(os.path.join(prefix, _RECIPE), json.dumps(recipe).encode(), 0o600)
+        for command in recipe["commands"]:
             words = [*runner, *(word.replace(PREFIX, prefix) for word in command)]
             code, out, error = processes.run(words, b"", timeout, environ, prefix)
             if code != 0:
@@ -220,3 +231,36 @@ def make(directory: str, key: str, commands: "Sequence[Sequence[str]]", runner: 
         os.close(lock)
         if prefix:
             base_directory.remove(prefix)
+
+
+def _recipe(prefix: str) -> "dict[str, Any]":
+    """The recipe that is kept in a prefix; empty for one that `make` did not make."""
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, _RECIPE), encoding="utf-8") as file:
+        recipe = json.load(file)
+        return recipe if isinstance(recipe, dict) else {}
+    return {}
+
+
+def made(base: str) -> "list[dict[str, Any]]":
+    """The prefixes that `make` made below a base directory: path, title, time of the last use, and size in bytes."""
+    found = []
+    directory = os.path.join(base, "prefixes")
+    for name in sorted(os.listdir(directory) if os.path.isdir(directory) else []):
+        path = os.path.join(directory, name)
+        if not os.path.islink(path):
+            continue
+        with contextlib.suppress(OSError):
+            title, used = _recipe(path).get("title", ""), os.stat(path).st_mtime
+            found.append({"path": path, "title": title, "used": used, "bytes": _size(os.path.realpath(path))})
+    return found
+
+
+def _size(path: str) -> int:
+    """What the files below a directory take on the disk."""
+    found = {}
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(parent, name))
+                found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())

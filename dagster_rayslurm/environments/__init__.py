@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal, Optional, Union
 
-from ..config import StrictConfig, check_text, checked, choice, plain_text
+from ..config import StrictConfig, check_modules, check_text, checked, choice, plain_text
 from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
 
@@ -43,10 +43,15 @@ class PreDeployedEnvironment(StrictConfig):
     """Tells the environments apart in configuration."""
     path: Annotated[str, plain_text]
     """A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."""
+    imports: Annotated[list[str], checked(check_modules)] = []
+    """Modules that are imported on the edge node before anything is submitted; a run fails there if one cannot be."""
 
 
 class SentEnvironment(StrictConfig):
     """Base class of environments that are made on the cluster. In local mode payloads run in Dagster's environment instead."""
+
+    imports: Annotated[list[str], checked(check_modules)] = []
+    """Modules that are imported on the edge node before anything is submitted; a run fails there if one cannot be."""
 
 
 class CommandEnvironment(SentEnvironment):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 import weakref
@@ -48,17 +49,25 @@ class Facts:
     python: tuple[int, ...]
     ray: str | None
     pipes: str | None
+    unimportable: str = ""  # Why one of the environment's `imports` cannot be imported; "" if all can.
     in_image: bool = False  # Whether it is inside a container, so that nothing can be installed there.
 
 
-# This process's cache, by connection and path of the environment: the time of the answer (`time.monotonic()`), and the facts.
+# This process's cache, by connection and environment: the time of the answer (`time.monotonic()`), and the facts.
 _known: weakref.WeakKeyDictionary[Connection, dict[str, tuple[float, Facts]]] = weakref.WeakKeyDictionary()
 
 
 def check_environment_on(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> Interpreter:
-    """The interpreter of an environment on the Slurm cluster; raises StartError if the environment cannot run a payload.
+    """The interpreter of an environment on the Slurm cluster; raises StartError if the environment cannot run a payload."""
+    return facts_of(connection, environment, ray, needs_pipes, cache_dir)[1].interpreter
+
+
+def facts_of(
+    connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
+) -> tuple[str, Facts]:
+    """The path of an environment on the cluster, and what is in it; raises StartError if it cannot run a payload.
 
     The edge node caches the facts for up to a day, while Python and the directories on its import path do not change; this
     process caches them for five minutes. A refusal by cached facts is checked again.
@@ -67,14 +76,16 @@ def check_environment_on(
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
-    at, known = _known.get(connection, {}).get(path, (0.0, None))
+    imports = list(getattr(environment, "imports", []))
+    what = json.dumps([path, imports, PROBE])
+    at, known = _known.get(connection, {}).get(what, (0.0, None))
     if known is not None and time.monotonic() - at < _OWN_CACHE_AGE and refusal(known, path, ray, needs_pipes) is None:
-        return known.interpreter
-    key = hashlib.sha256(f"{path}\0{PROBE}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        return path, known
+    key = hashlib.sha256(what.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     where = ("", path) if environment.kind == "inherited" else (path, "")
     problem = None
     for age in (_CACHE_AGE, 0.0):
-        arguments = *where, os.path.join(cache_dir, key), age, _TIMEOUT
+        arguments = *where, imports, os.path.join(cache_dir, key), age, _TIMEOUT
         try:
             found = connection.call(look, *arguments, repeat=True, timeout=_TIMEOUT + _MARGIN)
         except TimeoutError:
@@ -88,13 +99,13 @@ def check_environment_on(
         versions = found["facts"]
         interpreter = Interpreter(found["python"], found["activate"] or None, tuple((container or {}).get("srun", ())))
         if versions is None:  # Only a job can look into this container.
-            return interpreter
-        known_facts = tuple(versions["python"]), versions.get("ray"), versions.get("pipes")
+            return path, Facts(interpreter, (), None, None, in_image=True)
+        known_facts = tuple(versions["python"]), versions.get("ray"), versions.get("pipes"), versions["unimportable"]
         facts = Facts(interpreter, *known_facts, container is not None)
         problem = refusal(facts, where_it_is, ray, needs_pipes)
         if problem is None:
-            _known.setdefault(connection, {})[path] = (time.monotonic(), facts)
-            return interpreter
+            _known.setdefault(connection, {})[what] = (time.monotonic(), facts)
+            return path, facts
         if not found["cached"]:
             break
     raise StartError(FailureKind.ENVIRONMENT, f"environment: on {connection.place} {problem}")
@@ -132,4 +143,6 @@ def refusal(facts: Facts, path: str, ray: RaySpec | None, needs_pipes: bool) -> 
             return f"{path}: {too_old}"
     if needs_pipes and facts.pipes is None:
         return f"{path} has no Dagster Pipes; {install} dagster-pipes, or run the payload with uses_pipes=False"
+    if facts.unimportable:
+        return f"{path} lacks what its `imports` list: {facts.unimportable}; add it, or take it off the list"
     return None

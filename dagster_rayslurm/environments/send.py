@@ -22,10 +22,10 @@ from typing import Any
 from ..edge import environment as edge
 from ..errors import FailureKind, StartError
 from ..slurm.config import SlurmQueueConfig
-from ..ssh.base import Connection, ConnectionFailed
+from ..ssh.base import Connection, ConnectionFailed, Progress
 from ..ssh.local import locked
 from ..upload.bundle import bundle_files
-from ..upload.deliver import install, log_progress, missing, place_of, send_files
+from ..upload.deliver import PROGRESS_INTERVAL, install, log_progress, missing, place_of, send_files
 from . import (
     COMMAND_FAILED,
     CommandEnvironment,
@@ -41,6 +41,7 @@ from .platforms import FRESH_AGE, PLATFORM_AGE, Platform, look_at
 
 _FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
 _MAKE_TIMEOUT = 3600.0
+_AT_ONCE = 8  # Number of files that are fetched at once.
 
 # By path of a file: its state when this process read it, and its SHA-256.
 _digests: dict[str, tuple[object, str]] = {}
@@ -76,7 +77,8 @@ class Recipe:
 
     @property
     def pieces(self) -> list[Piece]:
-        return [word for command in self.commands for word in command if isinstance(word, Piece)]
+        """The files, each once."""
+        return list({word.place: word for command in self.commands for word in command if isinstance(word, Piece)}.values())
 
     def words(self, base: str) -> list[list[str]]:
         """The commands on a cluster with this base directory."""
@@ -94,17 +96,27 @@ class Recipe:
 
 
 def send_environment(
-    connection: Connection, environment: Environment, base: str, log: Any, queues: Sequence[SlurmQueueConfig] = ()
+    connection: Connection,
+    environment: Environment,
+    base: str,
+    log: Any,
+    queues: Sequence[SlurmQueueConfig] = (),
+    progress: Progress | None = None,
 ) -> Environment:
     """The environment, with one that is sent replaced by the prefix that it has become on the cluster.
 
     The prefix is made if it is missing, for the nodes that `queues` ask for, or without queues for the edge node. Any number of
-    processes may ask at the same time: one makes it, the others wait.
+    processes may ask at the same time: one makes it, the others wait. `progress` is called with the bytes sent; without it, the
+    log tells of long transfers.
 
     Raises:
         StartError: the environment cannot be made; the sentence says what to do.
         OSError: the cluster cannot be reached, or a file cannot be sent.
     """
+
+    if not isinstance(environment, SentEnvironment):
+        return environment
+    sent: SentEnvironment = environment
 
     def warn(sentence: str) -> None:
         log.warning(f"[rayslurm] remote_base: {sentence}")
@@ -114,31 +126,41 @@ def send_environment(
         if missing(connection, base, [path], warn):
             with locked(f"environment-{recipe.key[0]}"):
                 if missing(connection, base, [path]):
-                    _make(connection, recipe, base, path, log)
+                    fields = sent.model_dump(exclude={"kind", "imports"}, exclude_defaults=True)
+                    title = " ".join([str(environment.kind), *(f"{name}={value}" for name, value in fields.items())])
+                    _make(connection, recipe, title, base, log, progress)
         return path
 
-    if not isinstance(environment, SentEnvironment):
-        return environment
+    def located(path: str) -> PreDeployedEnvironment:
+        return PreDeployedEnvironment(path=path, imports=sent.imports)
+
     try:
         if isinstance(environment, CommandEnvironment):
-            return PreDeployedEnvironment(path=_send_commands(connection, environment, base, warn))
+            return located(_send_commands(connection, environment, base, warn))
         if isinstance(environment, ContainerEnvironment):
             from .container import send_container
 
-            return PreDeployedEnvironment(path=send_container(connection, environment, base, ensure))
+            return located(send_container(connection, environment, base, ensure))
         for age in (PLATFORM_AGE, FRESH_AGE):
-            recipe = _recipe(connection, environment, queues, age, log)
+            recipe = recipe_for(connection, environment, queues, log, age)
             if not missing(connection, base, [recipe.path(base)], warn):
                 break
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, f"environment: {error}") from None
-    return PreDeployedEnvironment(path=ensure(recipe))
+    return located(ensure(recipe))
 
 
-def _recipe(
-    connection: Connection, environment: SentEnvironment, queues: Sequence[SlurmQueueConfig], age: float, log: Any
+def recipe_for(
+    connection: Connection,
+    environment: SentEnvironment,
+    queues: Sequence[SlurmQueueConfig],
+    log: Any,
+    age: float = PLATFORM_AGE,
 ) -> Recipe:
-    """The recipe of an environment; raises `ValueError`, whose sentence says what to do, if there can be none."""
+    """The recipe of an environment that has one, for a platform that was looked at up to `age` seconds ago.
+
+    Raises `ValueError`, whose sentence says what to do, if there can be none.
+    """
     from .packed import packed_recipe
     from .pixi import pixi_recipe
     from .uv import uv_recipe, wanted_command
@@ -181,22 +203,35 @@ def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
     return Piece(digest, os.path.basename(path), lambda: path), state
 
 
-def _make(connection: Connection, recipe: Recipe, base: str, path: str, log: Any) -> None:
-    """Send the files that the cluster lacks, and have it run the recipe; raises `StartError` if that fails."""
-    began, pieces = time.monotonic(), {posixpath.join(base, each.place): each for each in recipe.pieces}
-    lacking = missing(connection, base, list(pieces))
+def fetch(pieces: Sequence[Piece], log: Any) -> list[str]:
+    """Fetch or build files, and return their paths on this machine; raises `StartError` if one cannot be had."""
+    found: list[str] = []
+    logged_at = time.monotonic()
     try:
-        with ThreadPoolExecutor(8) as pool:
-            local = dict(zip(lacking, pool.map(lambda each: pieces[each].get(), lacking), strict=True))
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for path in pool.map(lambda piece: piece.get(), pieces):
+                found.append(path)
+                if time.monotonic() - logged_at > PROGRESS_INTERVAL:
+                    logged_at = time.monotonic()
+                    log.info(f"[rayslurm] environment: fetched {len(found)} of {len(pieces)} files")
     except (ValueError, OSError) as error:
         raise StartError(FailureKind.ENVIRONMENT, f"environment: {error}") from None
+    return found
+
+
+def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: Any, progress: Progress | None) -> None:
+    """Send the files that the cluster lacks, and have it run the recipe; raises `StartError` if that fails."""
+    began, pieces = time.monotonic(), {posixpath.join(base, each.place): each for each in recipe.pieces}
+    path, lacking = recipe.path(base), missing(connection, base, list(pieces))
+    local = dict(zip(lacking, fetch([pieces[each] for each in lacking], log), strict=True))
     size = sum(map(os.path.getsize, local.values())) / 2**20
     if recipe.runner:
         log.info("[rayslurm] environment: it is made on a compute node, as the edge node lacks its Python or has other CPUs")
     log.info(f"[rayslurm] environment: sending {len(local)} of {len(pieces)} files, {size:.1f} MiB, to {connection.place}")
     try:
-        send_files(connection, base, local, log_progress(log))
-        arguments = *posixpath.split(path), recipe.words(base), list(recipe.runner), _MAKE_TIMEOUT
+        send_files(connection, base, local, progress or log_progress(log))
+        how = {"title": title, "commands": recipe.words(base), "runner": list(recipe.runner)}
+        arguments = *posixpath.split(path), how, _MAKE_TIMEOUT
         problem = connection.call(edge.make, *arguments, repeat=True, timeout=_MAKE_TIMEOUT * 2)
     except (ConnectionFailed, TimeoutError):
         raise

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _SMALL = 1024 * 1024
 _ENTRY = 1024  # Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding.
 _AT_ONCE = 8  # Number of files that are sent at once; most of them are small, so that the time is that of round trips.
-_PROGRESS_INTERVAL = 5.0  # Seconds between two log lines about an upload.
+PROGRESS_INTERVAL = 5.0  # Seconds between two log lines about an upload.
 _LOOK_TIMEOUT = 300.0
 _UNPACK_TIMEOUT = 600.0
 # An archive must be unpacked within `_UNPACK_TIMEOUT` seconds, plus a second for each of these bytes.
@@ -106,7 +106,7 @@ def log_progress(log: Any) -> Progress:
 
     def report(done: int, size: int) -> None:
         nonlocal logged_at
-        if done < size and time.monotonic() - logged_at > _PROGRESS_INTERVAL:
+        if done < size and time.monotonic() - logged_at > PROGRESS_INTERVAL:
             logged_at = time.monotonic()
             log.info(f"[rayslurm] uploading: {done / 2**20:.0f} of {size / 2**20:.0f} MiB")
 

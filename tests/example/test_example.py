@@ -81,8 +81,15 @@ def test_the_demo_says_what_failed(mode: str, tmp_path: Path) -> None:
 
 
 def test_the_assets_on_slurm(tmp_path: Path, stack: Stack) -> None:
-    """The same assets: one without Ray and one with it, each in a job of its own, and the one that has components."""
+    """The same assets: one without Ray and one with it, each in a job of its own, and the one that has components.
+
+    Their environment is the one that `make deploy` has made.
+    """
     env = {**os.environ, **stack.env, "DAGSTER_HOME": str(tmp_path), "RAYSLURM_BASE": str(tmp_path / "base")}
+    del env["RAYSLURM_ENV_PATH"]
+    deploy = [str(Path(sys.executable).with_name("rayslurm")), "env", "--from", "example_project.definitions:compute", "push"]
+    said = subprocess.run(deploy, cwd=ROOT, env={**env, "RAYSLURM_MODE": "slurm"}, capture_output=True, text=True, timeout=390)
+    assert said.returncode == 0 and "/prefixes/" in said.stdout, said.stdout + said.stderr
     env.update(RAYSLURM_MODE="slurm", DAGSTER_DISABLE_TELEMETRY="yes")
     chosen = "digits_raw,digits_features,digit_network"
     command = [sys.executable, "-m", "dagster", "asset", "materialize", "-m", "example_project.definitions", "--select", chosen]

@@ -1,12 +1,12 @@
 """Environments that are made on a cluster, over a connection to this machine, with an index of files."""
 
 import hashlib
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 import zipfile
 from collections.abc import Callable
@@ -383,25 +383,24 @@ def test_levels_of_cpus(machine: str, flags: str, level: str) -> None:
 KEY = "0123456789abcdef" * 2
 
 
+def recipe_of(*commands: list[str]) -> dict[str, Any]:
+    return {"title": "a test", "commands": commands, "runner": []}
+
+
 def test_many_make_a_prefix_once(tmp_path: Path) -> None:
-    commands = [["sh", "-c", 'echo made >> "$1/../count"; sleep 0.2; mkdir "$1/bin"', "sh", edge.PREFIX]]
-    answers: list[str] = []
-    ask: Callable[[], None] = lambda: answers.append(edge.make(str(tmp_path / "prefixes"), KEY, commands, [], 60.0))  # noqa: E731
-    threads = [threading.Thread(target=ask) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [""] * 20
+    recipe = recipe_of(["sh", "-c", 'echo made >> "$1/../count"; sleep 0.2; mkdir "$1/bin"', "sh", edge.PREFIX])
+    with multiprocessing.get_context("fork").Pool(20) as pool:
+        asked = [pool.apply_async(edge.make, (str(tmp_path / "prefixes"), KEY, recipe, 60.0)) for _ in range(20)]
+        assert [each.get(30) for each in asked] == [""] * 20
     assert (tmp_path / "prefixes/count").read_text() == "made\n"
     assert (tmp_path / "prefixes" / KEY / "bin").is_dir()
 
 
 def test_a_prefix_whose_making_fails_leaves_nothing(tmp_path: Path) -> None:
     commands = [["sh", "-c", "echo 'tar: Disk quota exceeded' >&2; exit 2"]]
-    assert edge.make(str(tmp_path), KEY, commands, [], 60.0) == "tar: Disk quota exceeded"
+    assert edge.make(str(tmp_path), KEY, recipe_of(*commands), 60.0) == "tar: Disk quota exceeded"
     assert [each.name for each in tmp_path.iterdir()] == [f".lock-{KEY[0]}"]
-    assert edge.make(str(tmp_path), KEY, [["sleep", "60"]], [], 0.1) == "sleep took over 0.1 s"
+    assert edge.make(str(tmp_path), KEY, recipe_of(["sleep", "60"]), 0.1) == "sleep took over 0.1 s"
 
 
 def test_the_platform_of_this_machine() -> None:
@@ -416,7 +415,7 @@ def test_unused_prefixes_and_their_files_are_swept(tmp_path: Path) -> None:
     wheel_file = tmp_path / "files" / digest / "x.whl"
     wheel_file.parent.mkdir(parents=True)
     wheel_file.touch()
-    edge.make(str(tmp_path / "prefixes"), KEY, [["true", str(wheel_file)]], [], 60.0)
+    edge.make(str(tmp_path / "prefixes"), KEY, recipe_of(["true", str(wheel_file)]), 60.0)
     prefix, long_ago = (tmp_path / "prefixes" / KEY).resolve(), time.time() - 1000
 
     def age(*paths: Path) -> None:
