@@ -8,6 +8,7 @@ import sys
 import tarfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
