@@ -60,6 +60,7 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
     there = f"{PREFIX}/{install_conda.INSTALLER}"
     run: list[str | Piece] = [f"{there}/bin/python", "-I"]
     project = json.dumps({"variables": wanted.variables, "scripts": [_text(each) for each in scripts]})
+    project = project.replace(PREFIX, f"\\u007b{PREFIX[1:]}")  # What the project itself calls so stays.
     commands: list[Sequence[str | Piece]] = [
         ["tar", "-x", "-f", _interpreter(conda, pieces), "-C", PREFIX],
         [*run, "-m", "zipfile", "-e", _rattler(uv, platform, python), f"{there}/packages"],

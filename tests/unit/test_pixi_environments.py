@@ -112,7 +112,7 @@ env = { STUDY = "of $USER_NAME", EDITOR = "none" }
 def test_an_environment_with_its_interpreter(cluster: Cluster, project: Project, channel: dict[str, Package]) -> None:
     cluster.bare = True
     wheel(project.path, "left")
-    (project.path / "more.sh").write_text("export MORE=$STUDY")
+    (project.path / "more.sh").write_text("prefix=too; export MORE=$STUDY,${prefix}")
     packages = [*channel.values(), pypi("./left-1.0-py3-none-any.whl", "left")]
     environment = project.write(packages, MANIFEST)
     first = cluster.send(environment)
@@ -137,7 +137,7 @@ def test_an_environment_with_its_interpreter(cluster: Cluster, project: Project,
     )
     start = found.start("-c", "import os; print([os.environ.get(name) for name in ('NATIVE_DATA', 'MORE', 'PATH')])")
     seen = subprocess.check_output(start, text=True, env={"PATH": os.environ["PATH"], "USER_NAME": "me"})
-    assert seen.startswith(f"['{real}/share', 'of me', '{real}/bin:")
+    assert seen.startswith(f"['{real}/share', 'of me,too', '{real}/bin:")
 
     cluster.sent = []
     assert cluster.send(environment) == first and cluster.sent == []
