@@ -4,17 +4,20 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dagster_rayslurm import SlurmResource
-from dagster_rayslurm.backends.base import Step
+from dagster_rayslurm import RayLauncher, SlurmResource
+from dagster_rayslurm.backends.base import Layout, Step
 from dagster_rayslurm.backends.batch import BatchBackend
 from dagster_rayslurm.edge import unhealthy
 from dagster_rayslurm.edge.base_directory import sweep
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.errors import FailureKind, RunFailure, UnhealthyNode
+from dagster_rayslurm.execution.reattach import Launch
+from dagster_rayslurm.plan import make_plan
 from dagster_rayslurm.slurm.config import SlurmQueueConfig
 from dagster_rayslurm.slurm.exclusion import Exclusion, choose, excluding, parse_partitions
 from dagster_rayslurm.slurm.request import JobRequest, render_script
@@ -186,3 +189,15 @@ def test_a_failure_carries_its_nodes() -> None:
     assert failure.unhealthy == (node("g1"),)
     assert failure.metadata["Unhealthy nodes"].value == "g1 (gpu-count: 1 of 2 GPUs are there)"
     assert json.loads(json.dumps(node("g1")._asdict()))["node"] == "g1"
+
+
+def test_a_later_attempt_finds_the_second_job(tmp_path: Path) -> None:
+    """The second try takes the place of the first one in the history of the step."""
+    noted: list[str] = []
+    history: Any = SimpleNamespace(note=noted.append, successor=lambda: None)
+    plan = make_plan(payload_path=["true"], launcher=RayLauncher(), nonce="1" * 12, max_output_bytes=1, max_stdio_bytes=1)
+    first = Launch(Step("run", "step", None, Log(), reattached=True), plan, "run-step-111111111111", history=history)
+    second = first.again("2" * 12, backend(tmp_path / "base"), Layout(tmp_path))
+    assert second.name == "run-step-222222222222" and noted == [second.name]
+    assert second.plan.payload.nonce == "2" * 12 and not second.step.reattached
+    assert second.history is history

@@ -106,6 +106,7 @@ class Site:
     patience: float  # Seconds for which the cluster, or Slurm, may be out of reach once something may have been started.
     files: Mapping[str, bytes] = field(default_factory=dict)  # First files of the run directory beside the usual ones.
     members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the run request.
+    leaves_unhealthy: bool = False  # Whether the step looks for another session after a failed health check.
     needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 
     def deliver(self) -> None:

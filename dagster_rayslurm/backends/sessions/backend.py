@@ -104,6 +104,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
 def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, str]:
     """The first files of the payload's run directory, except secrets."""
     payload = replace(site.plan.payload, run_id=site.step.run_id, step=site.step.step_key)
+    payload = replace(payload, leaves_unhealthy=site.leaves_unhealthy)
     payload = adapted(payload, site.plan.ray, choice.required, capacity)
     files = run_files(replace(site.plan, payload=payload, secret_env={}), site.context)
     # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
@@ -150,6 +151,7 @@ class SessionBackend(batch.ClusterBackend):
             start_timeout=self.start_timeout,
             patience=self.patience,
             files={REQUEST_FILE: request, **({} if step.reattached else {FIRST_OWNER: b""})},
+            leaves_unhealthy=self.avoids_unhealthy,
             needs=upload.places(str(self.layout.base)),
             backend=self,
             upload=upload,

@@ -428,9 +428,7 @@ class Supervisor:
             return self.close(end, _LOST_GRACE, never)
         for payload in payloads:
             payload.end_early(end, _LOST_GRACE)
-        if (
-            cluster.unhealthy and self.is_session and self.allocation is not None
-        ):  # Each further payload's cluster would meet the same nodes.
+        if cluster.unhealthy and self.is_session and any(payload.spec.leaves_unhealthy for payload in payloads):
             self._unhealthy = cluster.unhealthy
             self.drain("%s failed a health check" % ", ".join(each["node"] for each in cluster.unhealthy))
 
