@@ -45,9 +45,9 @@ done
 
 _OUTSIDE = """\
 calls=
-if [ -n "${SLURM_STEP_ID:-}" ] && [ -w . ] && calls=$(mktemp -d "$PWD/.slurm.XXXXXX") && mkfifo -m 600 "$calls/calls"; then
+if [ -n "${SLURM_NODEID:-}" ] && [ -w . ] && calls=$(mktemp -d "$PWD/.slurm.XXXXXX") && mkfifo -m 600 "$calls/calls"; then
     exec 9<>"$calls/calls"
-    (sh -c @serve@ rayslurm-slurm <"$calls/calls" >/dev/null 2>&1 9>&- &)
+    (sh -c @serve@ rayslurm-slurm "$calls" <"$calls/calls" >/dev/null 2>&1 9>&- &)
 fi
 """
 
@@ -108,12 +108,14 @@ if [ -d "$image" ]; then
     # Variables of the image, if it comes from a registry.
     [ ! -e "$image/ch/environment" ] || set -- --set-env "$@"
 fi
-case ${TMPDIR:-/tmp} in
-    /tmp | /tmp/*) ;;
-    *) if [ -e "$image$TMPDIR" ]; then set -- --bind="$TMPDIR" "$@"; else unset TMPDIR; fi ;;
-esac
-exec ch-run --cd="$PWD" --unset-env='LD_*' --set-env=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \\
-    @options@ "$@"
+# The container's /tmp is the node's TMPDIR, where ch-run writes files itself.
+for place in "${TMPDIR:-/tmp}" /tmp /var/tmp; do
+    export TMPDIR="$place"
+    head -c 300000 /dev/zero 2>/dev/null >"$place/ch-run.$$" && rm "$place/ch-run.$$" && break
+    rm -f "$place/ch-run.$$"
+done
+set -- --set-env=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$@"
+exec ch-run --cd="$PWD" --unset-env='LD_*' --unset-env=TMPDIR @options@ "$@"
 """
 
 _APPTAINER = """\
@@ -162,7 +164,7 @@ _FETCH = {
     """podman inspect --format '{{range .Config.Env}}{{println .}}{{end}}' "$id" | sed '/^$/d' >"$2/environment"; """
     'code=$?; podman rm "$id" >/dev/null; exit "$code"',
 }
-_MADE = 'for place in {targets}; do mkdir -p "$2/image$place" || exit; done'
+_MADE = 'for place in {targets} "$HOME"; do mkdir -p "$2/image$place" || exit; done'
 
 
 def send_container(connection: Connection, environment: ContainerEnvironment, base: str, ensure: Callable[[Recipe], str]) -> str:
@@ -272,17 +274,23 @@ def _write(files: Mapping[str, str]) -> list[str | Piece]:
 # ---- Errors
 
 _EXPLAINED = (
-    (r"namespaces?\b.*(not permitted|denied|No space left|disabled|not enabled)|cannot clone", "{program} may not make user "
-     "namespaces there ({said}); ask the administrators to allow them (sysctl user.max_user_namespaces), or use another runtime"),
-    (r"newuidmap|subuid|subgid", "{program} has no range of user ids there ({said}); ask the administrators for an entry in "
-     "/etc/subuid and /etc/subgid"),
+    (
+        r"namespaces?\b.*(not permitted|not allowed|denied|No space left|disabled|not enabled)|cannot clone",
+        "{program} may not make user namespaces there ({said}); ask the administrators to allow them "
+        "(sysctl user.max_user_namespaces), or use another runtime",
+    ),
+    (
+        r"newuidmap|subuid|subgid",
+        "{program} has no range of user ids there ({said}); ask the administrators for lines in /etc/subuid and /etc/subgid",
+    ),
     (r"unknown image type|image format not recognized", "{program} cannot use an image of this kind ({said})"),
-)  # fmt: skip
+)
 
 
 def explain(said: str, program: str) -> str:
     """What a container program has said, in one sentence with a remedy if there is one."""
-    line = next((line for line in reversed(said.splitlines()) if line.strip()), "").strip()
+    said = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    line = next((" ".join(line.split()) for line in reversed(said.splitlines()) if line.strip()), "")
     for pattern, sentence in _EXPLAINED:
         if re.search(pattern, said, re.IGNORECASE | re.DOTALL):
             return sentence.format(program=program, said=line)

@@ -18,7 +18,7 @@ MODES = (pytest.param("slurm", marks=pytest.mark.stack), pytest.param("slurm-ses
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Called by pytest for each test function: the thorough tests run those on the stack once more, with payloads in containers."""
+    """Called by pytest for each test function: thorough tests repeat those on the stack with payloads in containers."""
     if "env_path" in metafunc.fixturenames:
         inside = pytest.param("container", marks=pytest.mark.thorough)
         metafunc.parametrize("env_path", [pytest.param("", id=pytest.HIDDEN_PARAM), inside], indirect=True)
@@ -30,7 +30,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make(mode: str, site: Site, request: pytest.FixtureRequest) -> Callable[..., ComputeResource]:  # noqa: ARG001
+def make(mode: str, site: Site, request: pytest.FixtureRequest) -> Callable[..., ComputeResource]:
     """A function that makes a resource of the current mode, for an allocation of one or two nodes.
 
     Its argument `queue` has fields of the queue configuration for each node.
