@@ -227,21 +227,18 @@ def _places(mounts: Sequence[str], which: int) -> list[str]:
 
 def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[str]:
     """What is mounted, each as SRC:DST or SRC:DST:OPTIONS: the base directory, and what the user lists."""
-    home, found = expand("~"), []
+    found = []
     for each in [base, *environment.mounts]:
         parts = [expand(part) if number < 2 else part for number, part in enumerate(each.split(":"))]
         if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]):
             raise ValueError(f"mounts: {each!r} is not SOURCE, SOURCE:TARGET or SOURCE:TARGET:OPTIONS with absolute paths")
         if len(parts) == 3 and environment.runtime == "charliecloud":
             raise ValueError(f"mounts: Charliecloud has no options for mounts; write {':'.join(parts[:2])!r}")
-        if len(parts) < 3 and parts[0] == parts[-1] and _is_below(parts[0], home, *_SHARED):
-            continue
-        found.append(":".join([*parts, parts[0]] if len(parts) == 1 else parts))
-    return list(dict.fromkeys(found))
-
-
-def _is_below(path: str, *directories: str) -> bool:
-    return any(path == each or path.startswith(each.rstrip("/") + "/") for each in directories)
+        found.append((*parts, parts[0]) if len(parts) == 1 else tuple(parts))
+    # Those that are part of another mount need none of their own, for which the image may lack a directory.
+    seen = {each[0] for each in found if len(each) == 2 and each[0] == each[1]} | {expand("~"), *_SHARED}
+    covered = {path for path in seen if any(path.startswith(f"{each.rstrip('/')}/") for each in seen)} | {expand("~"), *_SHARED}
+    return [":".join(each) for each in dict.fromkeys(found) if each != (each[0], each[0]) or each[0] not in covered]
 
 
 def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:
