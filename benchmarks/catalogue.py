@@ -65,6 +65,13 @@ BENCHMARKS = {
             "A job of its own with Ray on 1, 2 and 4 nodes, all parties by turns, in changing order.",
         ),
         Benchmark(
+            "container",
+            "slurm.cold:container",
+            COLD,
+            "A job of its own with Ray on 1 and 2 nodes, inside containers of Charliecloud and outside by turns.",
+            usual=False,
+        ),
+        Benchmark(
             "hetjob",
             "slurm.hetjob:bring_up",
             COLD,

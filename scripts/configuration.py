@@ -9,6 +9,7 @@ from dagster_rayslurm import (
     BashLauncher,
     CommandEnvironment,
     ComputeResource,
+    ContainerEnvironment,
     HetComponent,
     InheritedEnvironment,
     PackedEnvironment,
@@ -37,6 +38,7 @@ CLASSES = (
     UvEnvironment,
     PixiEnvironment,
     PackedEnvironment,
+    ContainerEnvironment,
 )
 
 INTRODUCTION = """\
@@ -45,7 +47,7 @@ INTRODUCTION = """\
 Every field of every class, with its default and what it means. Durations are seconds, unless Slurm's own format is named.
 Unknown keys are errors. Strings, integers, and strings in lists and dictionaries may be `EnvVar`s.
 The launchpad asks, where there is a choice of classes, for `ray`, `bash`, or an environment's `inherited`, `pre-deployed`,
-`command`, `uv`, `pixi` or `packed` around the fields.
+`command`, `uv`, `pixi`, `packed` or `container` around the fields.
 """
 
 

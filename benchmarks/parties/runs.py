@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import dagster as dg
 
-from dagster_rayslurm import BashLauncher, ComputeResource, RayLauncher, SlurmQueueConfig, SlurmResource
+from dagster_rayslurm import BashLauncher, ComputeResource, PreDeployedEnvironment, RayLauncher, SlurmQueueConfig, SlurmResource
 
 from ..steps import PAYLOADS
 from .edge import Edge
@@ -109,9 +109,8 @@ class Ours:
         return ComputeResource(
             mode="slurm",
             slurm=SlurmResource(ssh=self._edge.resource(port, key=key), queue=queue, remote_base=f"{self._directory}/ours"),
-            pre_deployed_env_path=self._edge.env["RAYSLURM_ENV_PATH"],
+            **{"environment": PreDeployedEnvironment(path=self._edge.env["RAYSLURM_ENV_PATH"]), **options},
             default_launcher=launcher,
-            **options,
         )
 
     def run(self, context: dg.AssetExecutionContext, compute: ComputeResource, shape: Shape) -> Run:

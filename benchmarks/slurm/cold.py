@@ -3,11 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 import dagster as dg
 
-from dagster_rayslurm import ComputeResource
+from dagster_rayslurm import ComputeResource, ContainerEnvironment
+from stack.container import IMAGE, MAKE_IMAGE
 
 from ..figures import Figure, Options, Sample
 from ..parties.edge import Edge
@@ -22,6 +23,7 @@ from ..steps import base_dir, in_step, instance
 _ROUNDS, _SLOW_ROUNDS = 4, 2
 """How often everybody has a turn, and those do whose runs take long."""
 _RATIO_BAR, _FIRST_BAR = 1.15, 7.5
+_CONTAINER_BAR = 1.3
 _EXIT_BAR, _LAST_LINE_BAR, _GONE_BAR, _BASH_BAR = 0.3, 1.3, 2.0, 1.0
 _SHAPES = (Shape(1), Shape(2), Shape(4))
 OURS, HAND = "slurm", LIMIT.label
@@ -181,6 +183,29 @@ def _steps(ours: Party, hand: Party, shape: Shape, where: str, edge: Edge) -> Fi
 
     mine = sample(ours)
     return Figure(f"{where}: calls of srun", sample(hand), mine, mine, 1)
+
+
+def container(options: Options) -> list[Figure]:
+    """The same run with the runtime, Ray and the payload in containers, and outside."""
+    edge, shapes = Edge(), _SHAPES[:2]
+    inside = ContainerEnvironment(image=IMAGE, runtime="charliecloud", mounts=["/opt/ray"], python="/opt/ray/bin/python")
+    with edge.directory() as directory:
+        edge.shell(f"set -- {IMAGE}\n{MAKE_IMAGE}")
+        batch = Ours(edge, directory, options.partition)
+
+        def run(**fields: Any) -> Callable[[dg.AssetExecutionContext, Shape], Run]:
+            return lambda context, shape: batch.run(context, batch.resource(shape, **fields), shape)
+
+        outside, within = Party("outside", run()), Party("in a container", run(environment=inside))
+        compete(options, edge, [outside, within], shapes)
+    figures = []
+    for shape in shapes:
+        plain, contained = (party.sample(shape, lambda run: run.to_first_line) for party in (outside, within))
+        assert plain is not None and contained is not None
+        ratio = Sample.of("ratio of medians", [contained.median / plain.median], "x")
+        name = f"container, {shape.nodes} node{'s' if shape.nodes > 1 else ''}: to the first line"
+        figures.append(Figure(name, plain, contained, ratio, _CONTAINER_BAR))
+    return figures
 
 
 def bash(options: Options) -> Figure:

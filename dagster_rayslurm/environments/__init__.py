@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal, Optional, Union
 
-from ..config import StrictConfig, check_modules, check_text, checked, choice, plain_text
+from ..config import StrictConfig, check_list, check_modules, check_text, checked, choice, is_env_var, plain_text
 from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
 
@@ -27,6 +27,11 @@ def _lines(commands: object) -> object:
     if not commands:
         raise ValueError('there is no command; write at least one, such as "module load python"')
     return commands
+
+
+def _words(values: object) -> list[object]:
+    """A list of texts; raises `ValueError` if it is none, or one has a control character."""
+    return [value if is_env_var(value) else check_text(value) for value in check_list(values, "texts")]
 
 
 class InheritedEnvironment(StrictConfig):
@@ -109,14 +114,14 @@ class ContainerEnvironment(SentEnvironment):
     reference such as `docker://rayproject/ray:2.54.0-py312`, which the cluster fetches once."""
     runtime: Annotated[str, choice("apptainer", "charliecloud", "podman", "pyxis")]
     """The program that runs containers on the cluster."""
-    mounts: list[Annotated[str, plain_text]] = []
+    mounts: Annotated[list[str], checked(_words)] = []
     """What the container sees of the cluster besides the base directory, the home directory, `data_dir` and /tmp: paths, or
     `SOURCE:TARGET`, or `SOURCE:TARGET:OPTIONS`."""
-    options: list[Annotated[str, plain_text]] = []
+    options: Annotated[list[str], checked(_words)] = []
     """More options of the runtime's command: `apptainer exec`, `ch-run`, `podman run`, for Pyxis `srun`."""
     python: Annotated[Optional[str], plain_text] = None
     """The Python in the image, a path or a command; None for `python3` on the image's PATH."""
-    commands: list[Annotated[str, plain_text]] = []
+    commands: Annotated[list[str], checked(_words)] = []
     """Commands of bash, run outside before the container starts, such as `module load apptainer`."""
 
 

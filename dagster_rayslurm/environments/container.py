@@ -45,9 +45,9 @@ done
 
 _OUTSIDE = """\
 calls=
-if [ -n "${SLURM_STEP_ID:-}" ] && [ -w . ] && calls=$(mktemp -d "$PWD/.slurm.XXXXXX") && mkfifo -m 600 "$calls/calls"; then
+if [ -n "${SLURM_NODEID:-}" ] && [ -w . ] && calls=$(mktemp -d "$PWD/.slurm.XXXXXX") && mkfifo -m 600 "$calls/calls"; then
     exec 9<>"$calls/calls"
-    (sh -c @serve@ rayslurm-slurm <"$calls/calls" >/dev/null 2>&1 9>&- &)
+    (sh -c @serve@ rayslurm-slurm "$calls" <"$calls/calls" >/dev/null 2>&1 9>&- &)
 fi
 """
 
@@ -108,12 +108,14 @@ if [ -d "$image" ]; then
     # Variables of the image, if it comes from a registry.
     [ ! -e "$image/ch/environment" ] || set -- --set-env "$@"
 fi
-case ${TMPDIR:-/tmp} in
-    /tmp | /tmp/*) ;;
-    *) if [ -e "$image$TMPDIR" ]; then set -- --bind="$TMPDIR" "$@"; else unset TMPDIR; fi ;;
-esac
-exec ch-run --cd="$PWD" --unset-env='LD_*' --set-env=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \\
-    @options@ "$@"
+# The container's /tmp is the node's TMPDIR, where ch-run writes files itself.
+for place in "${TMPDIR:-/tmp}" /tmp /var/tmp; do
+    export TMPDIR="$place"
+    head -c 300000 /dev/zero 2>/dev/null >"$place/ch-run.$$" && rm "$place/ch-run.$$" && break
+    rm -f "$place/ch-run.$$"
+done
+set -- --set-env=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$@"
+exec ch-run --cd="$PWD" --unset-env='LD_*' --unset-env=TMPDIR @options@ "$@"
 """
 
 _APPTAINER = """\
@@ -162,7 +164,7 @@ _FETCH = {
     """podman inspect --format '{{range .Config.Env}}{{println .}}{{end}}' "$id" | sed '/^$/d' >"$2/environment"; """
     'code=$?; podman rm "$id" >/dev/null; exit "$code"',
 }
-_MADE = 'for place in {targets}; do mkdir -p "$2/image$place" || exit; done'
+_MADE = 'for place in {targets} "$HOME"; do mkdir -p "$2/image$place" || exit; done'
 
 
 def send_container(connection: Connection, environment: ContainerEnvironment, base: str, ensure: Callable[[Recipe], str]) -> str:
@@ -225,21 +227,18 @@ def _places(mounts: Sequence[str], which: int) -> list[str]:
 
 def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[str]:
     """What is mounted, each as SRC:DST or SRC:DST:OPTIONS: the base directory, and what the user lists."""
-    home, found = expand("~"), []
+    found = []
     for each in [base, *environment.mounts]:
         parts = [expand(part) if number < 2 else part for number, part in enumerate(each.split(":"))]
         if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]):
             raise ValueError(f"mounts: {each!r} is not SOURCE, SOURCE:TARGET or SOURCE:TARGET:OPTIONS with absolute paths")
         if len(parts) == 3 and environment.runtime == "charliecloud":
             raise ValueError(f"mounts: Charliecloud has no options for mounts; write {':'.join(parts[:2])!r}")
-        if len(parts) < 3 and parts[0] == parts[-1] and _is_below(parts[0], home, *_SHARED):
-            continue
-        found.append(":".join([*parts, parts[0]] if len(parts) == 1 else parts))
-    return list(dict.fromkeys(found))
-
-
-def _is_below(path: str, *directories: str) -> bool:
-    return any(path == each or path.startswith(each.rstrip("/") + "/") for each in directories)
+        found.append((*parts, parts[0]) if len(parts) == 1 else tuple(parts))
+    # Those that are part of another mount need none of their own, for which the image may lack a directory.
+    seen = {each[0] for each in found if len(each) == 2 and each[0] == each[1]} | {expand("~"), *_SHARED}
+    covered = {path for path in seen if any(path.startswith(f"{each.rstrip('/')}/") for each in seen)} | {expand("~"), *_SHARED}
+    return [":".join(each) for each in dict.fromkeys(found) if each != (each[0], each[0]) or each[0] not in covered]
 
 
 def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:
@@ -272,17 +271,23 @@ def _write(files: Mapping[str, str]) -> list[str | Piece]:
 # ---- Errors
 
 _EXPLAINED = (
-    (r"namespaces?\b.*(not permitted|denied|No space left|disabled|not enabled)|cannot clone", "{program} may not make user "
-     "namespaces there ({said}); ask the administrators to allow them (sysctl user.max_user_namespaces), or use another runtime"),
-    (r"newuidmap|subuid|subgid", "{program} has no range of user ids there ({said}); ask the administrators for an entry in "
-     "/etc/subuid and /etc/subgid"),
+    (
+        r"namespaces?\b.*(not permitted|not allowed|denied|No space left|disabled|not enabled)|cannot clone",
+        "{program} may not make user namespaces there ({said}); ask the administrators to allow them "
+        "(sysctl user.max_user_namespaces), or use another runtime",
+    ),
+    (
+        r"newuidmap|subuid|subgid",
+        "{program} has no range of user ids there ({said}); ask the administrators for lines in /etc/subuid and /etc/subgid",
+    ),
     (r"unknown image type|image format not recognized", "{program} cannot use an image of this kind ({said})"),
-)  # fmt: skip
+)
 
 
 def explain(said: str, program: str) -> str:
     """What a container program has said, in one sentence with a remedy if there is one."""
-    line = next((line for line in reversed(said.splitlines()) if line.strip()), "").strip()
+    said = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    line = next((" ".join(line.split()) for line in reversed(said.splitlines()) if line.strip()), "")
     for pattern, sentence in _EXPLAINED:
         if re.search(pattern, said, re.IGNORECASE | re.DOTALL):
             return sentence.format(program=program, said=line)

@@ -17,7 +17,10 @@ from dagster_rayslurm import ComputeResource
 from ..stack.access import Stack
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/sessions.md", "docs/components.md", "docs/edge_node.md", "docs/node_health.md", "docs/pixi.md")
+PAGES = (
+    *("README.md", "docs/sessions.md", "docs/components.md", "docs/containers.md", "docs/edge_node.md"),
+    *("docs/node_health.md", "docs/pixi.md"),
+)
 README = "".join((ROOT / page).read_text() for page in PAGES)
 STACK = (ROOT / "stack" / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

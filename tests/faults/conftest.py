@@ -18,7 +18,7 @@ MODES = (pytest.param("slurm", marks=pytest.mark.stack), pytest.param("slurm-ses
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Called by pytest for each test function: those on the stack run once more with payloads in containers, if thorough."""
+    """Called by pytest for each test function: thorough tests repeat those on the stack with payloads in containers."""
     if "env_path" in metafunc.fixturenames:
         inside = pytest.param("container", marks=pytest.mark.thorough)
         metafunc.parametrize("env_path", [pytest.param("", id=pytest.HIDDEN_PARAM), inside], indirect=True)
