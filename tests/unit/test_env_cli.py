@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from dagster_rayslurm.cli import main
 
-from .test_sent_environments import Cluster, says, wheel
-from .test_sent_environments import cluster as cluster
+from .sending import Cluster, says, wheel
 
 DEFINITIONS = """
 import dagster as dg
