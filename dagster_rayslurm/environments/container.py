@@ -132,7 +132,11 @@ unset LD_LIBRARY_PATH
 set -- "$image" sh -c @inside@ @prefix@/slurm "$calls" @python@ "$@"
 if [ -d "$image" ]; then
     set -- --rootfs "$@"
-    [ ! -e "${image%/*}/environment" ] || set -- --env-file="${image%/*}/environment" "$@"
+    if [ -e "${image%/*}/environment" ]; then  # Variables of the image, if it comes from a registry.
+        set -- --env-file="${image%/*}/environment" "$@"
+    else
+        set -- --env=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$@"
+    fi
 else
     shift
     set -- "docker-archive:$image" "$@"
