@@ -48,6 +48,8 @@ calls=
 if [ -n "${SLURM_NODEID:-}" ] && [ -w . ] && calls=$(mktemp -d "$PWD/.slurm.XXXXXX") && mkfifo -m 600 "$calls/calls"; then
     exec 9<>"$calls/calls"
     (sh -c @serve@ rayslurm-slurm "$calls" <"$calls/calls" >/dev/null 2>&1 9>&- &)
+else
+    calls=  # Not every file system has FIFOs.
 fi
 """
 

@@ -23,7 +23,7 @@ def where():
 
 jobs = subprocess.run(["squeue", "--noheader", "--me", "--format=%A"], capture_output=True, text=True)
 pipes.report_asset_materialization(metadata={
-    "where": [str(ray.get(where.options(resources={"node:" + each["NodeManagerAddress"]: 0.1}).remote())) for each in ray.nodes()],
+    "where": [str(ray.get(where.options(resources={"node:" + node["NodeManagerAddress"]: 1}).remote())) for node in ray.nodes()],
     "driver": "CH_RUNNING" in os.environ, "jobs": jobs.stdout.split(), "job": os.environ["SLURM_JOB_ID"],
 })
 """)
