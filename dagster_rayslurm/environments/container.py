@@ -48,6 +48,8 @@ calls=
 if [ -n "${SLURM_NODEID:-}" ] && [ -w . ] && calls=$(mktemp -d "$PWD/.slurm.XXXXXX") && mkfifo -m 600 "$calls/calls"; then
     exec 9<>"$calls/calls"
     (sh -c @serve@ rayslurm-slurm "$calls" <"$calls/calls" >/dev/null 2>&1 9>&- &)
+else
+    calls=  # Not every file system has FIFOs.
 fi
 """
 
@@ -132,7 +134,11 @@ unset LD_LIBRARY_PATH
 set -- "$image" sh -c @inside@ @prefix@/slurm "$calls" @python@ "$@"
 if [ -d "$image" ]; then
     set -- --rootfs "$@"
-    [ ! -e "${image%/*}/environment" ] || set -- --env-file="${image%/*}/environment" "$@"
+    if [ -e "${image%/*}/environment" ]; then  # Variables of the image, if it comes from a registry.
+        set -- --env-file="${image%/*}/environment" "$@"
+    else
+        set -- --env=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$@"
+    fi
 else
     shift
     set -- "docker-archive:$image" "$@"

@@ -1,6 +1,7 @@
 """The environment of payloads in a container on the stack."""
 
 import logging
+import os
 from typing import Any
 
 from dagster_rayslurm import ContainerEnvironment, PreDeployedEnvironment
@@ -13,8 +14,9 @@ BASE = "/home/dev/inside"
 
 
 def charliecloud(**fields: Any) -> ContainerEnvironment:
-    """The environment in the stack's image."""
-    defaults = {"image": IMAGE, "runtime": "charliecloud", "mounts": ["/opt/ray"], "python": "/opt/ray/bin/python"}
+    """The environment in the stack's image; another program that the nodes have can be named for the tests of faults."""
+    runtime = os.environ.get("RAYSLURM_STACK_RUNTIME") or "charliecloud"
+    defaults = {"image": IMAGE, "runtime": runtime, "mounts": ["/opt/ray"], "python": "/opt/ray/bin/python"}
     return ContainerEnvironment(**{**defaults, **fields})
 
 
