@@ -77,7 +77,7 @@ class UvEnvironment(SentEnvironment):
     """Tells the environments apart in configuration."""
     project: Annotated[str, plain_text] = "."
     """The project's directory on this machine, with pyproject.toml and uv.lock."""
-    groups: list[str] = []
+    groups: Annotated[list[str], checked(_words)] = []
     """Dependency groups of the project to install besides its dependencies."""
     python: Annotated[Optional[str], plain_text] = None
     """The Python on the cluster: a version such as "3.11", a path or a command there; None for one that the project allows,

@@ -225,6 +225,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "SSHConnectionResource": {"host": "e"},
     "HetComponent": {"component_id": "a", "queue": SlurmQueueConfig()},
     "PreDeployedEnvironment": {"path": "/x"},
+    "CommandEnvironment": {"commands": ["true"]},
+    "PackedEnvironment": {"archive": "x"},
+    "ContainerEnvironment": {"image": "/x", "runtime": "podman"},
 }
 PUBLIC = [getattr(dagster_rayslurm, name) for name in dagster_rayslurm.__all__]
 CLASSES = [kind for kind in PUBLIC if getattr(kind, "model_fields", None)]
@@ -236,19 +239,27 @@ GOOD: dict[str, Any] = {
     "auth": "token",
     "carrier": "srun",
     "client": "openssh",
+    "commands": ["true"],
     "extra_sbatch": ["--nice=5"],
+    "fabric": "tcp",
+    "groups": ["ab"],
     "host_key": "ssh-ed25519 " + base64.b64encode(b"\0\0\0\vssh-ed25519\0\0\0 " + bytes(32)).decode(),
     "host_key_checking": "strict",
+    "imports": ["torch.nn"],
     "keep_run_dirs": "all",
     "labels": {"tier": "fast"},
     "launch_style": "symmetric-run",
     "mem": "4G",
     "mem_per_cpu": "500M",
     "mode": "slurm",
+    "mounts": ["/x"],
     "on_misfit": "error",
+    "on_unhealthy": "exclude-and-retry",
+    "options": ["--x"],
     "port_range": "20000-20999",
     "preload": ["torch.nn"],
     "ray_args": ["--verbose"],
+    "runtime": "charliecloud",
     "scope": "run",
     "signal_before_timeout": "USR1@300",
     "time_limit": "1-00:05:00",
@@ -256,6 +267,10 @@ GOOD: dict[str, Any] = {
     "topology": "separate",
 }
 """A valid value for each field that accepts only certain words."""
+
+
+LINES = {"health_check"}
+"""Fields whose text may have several lines."""
 
 
 def may_be_text(annotation: Any) -> bool:
@@ -266,16 +281,16 @@ def may_be_text(annotation: Any) -> bool:
     return any(map(may_be_text, parts))
 
 
-def spoilt(value: Any) -> Iterator[Any]:
-    """Bad variants of a good value: with a character that ends a line, string or command at its start, inside and at its end."""
+def spoilt(value: Any, characters: str) -> Iterator[Any]:
+    """Bad variants of a good value: with each of the characters at its start, inside and at its end."""
     if isinstance(value, list):
-        yield from ([each] for text in value for each in spoilt(text))
+        yield from ([each] for text in value for each in spoilt(text, characters))
     elif isinstance(value, dict):
         for name, text in value.items():
-            yield from ({each: text} for each in spoilt(name))
-            yield from ({name: each} for each in spoilt(text))
+            yield from ({each: text} for each in spoilt(name, characters))
+            yield from ({name: each} for each in spoilt(text, characters))
     else:
-        yield from (value[:at] + bad + value[at:] for bad in "\n\r\0\x1b\ud800" for at in (0, 1, len(value)))
+        yield from (value[:at] + bad + value[at:] for bad in characters for at in (0, 1, len(value)))
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -286,7 +301,8 @@ def test_no_field_takes_what_ends_a_line(kind: Any) -> None:
     for name in names - CHECKED_LATER:
         good = kind.model_fields[name].default if name == "kind" else GOOD.get(name, "ab")
         assert takes(kind, name, good), f"{name} takes no {good!r}"
-        for bad in spoilt(good):
+        # These end a line, a string or a command.
+        for bad in spoilt(good, "\0\x1b\ud800" if name in LINES else "\n\r\0\x1b\ud800"):
             assert not takes(kind, name, bad), (name, bad)
 
 
