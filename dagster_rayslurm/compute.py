@@ -58,7 +58,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
         """Called when a step starts; begins to log in to the edge node while Dagster prepares the step."""
         if self.slurm is not None and self.mode != ExecutionMode.LOCAL:
-            from .ssh.local import connect_early
+            from .ssh.pool import connect_early
 
             connect_early(self.slurm.ssh)
 

@@ -44,7 +44,8 @@ from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from .ssh.base import Connection
-from .ssh.local import LocalConnection, connection_to
+from .ssh.local import LocalConnection
+from .ssh.pool import connection_to
 
 _log = logging.getLogger("rayslurm")
 _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}'"

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.ssh.base import Connection
-from dagster_rayslurm.ssh.local import LocalConnection, new_connection
+from dagster_rayslurm.ssh.local import LocalConnection
+from dagster_rayslurm.ssh.pool import new_connection
 
 from ..figures import Figure, Options, Sample
 from ..parties.edge import ByHand, Edge

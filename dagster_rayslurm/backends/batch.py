@@ -35,7 +35,7 @@ from ..slurm.shared_queue import SlurmUnanswered, ask_patiently, fetch_queue, sh
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
-from ..ssh.local import connection_to
+from ..ssh.pool import connection_to
 from .base import Layout, Register, Step, deferred_interrupts, run_files, sweep_remote, write_cancel_request
 from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from .payload_files import PayloadFiles, deliver, pack, remote_base_errors

@@ -15,7 +15,7 @@ from .. import __version__
 from ..backends.base import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from ..ssh.base import Connection
-from ..ssh.local import connection_to
+from ..ssh.pool import connection_to
 from .env import env
 from .session import edge_node, json_option, one_sentence_errors, prefix_option, print_table, session
 

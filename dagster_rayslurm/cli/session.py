@@ -27,7 +27,8 @@ from ..slurm.refusals import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection, expand_home, is_rooted
 from ..ssh.config import SSHConnectionResource
-from ..ssh.local import LocalConnection, connection_to
+from ..ssh.local import LocalConnection
+from ..ssh.pool import connection_to
 
 _THREADS = 8  # Maximum number of sessions that are asked for their description at the same time.
 _OVER = (SessionState.ENDED, SessionState.DEAD)  # States of sessions that have ended; `list` shows them only with `--all`.

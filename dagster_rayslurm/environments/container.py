@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..edge.environment import PREFIX
 from ..ssh.base import Connection, check_no_variable, expand_home
 from . import ContainerEnvironment
-from .send import Piece, Recipe, activate_script, local_piece
+from .recipe import Piece, Recipe, activate_script, local_piece
 
 PROGRAMS = {"apptainer": "apptainer", "charliecloud": "ch-run", "podman": "podman", "pyxis": "srun"}
 

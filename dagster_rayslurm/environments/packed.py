@@ -9,7 +9,7 @@ import zipfile
 from ..edge.environment import PREFIX
 from . import PackedEnvironment
 from .platforms import Platform, Python
-from .send import Recipe, local_piece
+from .recipe import Recipe, local_piece
 
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # First bytes of archives by gzip, bzip2, xz and zstd.
 _HEADER = 65536

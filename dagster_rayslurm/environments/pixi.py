@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..edge.environment import PREFIX
 from . import PixiEnvironment, install_conda, pixi_manifest, wheels
 from .platforms import Platform, Python, cached
-from .send import Piece, Recipe, digest_of
+from .recipe import Piece, Recipe, digest_of
 
 if TYPE_CHECKING:
     from rattler.lock import CondaLockedBinaryPackage, LockedPackage, PypiLockedPackage

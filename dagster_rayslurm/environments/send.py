@@ -7,8 +7,6 @@ that was there before.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import posixpath
 import shlex
@@ -16,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from ..edge import environment as edge
@@ -27,7 +24,6 @@ from ..ssh.local import locked
 from ..upload.bundle import bundle_files
 from ..upload.deliver import PROGRESS_INTERVAL, install, log_progress, missing, place_of, send_files
 from . import (
-    COMMAND_FAILED,
     CommandEnvironment,
     ContainerEnvironment,
     Environment,
@@ -38,61 +34,13 @@ from . import (
     UvEnvironment,
 )
 from .platforms import FRESH_AGE, PLATFORM_AGE, Platform, look_at
+from .recipe import Piece, Recipe, activate_script
 
-_FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
 _MAKE_TIMEOUT = 3600.0
 _AT_ONCE = 8  # Number of files that are fetched at once.
 
-# By path of a file: its state when this process read it, and its SHA-256.
-_digests: dict[str, tuple[object, str]] = {}
 # By environment and platform: the last recipe, and the state of its inputs on this machine.
 _recipes: dict[str, tuple[Recipe, object]] = {}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A file that the cluster needs; `get` returns its path on this machine, and may have to fetch it first."""
-
-    digest: str  # Hash of the content, or of what the file is built from.
-    name: str
-    get: Callable[[], str]
-
-    @property
-    def place(self) -> str:
-        """Its path on the cluster, below the base directory."""
-        return f"files/{self.digest[:32]}/{self.name}"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a prefix is made: commands, some of whose words are files to send, and `edge.PREFIX` for the path of the prefix.
-
-    `inputs` returns the state of the files that the recipe was written from, so that it is written again when one changes.
-    """
-
-    commands: Sequence[Sequence[str | Piece]]
-    inputs: Callable[[], object]
-    # The command that runs the commands on a compute node, where the edge node cannot (see `Platform.runner`).
-    runner: Sequence[str] = ()
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """The files, each once."""
-        return list({word.place: word for command in self.commands for word in command if isinstance(word, Piece)}.values())
-
-    def words(self, base: str) -> list[list[str]]:
-        """The commands on a cluster with this base directory."""
-        return [
-            [posixpath.join(base, each.place) if isinstance(each, Piece) else each for each in words] for words in self.commands
-        ]
-
-    def path(self, base: str) -> str:
-        """The path of the prefix on a cluster with this base directory."""
-        return posixpath.join(base, "prefixes", self.key)
-
-    @property
-    def key(self) -> str:
-        return hashlib.sha256(json.dumps([_FORMAT, self.words("")]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def send_environment(
@@ -180,29 +128,6 @@ def recipe_for(
     return known
 
 
-def digest_of(path: str) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(2**20):
-            digest.update(data)
-    return digest.hexdigest()
-
-
-def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
-    """A file on this machine as a piece, and what returns its state; `OSError` if it cannot be read."""
-
-    def state() -> object:
-        found = os.stat(path)
-        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-    known, digest = _digests.get(path, (None, ""))
-    if known != state():
-        now, digest = state(), digest_of(path)
-        _digests[path] = now, digest
-    return Piece(digest, os.path.basename(path), lambda: path), state
-
-
 def fetch(pieces: Sequence[Piece], log: Any) -> list[str]:
     """Fetch or build files, and return their paths on this machine; raises `StartError` if one cannot be had."""
     found: list[str] = []
@@ -244,19 +169,6 @@ def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: An
 
 
 # ---- Commands
-
-_ACTIVATE = f"""\
-# As a login shell does (bash(1)).
-[ ! -r /etc/profile ] || . /etc/profile
-for _rayslurm in ~/.bash_profile ~/.bash_login ~/.profile; do [ ! -r "$_rayslurm" ] || {{ . "$_rayslurm"; break; }}; done
-_rayslurm() {{ _rayslurm=$?; printf '{COMMAND_FAILED}%s\\n' "$1" >&2; return $_rayslurm; }}
-"""
-
-
-def activate_script(commands: Sequence[str]) -> str:
-    """An `activate.sh` that runs commands in what a login shell of bash is; it names a command that fails."""
-    lines = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in commands]
-    return _ACTIVATE + "\n".join([*lines, ""])
 
 
 def _send_commands(connection: Connection, environment: CommandEnvironment, base: str, warn: Callable[[str], None]) -> str:

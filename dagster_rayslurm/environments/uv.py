@@ -20,7 +20,7 @@ from ..edge.environment import PREFIX
 from ..ssh.local import locked
 from . import UvEnvironment, wheels
 from .platforms import Platform, Python, cached
-from .send import Piece, Recipe
+from .recipe import Piece, Recipe
 
 _VERSION = re.compile(r"\d+(\.\d+)*")
 

@@ -22,7 +22,7 @@ from ..edge.environment import PREFIX
 from ..ssh.local import locked
 from ..upload.bundle import bundle_directory
 from .platforms import Platform, Python, cached
-from .send import Piece
+from .recipe import Piece
 
 EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
 ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: it needs neither configuration files nor the internet.

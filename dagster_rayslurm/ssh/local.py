@@ -1,24 +1,18 @@
-"""What the processes and threads of a user share on this machine: connections, and a private directory with locks."""
+"""This machine: its files and commands without SSH, and the private directory with locks that the user's processes share."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import os
 import random
 import socket
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from .base import Connection, Submit
-from .config import SSHConnectionResource
-
-if TYPE_CHECKING:
-    from .connection import SSHConnection
 
 T = TypeVar("T")
 
@@ -47,63 +41,6 @@ class LocalConnection(Connection):
 def _submit(function: Callable[..., T], *arguments: object) -> Callable[[], T]:
     result = function(*arguments)
     return lambda: result
-
-
-_local = LocalConnection()
-_lock = threading.Lock()
-_connections: dict[str, Connection] = {}
-
-
-def connection_to(ssh: SSHConnectionResource | None) -> Connection:
-    """The shared connection to an edge node, or to this machine if `ssh` is None. The connection logs in at its first use."""
-    if ssh is None:
-        return _local
-    key = ssh.model_dump_json()
-    with _lock:
-        if key not in _connections:
-            _connections[key] = new_connection(ssh)
-        return _connections[key]
-
-
-def connect_early(ssh: SSHConnectionResource | None) -> None:
-    """Start to log in in the background. A failure is not reported here, but at the first use of the connection."""
-
-    def log_in() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            connection_to(ssh).home()
-
-    threading.Thread(target=log_in, name="rayslurm-connect", daemon=True).start()
-
-
-def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
-    """A new connection that is not shared with other callers. The caller closes it."""
-    # Imported here, so that local runs save the third of a second that the import of paramiko takes.
-    from . import openssh, paramiko_client
-    from .connection import SSHConnection
-
-    return SSHConnection(ssh, openssh.log_in if ssh.client == "openssh" else paramiko_client.log_in)
-
-
-def close_connections() -> None:
-    """Log out from all servers that this process is connected to. Called when the process exits."""
-    with _lock:
-        connections = list(_connections.values())
-        _connections.clear()
-    for connection in connections:
-        connection.close()
-
-
-atexit.register(close_connections)
-
-
-def _forget_all() -> None:
-    """Called in a forked child: forget the parent's connections, which the child must not use, and replace the lock."""
-    global _lock
-    _lock = threading.Lock()
-    _connections.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 
 
 def private_dir() -> str:

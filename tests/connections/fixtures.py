@@ -15,8 +15,9 @@ import pytest
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.ssh.base import Connection
 from dagster_rayslurm.ssh.connection import SSHConnection
-from dagster_rayslurm.ssh.local import LocalConnection, new_connection
+from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.ssh.openssh import control_path
+from dagster_rayslurm.ssh.pool import new_connection
 
 from ..conftest import MARK
 from .sshd import Sshd

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.ssh.base import ConnectionFailed
-from dagster_rayslurm.ssh.local import close_connections, connection_to
 from dagster_rayslurm.ssh.openssh import control_path, master_command
+from dagster_rayslurm.ssh.pool import close_connections, connection_to
 
 from .fixtures import PASSWORD, Connect, end_master
 from .sshd import Sshd

@@ -392,7 +392,7 @@ def test_a_link_of_80_ms(connect: Connect, server: Sshd, client: str, tmp_path: 
 
 
 def test_a_forked_child_makes_its_own_connection(connect: Connect, server: Sshd) -> None:
-    from dagster_rayslurm.ssh.local import close_connections, connection_to
+    from dagster_rayslurm.ssh.pool import close_connections, connection_to
 
     ssh = connect.fields(server)
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SSHConnectionResource
-from dagster_rayslurm.ssh.local import connection_to
+from dagster_rayslurm.ssh.pool import connection_to
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..connections.sshd import Sshd

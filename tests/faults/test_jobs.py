@@ -19,7 +19,7 @@ from dagster_rayslurm.slurm.request import render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock
 from dagster_rayslurm.slurm.submit import submit
 from dagster_rayslurm.ssh.base import Completed, ConnectionLost
-from dagster_rayslurm.ssh.local import connection_to
+from dagster_rayslurm.ssh.pool import connection_to
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..connections.sshd import Sshd

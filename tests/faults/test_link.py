@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SSHConnectionResource
-from dagster_rayslurm.ssh.local import connection_to
 from dagster_rayslurm.ssh.openssh import control_path
+from dagster_rayslurm.ssh.pool import connection_to
 from stack.link import Link
 
 from ..conftest import Ran, pipes_script, small_ray, wait_until

@@ -18,8 +18,8 @@ from dagster._core.remote_representation.external_data import RepositorySnap
 from dagster_shared.serdes import serialize_value
 
 from dagster_rayslurm import ComputeResource, HetComponent, RunFailure, SlurmQueueConfig, SlurmResource, SSHConnectionResource
-from dagster_rayslurm.ssh.local import connection_to
 from dagster_rayslurm.ssh.openssh import control_path
+from dagster_rayslurm.ssh.pool import connection_to
 
 from ..conftest import pipes_script, small_ray, wait_until
 from ..connections.fixtures import end_master

@@ -18,8 +18,8 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig, SlurmQueueConfig, SlurmResource, SSHConnectionResource
 from dagster_rayslurm.ssh.base import Connection
-from dagster_rayslurm.ssh.local import connection_to
 from dagster_rayslurm.ssh.openssh import control_path
+from dagster_rayslurm.ssh.pool import connection_to
 
 from ..conftest import Ran, pipes_script, run_asset, wait_until
 from ..connections.fixtures import end_master

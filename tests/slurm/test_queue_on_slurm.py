@@ -23,7 +23,7 @@ from dagster_rayslurm.slurm.accounting import JobFacts, fetch_job_facts, memory_
 from dagster_rayslurm.slurm.shared_queue import SharedQueue, fetch_queue
 from dagster_rayslurm.slurm.states import JobPhase, JobStatus, JobWatch
 from dagster_rayslurm.ssh.base import Connection
-from dagster_rayslurm.ssh.local import new_connection
+from dagster_rayslurm.ssh.pool import new_connection
 
 from ..conftest import wait_until
 

@@ -8,7 +8,7 @@ import pytest
 from dagster_rayslurm import ComputeResource
 from dagster_rayslurm.execution import run as execution
 from dagster_rayslurm.ssh.connection import SSHConnection
-from dagster_rayslurm.ssh.local import close_connections
+from dagster_rayslurm.ssh.pool import close_connections
 
 from ..conftest import pipes_script, run_asset
 from .fixtures import Site

@@ -19,7 +19,7 @@ from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.ssh.base import Connection
-from dagster_rayslurm.ssh.local import new_connection
+from dagster_rayslurm.ssh.pool import new_connection
 from dagster_rayslurm.upload.bundle import bundle_directory, bundle_files
 from dagster_rayslurm.upload.deliver import install, place_of, runtime_place
 

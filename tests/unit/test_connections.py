@@ -20,9 +20,10 @@ from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.ssh.base import Backoff, ConnectionFailed
-from dagster_rayslurm.ssh.local import connection_to, private_dir
+from dagster_rayslurm.ssh.local import private_dir
 from dagster_rayslurm.ssh.login import SLOTS, KnownKey, Prompts, Trust, check_host_key, judge, known_keys, login_slot
 from dagster_rayslurm.ssh.openssh import control_path, explain, master_command, options
+from dagster_rayslurm.ssh.pool import connection_to
 
 # -- known hosts ---------------------------------------------------------------------------------------------------------
 

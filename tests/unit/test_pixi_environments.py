@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import PixiEnvironment
-from dagster_rayslurm.environments import send, wheels
+from dagster_rayslurm.environments import recipe, send, wheels
 from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.environments.pixi import pixi_recipe
 from dagster_rayslurm.environments.platforms import Platform
@@ -86,7 +86,7 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    piece = send.Piece("1" * 64, library.name, lambda: str(library))
+    piece = recipe.Piece("1" * 64, library.name, lambda: str(library))
     monkeypatch.setattr(wheels, "tool_wheel", lambda *_: piece)
     return Project(tmp_path / "a pixi project")
 
@@ -263,7 +263,7 @@ def test_a_package_that_is_not_the_one_in_the_lock(project: Project, channel: di
     half = package(project.path, "half", files={"x": "y"})
     archive = Path(half.url.removeprefix("file://"))
     archive.write_bytes(archive.read_bytes()[:-100])
-    record = {**half.record, "sha256": send.digest_of(str(archive))}
+    record = {**half.record, "sha256": recipe.digest_of(str(archive))}
     environment = project.write([channel["libx"], channel["python"], replace(half, record=record)])
     cluster.refuses(environment, "it cannot be made in .*/base on this machine: .*/half-1.0-0.conda cannot be read: invalid zip")
 

@@ -36,7 +36,7 @@ from ...slurm.request import JobRequest, is_job_of, job_comment, job_name, parse
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
-from ...ssh.local import connection_to
+from ...ssh.pool import connection_to
 from .. import batch
 from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files, write_cancel_request
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job

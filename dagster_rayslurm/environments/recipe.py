@@ -1,0 +1,101 @@
+"""Recipes of environments: the files to send, and the commands that make a prefix of them on the cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from . import COMMAND_FAILED
+
+_FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
+
+# By path of a file: its state when this process read it, and its SHA-256.
+_digests: dict[str, tuple[object, str]] = {}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file that the cluster needs; `get` returns its path on this machine, and may have to fetch it first."""
+
+    digest: str  # Hash of the content, or of what the file is built from.
+    name: str
+    get: Callable[[], str]
+
+    @property
+    def place(self) -> str:
+        """Its path on the cluster, below the base directory."""
+        return f"files/{self.digest[:32]}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a prefix is made: commands, some of whose words are files to send, and `edge.PREFIX` for the path of the prefix.
+
+    `inputs` returns the state of the files that the recipe was written from, so that it is written again when one changes.
+    """
+
+    commands: Sequence[Sequence[str | Piece]]
+    inputs: Callable[[], object]
+    # The command that runs the commands on a compute node, where the edge node cannot (see `Platform.runner`).
+    runner: Sequence[str] = ()
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The files, each once."""
+        return list({word.place: word for command in self.commands for word in command if isinstance(word, Piece)}.values())
+
+    def words(self, base: str) -> list[list[str]]:
+        """The commands on a cluster with this base directory."""
+        return [
+            [posixpath.join(base, each.place) if isinstance(each, Piece) else each for each in words] for words in self.commands
+        ]
+
+    def path(self, base: str) -> str:
+        """The path of the prefix on a cluster with this base directory."""
+        return posixpath.join(base, "prefixes", self.key)
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps([_FORMAT, self.words("")]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def digest_of(path: str) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(2**20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
+    """A file on this machine as a piece, and what returns its state; `OSError` if it cannot be read."""
+
+    def state() -> object:
+        found = os.stat(path)
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    known, digest = _digests.get(path, (None, ""))
+    if known != state():
+        now, digest = state(), digest_of(path)
+        _digests[path] = now, digest
+    return Piece(digest, os.path.basename(path), lambda: path), state
+
+
+_ACTIVATE = f"""\
+# As a login shell does (bash(1)).
+[ ! -r /etc/profile ] || . /etc/profile
+for _rayslurm in ~/.bash_profile ~/.bash_login ~/.profile; do [ ! -r "$_rayslurm" ] || {{ . "$_rayslurm"; break; }}; done
+_rayslurm() {{ _rayslurm=$?; printf '{COMMAND_FAILED}%s\\n' "$1" >&2; return $_rayslurm; }}
+"""
+
+
+def activate_script(commands: Sequence[str]) -> str:
+    """An `activate.sh` that runs commands in what a login shell of bash is; it names a command that fails."""
+    lines = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in commands]
+    return _ACTIVATE + "\n".join([*lines, ""])
