@@ -10,7 +10,8 @@ import pytest
 
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
-from dagster_rayslurm.backends.slurm_job import SlurmJob, settling_time
+from dagster_rayslurm.backends.slurm_job import BatchJob, SlurmJob, settling_time
+from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.follow.follower import VISIBILITY_TIMEOUT
 from dagster_rayslurm.slurm.request import make_request
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, SharedQueue
@@ -96,6 +97,20 @@ class Clock(ClusterClock):
 
     def now(self) -> float:
         return time.time() + self.ahead
+
+
+def test_the_queue_wait_of_a_payload_that_ends_between_two_polls(tmp_path: Path) -> None:
+    connection, now = LocalConnection(), time.time()
+    job = SlurmJob(
+        commands=connection,
+        queue=SharedQueue(connection, str(tmp_path), 1.0, lambda work: work(), Clock(connection)),
+        request=make_request(SlurmQueueConfig(), (), job_name="x", comment=""),
+        submitted=SubmittedJob("7", now - 5),
+        directory=str(tmp_path),
+        queue_timeout=None,
+        log=Log(),
+    )
+    assert BatchJob(job, connection, "c").metadata(Evidence(started_at=now - 2))["Queue wait (s)"] == 3.0
 
 
 def test_the_first_query_waits_until_slurm_knows_the_pending_reason(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
