@@ -367,9 +367,8 @@ class BatchJob:
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self.job.metadata(evidence)
-        if self.job.started_at is None and evidence.started_at is not None:
-            self.job.observe(evidence.started_at, ask=False)  # The payload has run and ended between two polls.
-        started_at = self.job.started_at
+        # A payload may have run and ended between two polls.
+        started_at = evidence.started_at if self.job.started_at is None else self.job.started_at
         if started_at is not None and not self.step.reattached:
             metadata["Queue wait (s)"] = round(max(0.0, started_at - self.job.submitted_at), 2)
         return metadata
