@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -184,25 +185,32 @@ def fetched(name: str, source: Any, top: str) -> Piece:
         raise ValueError(f"the lock file has no SHA-256 of {place}; lock {name} with an index that has it")
     file = os.path.basename(unquote(urlsplit(place).path if source.url else place))
 
+    fetching = threading.Lock()  # Two pieces may need the file at the same time.
+
     def get() -> str:
         path = cached("files", digest[:32], file)
-        if not os.path.exists(path):
-            with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), delete=False) as target:
-                try:
-                    found = hashlib.sha256()
-                    for data in _content(place):
-                        target.write(data)
-                        found.update(data)
-                    target.flush()
-                    if found.hexdigest() != digest:
-                        raise ValueError(f"{place} is not the file in the lock: its SHA-256 is {found.hexdigest()}")
-                    os.replace(target.name, path)
-                except BaseException:
-                    os.unlink(target.name)
-                    raise
+        with fetching:
+            if not os.path.exists(path):
+                _fetch(place, digest, path)
         return path
 
     return Piece(digest, file, get)
+
+
+def _fetch(place: str, digest: str, path: str) -> None:
+    with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), delete=False) as target:
+        try:
+            found = hashlib.sha256()
+            for data in _content(place):
+                target.write(data)
+                found.update(data)
+            target.flush()
+            if found.hexdigest() != digest:
+                raise ValueError(f"{place} is not the file in the lock: its SHA-256 is {found.hexdigest()}")
+            os.replace(target.name, path)
+        except BaseException:
+            os.unlink(target.name)
+            raise
 
 
 def _content(place: str) -> Iterator[bytes]:

@@ -109,8 +109,11 @@ env = { STUDY = "of $USER_NAME", EDITOR = "none" }
 """
 
 
-def test_an_environment_with_its_interpreter(cluster: Cluster, project: Project, channel: dict[str, Package]) -> None:
-    cluster.bare = True
+def test_an_environment_with_its_interpreter(
+    cluster: Cluster, project: Project, channel: dict[str, Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.bare, fetched, read = True, [], wheels._content
+    monkeypatch.setattr(wheels, "_content", lambda place: (fetched.append(place), read(place))[1])
     wheel(project.path, "left")
     (project.path / "more.sh").write_text("prefix=too; export MORE=$STUDY,${prefix}")
     packages = [*channel.values(), pypi("./left-1.0-py3-none-any.whl", "left")]
@@ -119,6 +122,7 @@ def test_an_environment_with_its_interpreter(cluster: Cluster, project: Project,
     archives = [Path(each.url).name for each in channel.values()]
     sent = [*archives, "left-1.0-py3-none-any.whl", "py_rattler.whl", "interpreter.tar.gz", "install_conda.py", "uv"]
     assert cluster.sent == sorted(sent)
+    assert len(fetched) == len(set(fetched)) == len(packages)
 
     real = os.path.realpath(first)
     assert says(first, "import sys, left, tool; print(sys.prefix, left.version, tool.version)") == f"{first} 1.0 1.0"
