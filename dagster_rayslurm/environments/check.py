@@ -79,19 +79,18 @@ def check_environment_on(
             found = connection.call(look, *arguments, repeat=True, timeout=_TIMEOUT + _MARGIN)
         except TimeoutError:
             found = {"problem": "late"}
-        container, where_it_is = found.get("container"), path
-        if container is not None:
-            where_it_is = f"the image {container['image']}"
+        container = found.get("container")
+        what = path if container is None else f"the image {container['image']}"
         if "problem" in found:
-            problem = _problem(found, where_it_is, container)
+            problem = _problem(found, path, what)
             break
         versions = found["facts"]
         interpreter = Interpreter(found["python"], found["activate"] or None, tuple((container or {}).get("srun", ())))
         if versions is None:  # Only a job can look into this container.
             return interpreter
-        known_facts = tuple(versions["python"]), versions.get("ray"), versions.get("pipes")
-        facts = Facts(interpreter, *known_facts, container is not None)
-        problem = refusal(facts, where_it_is, ray, needs_pipes)
+        python = tuple(versions["python"])
+        facts = Facts(interpreter, python, versions.get("ray"), versions.get("pipes"), in_image=container is not None)
+        problem = refusal(facts, what, ray, needs_pipes)
         if problem is None:
             _known.setdefault(connection, {})[path] = (time.monotonic(), facts)
             return interpreter
@@ -100,14 +99,15 @@ def check_environment_on(
     raise StartError(FailureKind.ENVIRONMENT, f"environment: on {connection.place} {problem}")
 
 
-def _problem(found: Mapping[str, Any], path: str, container: Mapping[str, Any] | None) -> str:
-    """Why an environment cannot be used, in words."""
-    said = str(found.get("error", "")).strip()
-    if container is not None and found["problem"] == "python":
+def _problem(found: Mapping[str, Any], path: str, what: str) -> str:
+    """Why an environment cannot be used, in words; `what` is its image, if it has one, else its path."""
+    said, kind = str(found.get("error", "")).strip(), found["problem"]
+    if what != path and kind == "python":
         if found["code"] == REFUSED:
             return said
-        said = explain(said, container["program"])
-    problem = _PROBLEMS[found["problem"]].format(path=path, timeout=_TIMEOUT, code=found.get("code"))
+        said = explain(said, found["container"]["program"])
+    what = path if kind in ("activate", "late") else what
+    problem = _PROBLEMS[kind].format(path=what, timeout=_TIMEOUT, code=found.get("code"))
     return problem + (f": {said}" if said else "")
 
 
