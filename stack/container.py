@@ -1,7 +1,7 @@
 """A container image of the stack, for payloads that run in containers."""
 
-IMAGE = "/scratch/image"
-"""Its directory, on the file system that edge and compute nodes share."""
+IMAGE = "/home/dev/image"
+"""Its directory, on the file system that edge and compute nodes share, where other users see nothing of it."""
 
 MAKE_IMAGE = """
 set -e

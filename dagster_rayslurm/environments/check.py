@@ -77,11 +77,11 @@ def facts_of(
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     imports = list(getattr(environment, "imports", []))
-    what = json.dumps([path, imports, PROBE])
-    at, known = _known.get(connection, {}).get(what, (0.0, None))
+    question = json.dumps([path, imports, PROBE])
+    at, known = _known.get(connection, {}).get(question, (0.0, None))
     if known is not None and time.monotonic() - at < _OWN_CACHE_AGE and refusal(known, path, ray, needs_pipes) is None:
         return path, known
-    key = hashlib.sha256(what.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    key = hashlib.sha256(question.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     where = ("", path) if environment.kind == "inherited" else (path, "")
     problem = None
     for age in (_CACHE_AGE, 0.0):
@@ -90,11 +90,10 @@ def facts_of(
             found = connection.call(look, *arguments, repeat=True, timeout=_TIMEOUT + _MARGIN)
         except TimeoutError:
             found = {"problem": "late"}
-        container, where_it_is = found.get("container"), path
-        if container is not None:
-            where_it_is = f"the image {container['image']}"
+        container = found.get("container")
+        named = path if container is None else f"the image {container['image']}"
         if "problem" in found:
-            problem = _problem(found, where_it_is, container)
+            problem = _problem(found, path, named)
             break
         versions = found["facts"]
         interpreter = Interpreter(found["python"], found["activate"] or None, tuple((container or {}).get("srun", ())))
@@ -102,24 +101,25 @@ def facts_of(
             return path, Facts(interpreter, (), None, None, in_image=True)
         known_facts = tuple(versions["python"]), versions.get("ray"), versions.get("pipes"), versions["unimportable"]
         facts = Facts(interpreter, *known_facts, container is not None)
-        problem = refusal(facts, where_it_is, ray, needs_pipes)
+        problem = refusal(facts, named, ray, needs_pipes)
         if problem is None:
-            _known.setdefault(connection, {})[what] = (time.monotonic(), facts)
+            _known.setdefault(connection, {})[question] = (time.monotonic(), facts)
             return path, facts
         if not found["cached"]:
             break
     raise StartError(FailureKind.ENVIRONMENT, f"environment: on {connection.place} {problem}")
 
 
-def _problem(found: Mapping[str, Any], path: str, container: Mapping[str, Any] | None) -> str:
-    """Why an environment cannot be used, in words."""
+def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
+    """Why an environment cannot be used, in words; `named` is its image, if it has one, else its path."""
     said, failed, command = str(found.get("error", "")).partition(COMMAND_FAILED)
-    said = " ".join(said.split())
-    if container is not None and found["problem"] == "python":
+    said, kind = " ".join(said.split()), found["problem"]
+    if named != path and kind == "python":
         if found["code"] == REFUSED:
             return said
-        said = explain(said, container["program"])
-    problem = _PROBLEMS[found["problem"]].format(path=path, timeout=_TIMEOUT, code=found.get("code"))
+        said = explain(said, found["container"]["program"])
+    named = path if kind in ("activate", "late") else named
+    problem = _PROBLEMS[kind].format(path=named, timeout=_TIMEOUT, code=found.get("code"))
     if failed:
         problem = f"the command `{command.strip()}` of the environment failed with exit code {found.get('code')}"
     return problem + (f": {said}" if said else "")

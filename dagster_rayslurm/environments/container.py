@@ -233,18 +233,23 @@ def _places(mounts: Sequence[str], which: int) -> list[str]:
 
 def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[str]:
     """What is mounted, each as SRC:DST or SRC:DST:OPTIONS: the base directory, and what the user lists."""
-    found = []
+    mounts: list[tuple[str, ...]] = []
     for each in [base, *environment.mounts]:
         parts = [expand(part) if number < 2 else part for number, part in enumerate(each.split(":"))]
         if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]):
             raise ValueError(f"mounts: {each!r} is not SOURCE, SOURCE:TARGET or SOURCE:TARGET:OPTIONS with absolute paths")
         if len(parts) == 3 and environment.runtime == "charliecloud":
             raise ValueError(f"mounts: Charliecloud has no options for mounts; write {':'.join(parts[:2])!r}")
-        found.append((*parts, parts[0]) if len(parts) == 1 else tuple(parts))
-    # Those that are part of another mount need none of their own, for which the image may lack a directory.
-    seen = {each[0] for each in found if len(each) == 2 and each[0] == each[1]} | {expand("~"), *_SHARED}
-    covered = {path for path in seen if any(path.startswith(f"{each.rstrip('/')}/") for each in seen)} | {expand("~"), *_SHARED}
-    return [":".join(each) for each in dict.fromkeys(found) if each != (each[0], each[0]) or each[0] not in covered]
+        mounts.append((*parts, parts[0]) if len(parts) == 1 else tuple(parts))
+    anyway = [expand("~"), *_SHARED]
+    roots = [f"{path.rstrip('/')}/" for path in (*anyway, *(each[0] for each in mounts if each[:1] == each[1:]))]
+
+    def is_needed(mount: tuple[str, ...]) -> bool:
+        """Whether it is no part of another mount. For each mount the image may lack a directory."""
+        path = mount[0]
+        return mount[:1] != mount[1:] or not (path in anyway or any(path.startswith(root) for root in roots))
+
+    return [":".join(mount) for mount in dict.fromkeys(mounts) if is_needed(mount)]
 
 
 def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:

@@ -82,6 +82,8 @@ def test_a_clock_is_off(
             _run(make(queue_timeout=45, slurm={"ssh": ssh, "site": {"LD_PRELOAD": ""}}, **idle), script, 0)
             assert wait_until(lambda: not site.jobs(), 40), "a session goes by itself, before the way to it does"
         return
+    if place == "nodes" and site.in_container:
+        pytest.skip("the library that changes the clock is not in the container")
     true_time = time.time
     if place == "host":
         monkeypatch.setattr(time, "time", lambda: true_time() + 60 * minutes)

@@ -16,7 +16,7 @@ BASE = "/home/dev/inside"
 def charliecloud(**fields: Any) -> ContainerEnvironment:
     """The environment in the stack's image; another program that the nodes have can be named for the tests of faults."""
     runtime = os.environ.get("RAYSLURM_STACK_RUNTIME") or "charliecloud"
-    defaults = {"image": IMAGE, "runtime": runtime, "mounts": ["/opt/ray"], "python": "/opt/ray/bin/python"}
+    defaults = {"image": IMAGE, "runtime": runtime, "mounts": ["/opt/ray", "/scratch"], "python": "/opt/ray/bin/python"}
     return ContainerEnvironment(**{**defaults, **fields})
 
 

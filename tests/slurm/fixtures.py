@@ -24,7 +24,7 @@ from dagster_rayslurm.ssh.pool import connection_to
 from ..conftest import Ran, pipes_script, run_asset, wait_until
 from ..connections.fixtures import end_master
 from ..stack.access import Stack
-from .container import prefix_inside
+from .container import BASE, prefix_inside
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("c1", "c2", "g1", "g2")
@@ -83,6 +83,11 @@ class Site:
     env_path: str
     killed: bool = False
     """Whether runtimes were killed with their keepers: what they leave is swept by the next one on the node."""
+
+    @property
+    def in_container(self) -> bool:
+        """Whether payloads run in a container."""
+        return self.env_path.startswith(f"{BASE}/")
 
     @property
     def connection(self) -> Connection:

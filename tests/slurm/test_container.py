@@ -41,7 +41,6 @@ def test_the_runtime_ray_and_the_payload_are_inside(
 ) -> None:
     data = f"/scratch/{site.base.rpartition('/')[2]}"
     site.sh('mkdir "$1"', data)
-    in_container["environment"] = charliecloud(mounts=["/opt/ray", "/scratch"])
     queue = {"num_nodes": 2, "mem": "2500M", "cpus_per_node": 2}
     compute = slurm_compute(queue, default_launcher=small_ray(), data_dir=data, **in_container)
     ran = run_asset(compute, script(WHERE))
@@ -71,10 +70,10 @@ def test_the_warning_before_the_time_limit_comes_inside(slurm_compute: Make, in_
     [
         ({"image": "/scratch/nothing.sqfs"}, "there is no image /scratch/nothing.sqfs on edge"),
         ({"image": "/home/dev/.profile"}, "ch-run cannot use an image of this kind"),
-        ({"mounts": [], "python": None}, "the image /scratch/image has no Ray; have it installed when the image is made"),
+        ({"mounts": [], "python": None}, "the image /home/dev/image has no Ray; have it installed when the image is made"),
         (
             {"mounts": ["/opt/ray:/opt/study"]},
-            "the image /scratch/image has no directory /opt/study to mount at; make it: mkdir -p",
+            "the image /home/dev/image has no directory /opt/study to mount at; make it: mkdir -p",
         ),
         ({"image": "./nothing.tar"}, "the image .*/nothing.tar cannot be read on this machine"),
         ({"runtime": "apptainer"}, "there is no program apptainer on edge; load its module"),

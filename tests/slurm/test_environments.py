@@ -1,5 +1,6 @@
 """Environments that are sent to the stack, where nothing is prepared for them, and those of its modules."""
 
+import hashlib
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from dagster_rayslurm import CommandEnvironment, ComputeResource, UvEnvironment
+from dagster_rayslurm import CommandEnvironment, ComputeResource, SSHConnectionResource, UvEnvironment
 from dagster_rayslurm.environments import platforms, send, wheels
 
 from ..conftest import pipes_script, run_asset, small_ray
@@ -184,3 +185,48 @@ def test_nodes_that_are_busy(
     )
     assert not ran.failures, ran.failures
     assert "it is made for the platform of the edge node, as that of partition compute" in capfd.readouterr().err
+
+
+PACK = """
+real=$(readlink -f /usr/bin/python3); made=$(mktemp -d); mkdir -p "$made/python/bin" "$made/python/lib"
+cp "$real" "$made/python/bin/"; ln -s "${real##*/}" "$made/python/bin/python3"; cp -r "/usr/lib/${real##*/}" "$made/python/lib/"
+find "$made" -type l -lname '/*' -delete
+"$real" -c 'import platform; print(platform.python_version(), platform.machine())'
+tar -C "$made" -czf "$1" python; chmod a+r "$1"; rm -rf "$made"
+"""
+
+
+def test_an_interpreter_is_brought(
+    slurm_compute: Callable[..., ComputeResource],
+    site: Site,
+    script: Any,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By uv, whose list of interpreters names one that the test has packed, to a cluster without a Python on the PATH."""
+    site.sh('mkdir -p "$1/bin" && ln -s /usr/bin/* /bin/* "$1/bin/" 2>/dev/null; rm "$1"/bin/python*', site.base)
+    version, machine = site.sh(f"set -e; {PACK}", f"{site.base}/python.tar.gz").split()
+    archive = tmp_path / "python.tar.gz"
+    site.connection.download(f"{site.base}/python.tar.gz", str(archive))
+    major, minor, patch = map(int, version.split("."))
+    name = f"cpython-{version}-linux-{machine}-gnu"
+    arch = {"family": machine, "variant": None}
+    entry = {"name": "cpython", "arch": arch, "os": "linux", "libc": "gnu", "major": major, "minor": minor, "patch": patch}
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    entry |= {"prerelease": "", "url": archive.as_uri(), "sha256": digest, "variant": None}
+    (tmp_path / "downloads.json").write_text(json.dumps({name: entry}))
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS_JSON_URL", str(tmp_path / "downloads.json"))
+
+    start = f'#!/bin/sh\nexport PATH={site.base}/bin\nexec /usr/bin/python3 "$@"\n'
+    site.connection.write(f"{site.base}/python-of-the-agent", start.encode(), mode=0o700)
+    ssh = SSHConnectionResource(**{**site.ssh.model_dump(), "python": f"{site.base}/python-of-the-agent"})
+    environment = project(tmp_path / "study", "dagster-pipes").model_copy(update={"python": f"{major}.{minor}"})
+    compute = slurm_compute(slurm={"ssh": ssh}, pre_deployed_env_path=None, environment=environment)
+    payload = script(
+        pipes_script("import sys; pipes.report_asset_materialization(metadata={'base': sys.base_prefix, 'v': sys.version})")
+    )
+    ran = run_asset(compute, payload)
+    assert not ran.failures, ran.failures
+    assert ran.metadata["v"].split()[0] == version
+    assert ran.metadata["base"].startswith(f"{site.base}/prefixes/") and ran.metadata["base"].endswith("/interpreter")
