@@ -177,14 +177,14 @@ class AttemptHistory:
 class Backend(BatchBackend):
     """The batch backend without bundles and environment check, which have nothing to decide in these histories."""
 
-    def _prepare(self, plan: Plan, run_dir: str, step: Any) -> Any:
+    def _prepare(self, plan: Plan, run_dir: str, step: Any, submits: bool = False) -> Any:
         with mock.patch.multiple(
             "dagster_rayslurm.backends.batch",
             pack=lambda plan, *_: PayloadFiles(plan, {}),
             deliver=lambda *_: f"{self.layout.base}/runtime.pyz",
             data_dir_of=lambda *_: "/data",
         ):
-            return super()._prepare(plan, run_dir, step)
+            return super()._prepare(plan, run_dir, step, submits)
 
     def interpreter_for(self, plan: Plan) -> Interpreter:
         return Interpreter("/env/bin/python")
