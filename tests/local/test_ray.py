@@ -265,12 +265,15 @@ def test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle(ba
         """,
         "program.py",
     )
-    started = [
-        subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        for _ in range(3)
-    ]
+    errors = [tmp_path / f"stderr.{number}" for number in range(3)]
+    started = []
+    for place in errors:
+        with place.open("w") as stderr:
+            started.append(subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, stderr=stderr, text=True))
     said = {line for process in started for line in process.communicate()[0].splitlines() if line.startswith("CLUSTER")}
-    assert [process.returncode for process in started] == [0, 0, 0] and len(said) == 1
+    for process, place in zip(started, errors, strict=True):
+        assert process.returncode == 0, place.read_text()
+    assert len(said) == 1, said
     mark = os.environ["PYTEST_OF_RAYSLURM"]
     assert marked_processes(mark)  # It is still warm,
     assert wait_until(lambda: not marked_processes(mark), 20)  # until it was idle.
