@@ -160,15 +160,18 @@ CORE = {
 
 SLOW = {
     "local/test_interrupt.py": ("test_cancelling_one_payload_keeps_the_warm_cluster",),
+    "local/test_preload.py": ("test_payloads_of_a_warm_cluster_begin_with_their_modules_imported",),
     "local/test_ray.py": (
         "test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle",
         "test_another_footprint_gets_another_session_or_an_error",
     ),
     "local/test_scope.py": ("test_a_notebook_outlives_its_runs", "test_the_cluster_lives_as_long_as_the_run[multiprocess]"),
     "local/test_session_components.py": ("test_payloads_with_other_requirements",),
+    "local/test_shared_cluster.py": ("test_usage_is_measured_per_payload",),
     "runtime/test_clusters.py": (
         "test_a_lost_node_drains_the_session",
         "test_daemons_of_tasks_end_with_their_payload_on_every_node",
+        "test_leaks_in_a_warm_cluster_are_reported",
         "test_the_loss_of_the_head_ends_the_session",
         "test_two_clusters_at_once_on_the_same_nodes",
     ),
