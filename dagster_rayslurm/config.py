@@ -130,7 +130,7 @@ class StrictModel(BaseModel):
     The description of a field is the text below it, also in Dagster's user interface.
     """
 
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, defer_build=True)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
