@@ -49,10 +49,10 @@ def imports(options: Options) -> Figure:
         name="import",
         by_hand=Sample.of("import dagster", by_hand[1:]),
         ours=Sample.of("import dagster_rayslurm", ours[1:]),
-        result=Sample.of("difference", beyond[1:]),
+        # A full garbage collection of all that Dagster keeps in memory falls into this import or the next one by chance.
+        result=Sample.of("difference, without garbage collection", uncollected[1:]),
         bar=_BAR,
-        # A full collection of all that Dagster keeps in memory may or may not fall into this import.
-        also=(Sample.of("without garbage collection", uncollected[1:]),),
+        also=(Sample.of("difference", beyond[1:]),),
     )
 
 
