@@ -43,6 +43,7 @@ class Recipe:
     inputs: Callable[[], object]
     # The command that runs the commands on a compute node, where the edge node cannot (see `Platform.runner`).
     runner: Sequence[str] = ()
+    node_local: bool = False  # Whether each node of a job makes a copy for itself, see `runtime.node.local_copy`.
 
     @property
     def pieces(self) -> list[Piece]:
@@ -61,7 +62,8 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps([_FORMAT, self.words("")]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        what = [_FORMAT, self.words(""), *(["node-local"] if self.node_local else [])]
+        return hashlib.sha256(json.dumps(what).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def digest_of(path: str) -> str:
