@@ -14,6 +14,9 @@ from . import COMMAND_FAILED
 
 _FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
 
+COMPILE = "--compile-bytecode"  # Option of uv.
+COMPILE_ALL = "compileall"  # Module of Python.
+
 # By path of a file: its state when this process read it, and its SHA-256.
 _digests: dict[str, tuple[object, str]] = {}
 
@@ -55,6 +58,13 @@ class Recipe:
         return [
             [posixpath.join(base, each.place) if isinstance(each, Piece) else each for each in words] for words in self.commands
         ]
+
+    def words_for_copy(self, base: str) -> list[list[str]]:
+        """The commands for a copy on a node's own disk.
+
+        They compile no modules, which would take most of the time: Python compiles a module when it is first imported.
+        """
+        return [[word for word in words if word != COMPILE] for words in self.words(base) if COMPILE_ALL not in words]
 
     def path(self, base: str) -> str:
         """The path of the prefix on a cluster with this base directory."""

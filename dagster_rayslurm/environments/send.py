@@ -157,7 +157,9 @@ def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: An
     log.info(f"[rayslurm] environment: sending {len(local)} of {len(pieces)} files, {size:.1f} MiB, to {connection.place}")
     try:
         send_files(connection, base, local, progress or log_progress(log))
-        how = {"title": title, "commands": recipe.words(base), "runner": list(recipe.runner), "node_local": recipe.node_local}
+        how = {"title": title, "commands": recipe.words(base), "runner": list(recipe.runner)}
+        if recipe.node_local:
+            how["node_local"] = recipe.words_for_copy(base)
         arguments = *posixpath.split(path), how, _MAKE_TIMEOUT
         problem = connection.call(edge.make, *arguments, repeat=True, timeout=_MAKE_TIMEOUT * 2)
     except (ConnectionFailed, TimeoutError):

@@ -55,7 +55,7 @@ class Run:
                 site={"TMPDIR": os.environ["TMPDIR"]},
                 queue=SlurmQueueConfig(time_limit="00:10:00"),
             ),
-            session=SessionConfig(idle_timeout=1),
+            session=SessionConfig(idle_timeout=60),
             default_launcher=BashLauncher(),
             environment=environment,
             local_base=str(tmp_path / "local"),
@@ -114,6 +114,8 @@ def test_a_session_keeps_its_copies(cluster: Cluster, environment: UvEnvironment
     first = run.found[0]
     assert not run().failures
     assert run.found[0] == first and first != str(run.shared)
+    for job in fake_slurm.jobs("RUNNING"):
+        subprocess.run(["scancel", str(job)], check=True)
     run.wait()
 
 
@@ -145,7 +147,7 @@ def test_a_disk_that_fills_up(
         recipe = run.shared / "rayslurm.json"
         known = json.loads(recipe.read_text())
         fill = ["sh", "-c", 'head -c 2000000 /dev/zero >"$1/large"', "sh", "{prefix}"]
-        recipe.write_text(json.dumps({**known, "bytes": 1, "commands": [*known["commands"], fill]}))
+        recipe.write_text(json.dumps({**known, "bytes": 1, "node_local": [*known["node_local"], fill]}))
         assert not run().failures
         assert run.found[0] == str(run.shared)
         said = capfd.readouterr().err
@@ -164,7 +166,7 @@ print(local_copy.remark)
 
 def test_a_job_that_is_cancelled_while_it_copies(tmp_path: Path, scratch_base: Path) -> None:
     commands = [["sh", "-c", 'touch "$1/half"; exec sleep 60', "sh", "{prefix}"]]
-    (tmp_path / "rayslurm.json").write_text(json.dumps({"node_local": True, "bytes": 1, "commands": commands}))
+    (tmp_path / "rayslurm.json").write_text(json.dumps({"node_local": commands, "bytes": 1}))
     process = subprocess.Popen([sys.executable, "-c", ENTER, str(tmp_path / "bin/python")])
     assert wait_until(lambda: list(scratch_base.glob("rs-*/environment/half")), 20)
     process.terminate()

@@ -1,9 +1,8 @@
 """A copy of the environment on this node's own disk, for jobs whose environment has stage="node-local".
 
-An environment cannot be moved, because many of its files contain its path. So each node makes its copy by the commands that have
-made the environment on the shared file system, from the same files there. That reads a few large files instead of thousands of
-small ones. The runtime starts with the shared Python, makes the copy, and then becomes the copy's Python. So Ray and payloads
-have it too. The keeper removes the copy at the end of the job.
+An environment cannot be moved, because many of its files contain its path. So each node makes its copy as the environment was
+made on the shared file system, from the same files there. That reads a few large files instead of thousands of small ones. The
+runtime starts with the shared Python, makes the copy, and then becomes the copy's Python. So Ray and payloads have it too. The keeper removes the copy at the end of the job.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def enter(arguments: Sequence[str]) -> None:
         place = scratch.Scratch(int(recipe["bytes"] * _ROOM))
         copy = place.join("environment")
         python = os.path.join(copy, os.path.relpath(sys.executable, prefix))
-        _make(recipe["commands"], copy, python, place.path)
+        _make(recipe["node_local"], copy, python, place.path)
         said = "node %s made its own copy in %.1f s, %s" % (node, time.monotonic() - began, copy)
         print("rayslurm: " + said, file=sys.stderr, flush=True)
         environ = dict(_moved(os.environ, prefix, copy), **place.outlive_exec())
