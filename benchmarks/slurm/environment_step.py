@@ -4,14 +4,28 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
+import dagster_rayslurm
 from dagster_rayslurm import ComputeResource
+from dagster_rayslurm.environments import SentEnvironment
 from dagster_rayslurm.environments.send import send_environment
 from dagster_rayslurm.run_call import environment_site
 from dagster_rayslurm.upload.deliver import missing
 
 from ..parties.edge import Edge
 from ..parties.runs import Ours, Shape
+
+
+def to_raw(environment: SentEnvironment) -> dict[str, Any]:
+    """An environment for another process."""
+    return {"class": type(environment).__name__, "fields": environment.model_dump(exclude={"kind"})}
+
+
+def from_raw(raw: dict[str, Any]) -> SentEnvironment:
+    """What `to_raw` was given."""
+    environment: SentEnvironment = getattr(dagster_rayslurm, raw["class"])(**raw["fields"])
+    return environment
 
 
 class Lines:
@@ -42,7 +56,7 @@ def main() -> None:
     edge, log = Edge(), Lines()
     shape = Shape(ray=False)
     ours = Ours(edge, site["directory"], site["partition"])
-    compute = ours.resource(shape, environment=site["environment"])
+    compute = ours.resource(shape, environment=from_raw(site["environment"]))
     there = environment_site(compute)
     missing(there.connection, there.base, [])
     print("ready", flush=True)

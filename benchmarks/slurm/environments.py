@@ -27,7 +27,7 @@ from ..figures import Figure, Options, Sample
 from ..parties.edge import Edge
 from ..parties.runs import Ours, Run, Shape, clocked, measured, quiet
 from ..steps import PAYLOADS, base_dir, in_step, instance, timed
-from .environment_step import Lines, ask
+from .environment_step import Lines, ask, to_raw
 from .throughput import at_once
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
@@ -46,8 +46,9 @@ _DEFINITIONS = """\
 import json
 from benchmarks.parties.edge import Edge
 from benchmarks.parties.runs import Ours, Shape
+from benchmarks.slurm.environment_step import from_raw
 site = json.loads({site!r})
-compute = Ours(Edge(), site["directory"], site["partition"]).resource(Shape(ray=False), environment=site["environment"])
+compute = Ours(Edge(), site["directory"], site["partition"]).resource(Shape(ray=False), environment=from_raw(site["environment"]))
 """
 
 
@@ -139,7 +140,7 @@ def _ask(
 ) -> Sequence[dict[str, Any]]:
     edge.shell(f"mkdir -p {directory}")
     site = {"directory": directory, "partition": options.partition, "scratch": str(scratch), "machines": machines}
-    return at_once("environment_step", callers, {**site, "environment": environment.model_dump()})
+    return at_once("environment_step", callers, {**site, "environment": to_raw(environment)})
 
 
 def one_wheel(options: Options) -> list[Figure]:
@@ -264,7 +265,7 @@ def _longest(times: Sequence[float]) -> float:
 
 def _push(scratch: Path, directory: str, environment: PackedEnvironment, options: Options) -> tuple[float, list[float]]:
     """Seconds of `rayslurm env push` in a terminal, and when what it shows of the transfer has changed."""
-    site = {"directory": directory, "partition": options.partition, "environment": environment.model_dump()}
+    site = {"directory": directory, "partition": options.partition, "environment": to_raw(environment)}
     (scratch / "large_study.py").write_text(_DEFINITIONS.format(site=json.dumps(site)))
     program = "import sys; from dagster_rayslurm.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "env", "--from", "large_study:compute", "push"]

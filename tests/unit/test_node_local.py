@@ -68,7 +68,7 @@ class Run:
 
     def wait(self) -> None:
         """Wait until the nodes have cleaned up, and their job is over."""
-        assert wait_until(lambda: not self._slurm.jobs("RUNNING"), 20)
+        assert wait_until(lambda: not self._slurm.jobs("RUNNING", "COMPLETING"), 20)
 
     @property
     def found(self) -> list[str]:

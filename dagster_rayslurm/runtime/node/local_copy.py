@@ -1,8 +1,10 @@
 """A copy of the environment on this node's own disk, for jobs whose environment has stage="node-local".
 
 An environment cannot be moved, because many of its files contain its path. So each node makes its copy as the environment was
-made on the shared file system, from the same files there. That reads a few large files instead of thousands of small ones. The
-runtime starts with the shared Python, makes the copy, and then becomes the copy's Python. So Ray and payloads have it too. The keeper removes the copy at the end of the job.
+made on the shared file system, from the same files there. That reads a few large files instead of thousands of small ones.
+
+The runtime starts with the shared Python, makes the copy, and then becomes the copy's Python. So Ray and payloads have it too.
+The keeper removes the copy at the end of the job.
 """
 
 from __future__ import annotations
