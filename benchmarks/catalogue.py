@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from .figures import Figure, Options
 
-COLD, PHASES, WARM, SMALL, STREAMS, BURDEN, DAGSTER, HERE = (
+COLD, ENVIRONMENTS, PHASES, WARM, SMALL, STREAMS, BURDEN, DAGSTER, HERE = (
     "Ray from nothing",
+    "Environments that are sent",
     "Where the time of a cold run goes",
     "A step that finds its session warm",
     "Without Ray",
@@ -76,6 +77,43 @@ BENCHMARKS = {
             "slurm.hetjob:bring_up",
             COLD,
             "One Ray cluster over two components of a heterogeneous job, beside one over as many nodes of one kind.",
+            usual=False,
+        ),
+        Benchmark(
+            "environment",
+            "slurm.environments:first_line",
+            ENVIRONMENTS,
+            "Ray on one node from a `uv.lock`, its files fetched before, to a cluster that has none of them, and again; beside "
+            "the same environment as one that is there.",
+            usual=False,
+        ),
+        Benchmark(
+            "environment.wheel",
+            "slurm.environments:one_wheel",
+            ENVIRONMENTS,
+            "A lock of 100 wheels of 200 KB, of which one changes.",
+            usual=False,
+        ),
+        Benchmark(
+            "environment.race",
+            "slurm.environments:race",
+            ENVIRONMENTS,
+            "Processes, as of four machines, that ask for an environment at the same moment, of which the cluster has nothing.",
+            usual=False,
+        ),
+        Benchmark(
+            "environment.large",
+            "slurm.environments:large",
+            ENVIRONMENTS,
+            "`rayslurm env push` of an archive of 2 GB in a terminal, and a run that sends another one, beside `sftp` and `tar`.",
+            usual=False,
+        ),
+        Benchmark(
+            "environment.stage",
+            "slurm.environments:stage",
+            ENVIRONMENTS,
+            'Ray from the file system that nodes share and, with `stage="node-local"`, from a copy on the node. Here both are on '
+            "one disk, so that seconds show what a copy costs, and the number of files what it saves elsewhere.",
             usual=False,
         ),
         Benchmark(
@@ -189,4 +227,4 @@ BENCHMARKS = {
         Benchmark("messages", "here.messages:messages", HERE, "Pipes messages of a payload into the event log.", usual=False),
     )
 }
-SECTIONS = (COLD, PHASES, WARM, SMALL, STREAMS, BURDEN, DAGSTER, HERE)
+SECTIONS = (COLD, ENVIRONMENTS, PHASES, WARM, SMALL, STREAMS, BURDEN, DAGSTER, HERE)

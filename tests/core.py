@@ -99,7 +99,11 @@ CORE = {
         "test_an_environment_without_ray",
         "test_what_the_cluster_does_not_have",
     ),
-    "slurm/test_environments.py": ("test_a_lock_file_is_enough", "test_modules_that_a_site_has[modules]"),
+    "slurm/test_environments.py": (
+        "test_a_lock_file_is_enough",
+        "test_nodes_have_copies",
+        "test_modules_that_a_site_has[modules]",
+    ),
     "slurm/test_hetjob.py": (
         "test_a_component_that_waits_is_named",
         "test_an_admin_cancels_a_component",

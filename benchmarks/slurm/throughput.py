@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 
@@ -73,7 +74,7 @@ def race(options: Options) -> list[Figure]:
         for number in range(options.repeat(1)):
             for callers, found in ((1, alone), (_CALLERS, seconds)):
                 base = f"{directory}/race-{number}-{callers}"
-                answers = _call(callers, {"base": base, "partition": options.partition})
+                answers = at_once("race_step", callers, {"base": base, "partition": options.partition})
                 found.append(max(answer["returned"] for answer in answers) - min(answer["start"] for answer in answers))
                 submitted.append(len(edge.jobs_below(base)))
                 if len({answer["job"] for answer in answers}) != 1:
@@ -88,9 +89,9 @@ def race(options: Options) -> list[Figure]:
     ]
 
 
-def _call(callers: int, site: dict[str, str]) -> Sequence[dict[str, float]]:
-    """What processes tell that all begin at the same moment, once each of them stands before its `run()`."""
-    command = [sys.executable, "-m", f"{__package__}.race_step", json.dumps(site)]
+def at_once(program: str, callers: int, site: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    """What processes of a program tell that all begin at the same moment, once each of them is ready."""
+    command = [sys.executable, "-m", f"{__package__}.{program}", json.dumps(site)]
     with base_dir() as scratch:
         log = Path(scratch) / "log"
         with log.open("w") as output:

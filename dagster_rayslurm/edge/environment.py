@@ -223,6 +223,8 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
                 said = (error or out).decode("utf-8", "replace")[-1000:].strip()
                 late = "took over {:g} s".format(timeout) if code is None else "ended with exit code {}".format(code)
                 return said or "{} {}".format(os.path.basename(words[0]), late)
+        if recipe.get("node_local"):  # The nodes look whether their disks have room for it.
+            files.write(os.path.join(prefix, _RECIPE), json.dumps(dict(recipe, bytes=_size(prefix))).encode(), 0o600)
         with contextlib.suppress(FileExistsError):
             os.symlink(os.path.basename(prefix), link)
             prefix = ""

@@ -70,7 +70,14 @@ class CommandEnvironment(SentEnvironment):
     """The Python of the environment, a path or a command; None for the `python3` that it has then."""
 
 
-class UvEnvironment(SentEnvironment):
+class InstalledEnvironment(SentEnvironment):
+    """Base class of environments that are installed on the cluster from files that are sent."""
+
+    stage: Annotated[str, choice("shared", "node-local")] = "shared"
+    """Where jobs use it: "shared", where it was made, or "node-local", a copy on each node's own disk for the time of the job."""
+
+
+class UvEnvironment(InstalledEnvironment):
     """An environment made on the cluster from the wheels in a lock file of uv, which this machine fetches and sends."""
 
     kind: Literal["uv"] = "uv"
@@ -86,7 +93,7 @@ class UvEnvironment(SentEnvironment):
     """A requirements file to install instead of a project's lock file; pinned at its first use."""
 
 
-class PixiEnvironment(SentEnvironment):
+class PixiEnvironment(InstalledEnvironment):
     """An environment made on the cluster from the packages in a lock file of pixi, which this machine fetches and sends."""
 
     kind: Literal["pixi"] = "pixi"
@@ -96,7 +103,7 @@ class PixiEnvironment(SentEnvironment):
     """The environment in the manifest. It needs Python 3.10 or newer from conda."""
 
 
-class PackedEnvironment(SentEnvironment):
+class PackedEnvironment(InstalledEnvironment):
     """An environment in an archive on this machine: of conda-pack, venv-pack, pixi-pack --create-executable, or pex."""
 
     kind: Literal["packed"] = "packed"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..edge.environment import PREFIX
 from . import PixiEnvironment, install_conda, pixi_manifest, wheels
 from .platforms import Platform, Python, cached
-from .recipe import Piece, Recipe, digest_of
+from .recipe import COMPILE_ALL, Piece, Recipe, digest_of
 
 if TYPE_CHECKING:
     from rattler.lock import CondaLockedBinaryPackage, LockedPackage, PypiLockedPackage
@@ -70,7 +70,7 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
         program = wheels.uv_program(uv, uv_version, platform, python)
         commands.append(wheels.install_command(program, files, "--break-system-packages"))
     library = f"{PREFIX}/lib/python{python.version[0]}.{python.version[1]}/site-packages"
-    compile_all = python.path, "-I", "-m", "compileall", "-qq", "-j", "4", library
+    compile_all = python.path, "-I", "-m", COMPILE_ALL, "-qq", "-j", "4", library
     commands.append(["sh", "-c", _COMPILE, "sh", *compile_all])
     return Recipe(commands, lambda: wheels.state_of([manifest, lock, *scripts], directories), platform.runner(None))
 

@@ -14,6 +14,9 @@ from . import COMMAND_FAILED
 
 _FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
 
+COMPILE = "--compile-bytecode"  # Option of uv.
+COMPILE_ALL = "compileall"  # Module of Python.
+
 # By path of a file: its state when this process read it, and its SHA-256.
 _digests: dict[str, tuple[object, str]] = {}
 
@@ -43,6 +46,7 @@ class Recipe:
     inputs: Callable[[], object]
     # The command that runs the commands on a compute node, where the edge node cannot (see `Platform.runner`).
     runner: Sequence[str] = ()
+    node_local: bool = False  # Whether each node of a job makes a copy for itself, see `runtime.node.local_copy`.
 
     @property
     def pieces(self) -> list[Piece]:
@@ -55,13 +59,21 @@ class Recipe:
             [posixpath.join(base, each.place) if isinstance(each, Piece) else each for each in words] for words in self.commands
         ]
 
+    def words_for_copy(self, base: str) -> list[list[str]]:
+        """The commands for a copy on a node's own disk.
+
+        They compile no modules, which would take most of the time: Python compiles a module when it is first imported.
+        """
+        return [[word for word in words if word != COMPILE] for words in self.words(base) if COMPILE_ALL not in words]
+
     def path(self, base: str) -> str:
         """The path of the prefix on a cluster with this base directory."""
         return posixpath.join(base, "prefixes", self.key)
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps([_FORMAT, self.words("")]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        what = [_FORMAT, self.words(""), *(["node-local"] if self.node_local else [])]
+        return hashlib.sha256(json.dumps(what).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def digest_of(path: str) -> str:

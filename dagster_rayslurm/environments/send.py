@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from ..edge import environment as edge
@@ -124,6 +125,7 @@ def recipe_for(
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:
         known = writers[type(environment)](environment, platform)
+        known = replace(known, node_local=getattr(environment, "stage", "") == "node-local")
         _recipes[key] = known, known.inputs()
     return known
 
@@ -156,6 +158,8 @@ def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: An
     try:
         send_files(connection, base, local, progress or log_progress(log))
         how = {"title": title, "commands": recipe.words(base), "runner": list(recipe.runner)}
+        if recipe.node_local:
+            how["node_local"] = recipe.words_for_copy(base)
         arguments = *posixpath.split(path), how, _MAKE_TIMEOUT
         problem = connection.call(edge.make, *arguments, repeat=True, timeout=_MAKE_TIMEOUT * 2)
     except (ConnectionFailed, TimeoutError):

@@ -23,7 +23,7 @@ from ..edge.environment import PREFIX
 from ..ssh.local import locked
 from ..upload.bundle import bundle_directory
 from .platforms import Platform, Python, cached
-from .recipe import Piece
+from .recipe import COMPILE, Piece
 
 EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
 ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: it needs neither configuration files nor the internet.
@@ -279,5 +279,5 @@ def uv_program(uv: str, version: str, platform: Platform, python: Python) -> Pie
 
 def install_command(there: Piece, wheels: list[Piece], *options: str) -> list[str | Piece]:
     """The command with which uv installs wheels into the prefix."""
-    arguments = "--no-index", "--no-deps", "--no-cache", "--compile-bytecode", *options
+    arguments = "--no-index", "--no-deps", "--no-cache", COMPILE, *options
     return [there, "pip", "install", *ISOLATED, *arguments, "--python", f"{PREFIX}/bin/python", *wheels]

@@ -195,6 +195,10 @@ def main(argv):  # type: (list[str]) -> int
 
         return _ROLES[role](load_spec(argv[1]), argv[1])
 
+    if role in _IN_A_STEP:
+        from .node import local_copy
+
+        local_copy.enter(argv)
     processes.raise_file_limit()
     # A Dagster process ends the job of a single payload; a session may have no Dagster process, so the keeper ends its job.
     orphaned = (lambda: processes.cancel_own_job(os.environ)) if role == "session" else (lambda: None)

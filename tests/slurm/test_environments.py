@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +84,41 @@ def test_a_lock_file_is_enough(
     lines = [line for line in capfd.readouterr().err.splitlines() if "[rayslurm] environment: " in line]
     said = [line for line in lines if "environment: fetched " not in line]  # The progress of a slow download.
     assert len(said) == 2 and "environment: sending " in said[0] and f"environment: made {prefix} in " in said[1], said
+
+
+FAILS_ON_C2 = ["sh", "-c", '[ "$(uname -n)" != c2 ] || { echo "tar: No space left on device" >&2; exit 2; }']
+
+
+def test_nodes_have_copies(
+    slurm_compute: Callable[..., ComputeResource], site: Site, script: Any, tmp_path: Path, cache: Path, capfd: Any
+) -> None:
+    """Ray runs from each node's own disk; where no copy can be made, from the shared environment, and Dagster says so."""
+    environment = project(tmp_path / "study", f"ray[default]=={ray.__version__}", "dagster-pipes")
+    compute = slurm_compute(
+        queue={"num_nodes": 2, "mem": "2G"},
+        pre_deployed_env_path=None,
+        environment=environment.model_copy(update={"stage": "node-local"}),
+        default_launcher=small_ray(),
+    )
+    payload = script(SAYS_WHERE)
+    ran = run_asset(compute, payload)
+    assert not ran.failures, ran.failures
+    found = json.loads(ran.metadata["found"])
+    assert [each[-1] for each in found] == ["c1", "c2"] and len({each[0] for each in found}) == 2
+    assert all(re.fullmatch("/tmp/rs-[0-9a-f]{8}/environment", prefix) for prefix, *_ in found), found
+    assert "node-local: node c1 made its own copy in " in capfd.readouterr().err
+
+    (prefix,) = site.sh('find "$1/prefixes" -maxdepth 1 -type l', site.base).split()
+    recipe = json.loads(site.connection.read(f"{prefix}/rayslurm.json", 0, 2**20))
+    recipe["node_local"].append(FAILS_ON_C2)
+    site.connection.write(f"{prefix}/rayslurm.json", json.dumps(recipe).encode(), mode=0o600)
+    ran = run_asset(compute, payload)
+    assert not ran.failures, ran.failures
+    found = json.loads(ran.metadata["found"])
+    assert found[0][0].startswith("/tmp/rs-") and found[1][0] == prefix
+    said = capfd.readouterr().err
+    expected = "node c2 uses the shared environment, as it cannot be copied: tar: No space left on device"
+    assert "WARNING" in next(line for line in said.splitlines() if expected in line)
 
 
 MODULE_OF_TCL = "#%Module\nprepend-path PATH {python}/bin\nprepend-path PYTHONPATH {base}/modules\nsetenv STUDY_OF {name}\n"

@@ -17,8 +17,10 @@ from dagster_rayslurm.environments.pixi import pixi_recipe
 from dagster_rayslurm.environments.platforms import Platform
 from dagster_rayslurm.ssh.local import LocalConnection
 
+from ..fake_slurm import FakeSlurm
 from .conda_channel import PLACEHOLDER, SUBDIR, VERSION, Package, lock_text, package, pypi
 from .sending import MACHINE, Cluster, says, wheel
+from .test_node_local import Run
 
 rattler = pytest.importorskip("rattler")
 pytest.importorskip("uv")
@@ -149,6 +151,21 @@ def test_an_environment_with_its_interpreter(
     second = cluster.send(project.write([*packages[:3], newer, packages[-1]], MANIFEST.replace('other_tool = "*"', "")))
     assert cluster.sent == ["tool-2.0-0.conda"]
     assert [says(each, "import tool; print(tool.version)") for each in (first, second)] == ["1.0", "2.0"]
+
+
+def test_what_its_activation_sets_leads_to_the_copy_of_a_node(
+    cluster: Cluster, project: Project, channel: dict[str, Package], fake_slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    cluster.bare = True
+    wheel(project.path, "left")
+    environment = project.write([*channel.values(), pypi("./left-1.0-py3-none-any.whl", "left")])
+    run = Run(fake_slurm, cluster, tmp_path, environment.model_copy(update={"stage": "node-local"}))
+    ran = run()
+    assert not ran.failures, ran.failures
+    prefix, module, python, executable, data = run.found
+    assert not prefix.startswith(str(cluster.base)) and module.startswith(f"{prefix}/lib/")
+    assert (python, executable, data) == (f"{prefix}/bin/python", f"{prefix}/bin/python", f"{prefix}/share")
+    run.wait()
 
 
 @pytest.mark.parametrize("version", [5, 7])

@@ -211,7 +211,7 @@ class WorkerNodes(Listener):
             return self.loop.stop() if self._all_joined() else None
         for command in node.commands.values():
             channel.send(**command)
-        self.on_event(node, {"event": NodeEvent.JOINED})
+        self.on_event(node, {"event": NodeEvent.JOINED, "remark": message.get("remark")})
 
     def _add_usage(self, node: WorkerNode, nonce: str, usage: Optional[Dict[str, Any]]) -> None:
         node.commands.pop(_subject(NodeCommand.REPORT, nonce), None)

@@ -301,6 +301,8 @@ def guard(
             sys.stderr.flush()
             os._exit(code)
 
+    scratch.release()  # The child has it.
+
     def forward(signum: int, _: object = None) -> None:
         with contextlib.suppress(ProcessLookupError):  # The child may just have ended.
             os.kill(child, signum)

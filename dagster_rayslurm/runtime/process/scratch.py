@@ -16,38 +16,45 @@ import os
 import re
 import shutil
 import tempfile
-from typing import List, Optional
+from typing import Dict, List, Optional
 
 MAX_RAY_TEMP_DIR_BYTES = 39  # Longest path of a temporary directory that leaves room for the names of Ray's Unix sockets.
 _NAME = re.compile(r"^rs-[0-9a-f]{8}$")
 _MARKER = ".rayslurm-scratch"  # Name of the empty file that marks a directory as one of this module.
 _MIN_FREE_BYTES = 256 * 1024  # Bytes that a disk must have free for a scratch directory.
+_INHERITED = "RAYSLURM_SCRATCH_LOCK"  # Environment variable with the file descriptor for `inherit`.
+_lock_before = -1  # The file descriptor that `inherit` has found; -1 if there is none.
 
 
-def _bases() -> List[str]:
-    """The directories in which scratch directories may be made, in order of preference; only those with short paths.
+def _bases(short: bool) -> List[str]:
+    """The directories in which scratch directories may be made, in order of preference; on request only those with short paths.
 
     A payload's own Ray cluster has a directory `x` there, in which Ray's is `r`.
     """
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", tempfile.gettempdir()]
-    fitting = [c for c in candidates if c and len(os.fsencode(c)) + len("/rs-12345678/x/r") <= MAX_RAY_TEMP_DIR_BYTES]
-    return list(dict.fromkeys(fitting))
+    longest = MAX_RAY_TEMP_DIR_BYTES - len("/rs-12345678/x/r")
+    return list(dict.fromkeys(each for each in candidates if each and not (short and len(os.fsencode(each)) > longest)))
 
 
 class Scratch:
-    """A directory with mode 0700 for sockets, tokens and Ray's files; the process that makes it removes it at its end."""
+    """A directory with mode 0700 for sockets, tokens and Ray's files; the process that makes it removes it at its end.
 
-    def __init__(self) -> None:
+    With `needed` it is for an environment: its disk must have so many bytes free and run programs, and its path may be long.
+    """
+
+    def __init__(self, needed: int = 0) -> None:
         refusals = []
-        for base in _bases():
+        for base in _bases(short=not needed):
             self.path = os.path.join(base, "rs-" + os.urandom(4).hex())
             try:
+                if needed:
+                    _check_disk(base, needed)
                 os.mkdir(self.path, 0o700)
                 self._lock = _claim(self.path)
                 return
             except OSError as error:
                 refusals.append("%s: %s" % (base, error.strerror or error))
-        raise OSError("no private directory can be made for sockets (%s)" % "; ".join(refusals))
+        raise OSError("no private directory can be made (%s)" % "; ".join(refusals))
 
     @property
     def ray_temp_dir(self) -> str:
@@ -60,6 +67,35 @@ class Scratch:
 
     def remove(self) -> None:
         _remove(self.path, self._lock)
+
+    def outlive_exec(self) -> Dict[str, str]:
+        """Let the program that this process becomes hold the lock; returns the environment variable by which it knows of it."""
+        os.set_inheritable(self._lock, True)
+        return {_INHERITED: str(self._lock)}
+
+
+def inherit() -> None:
+    """Take over the lock that this process held before it became another program, if it did."""
+    global _lock_before
+    _lock_before = int(os.environ.pop(_INHERITED, -1))
+    if _lock_before != -1:
+        os.set_inheritable(_lock_before, False)
+
+
+def release() -> None:
+    """Leave the lock of `inherit` to this process's children. After their end `sweep` removes the directory."""
+    global _lock_before
+    if _lock_before != -1:
+        os.close(_lock_before)
+        _lock_before = -1
+
+
+def _check_disk(path: str, needed: int) -> None:
+    found = os.statvfs(path)
+    if found.f_bavail * found.f_frsize < needed:
+        raise OSError(errno.ENOSPC, "%.1f of %.1f GiB are free" % (found.f_bavail * found.f_frsize / 2**30, needed / 2**30))
+    if found.f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise OSError(errno.EACCES, "it is mounted with noexec")
 
 
 def _claim(path: str) -> int:
@@ -97,7 +133,7 @@ def _remove(path: str, lock: Optional[int]) -> None:
 def sweep() -> List[str]:
     """Remove the scratch directories that this user's killed processes left, and return the paths of those removed."""
     removed = []
-    for base in _bases():
+    for base in _bases(short=False):
         with contextlib.suppress(OSError):
             for path in [os.path.join(base, name) for name in os.listdir(base) if _NAME.match(name)]:
                 # The directory may be locked, or removed meanwhile, or not this user's to read.

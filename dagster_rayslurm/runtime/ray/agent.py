@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from typing import Callable, Dict, List, Mapping, Optional
 
-from ..node import resources
+from ..node import local_copy, resources
 from ..node.allocation import Allocation
 from ..node.memory import MemoryWatch
 from ..node.resources import NodeResources, Share
@@ -260,7 +260,7 @@ class Worker(Listener):
 
     def authenticated(self, channel: Channel) -> None:  # noqa: ARG002
         self._was_connected = True
-        self._head.send(node_id=self.allocation.node_id, machine=self._machine.facts())
+        self._head.send(node_id=self.allocation.node_id, machine=self._machine.facts(), remark=local_copy.remark)
         self.on_connected()
 
     def received(self, channel: Channel, message: Message) -> None:  # noqa: ARG002

@@ -12,9 +12,9 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence
 
-from ..node import resources
+from ..node import local_copy, resources
 from ..node.allocation import Allocation, head_address
 from ..node.memory import MemoryWatch
 from ..node.resources import NodeResources, Share, count_cpus, footprint_error, may_need_gpus, named, runtime_footprint
@@ -113,6 +113,8 @@ class Supervisor:
         self._fresh: Dict[str, RayCluster] = {}  # The payloads' own Ray clusters, by the payload's nonce.
         self._unhealthy: List[Unhealthy] = []  # Nodes that failed the health check of a payload's own Ray cluster.
         self._unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
+        # What the Dagster log says of the nodes' environments, by node.
+        self._remarks = {} if local_copy.remark is None else {self._name: local_copy.remark}
         self._signalled = False
         self._timers = Timers(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -296,6 +298,8 @@ class Supervisor:
         for share in self._shares if spec.uses_ray else self._shares[:1]:
             if share.remark:
                 payload.phase("cluster-start", share.remark)
+        for remark in self._remarks.values():
+            payload.phase(*remark)
         for leak in self.cluster.leaks if self.cluster is not None else ():
             payload.phase("leaks", "left in the Ray cluster by payloads before: " + leak)
         self.schedule()
@@ -440,6 +444,15 @@ class Supervisor:
             self._report_memory(str(message["message"]), bool(message["killed"]))
         elif message.get("event") == NodeEvent.GONE:
             self._lose_node(member.title)
+        elif message.get("event") == NodeEvent.JOINED:
+            self._note_remark(member.title, message.get("remark"))
+
+    def _note_remark(self, name: str, remark: Optional[Sequence[str]]) -> None:
+        """Tell all payloads once that a worker node could not copy the environment; of many nodes the first ones."""
+        if remark and remark[0] == local_copy.NO_COPY and name not in self._remarks and len(self._remarks) < _MOST_NAMES:
+            self._remarks[name] = (remark[0], remark[1])
+            for payload in self.payloads:
+                payload.phase(*self._remarks[name])
 
     def _report_memory(self, message: str, killed: bool) -> None:
         """Tell running payloads that a node is nearly out of memory, and count the Ray workers killed while each ran."""

@@ -1,0 +1,115 @@
+"""A copy of the environment on this node's own disk, for jobs whose environment has stage="node-local".
+
+An environment cannot be moved, because many of its files contain its path. So each node makes its copy as the environment was
+made on the shared file system, from the same files there. That reads a few large files instead of thousands of small ones.
+
+The runtime starts with the shared Python, makes the copy, and then becomes the copy's Python. So Ray and payloads have it too.
+The keeper removes the copy at the end of the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+
+from ..process import scratch
+
+_RECIPE = "rayslurm.json"  # File in the shared environment that `edge.environment` writes,
+_PREFIX = "{prefix}"  # and what stands in its commands for the environment's path.
+_ROOM = 1.1  # Free bytes that a disk must have for each byte of the environment.
+_TIMEOUT = 300.0  # Seconds for one command.
+_REMARK = "RAYSLURM_NODE_LOCAL"  # Environment variable with the `remark` from before this process became the copy's Python.
+NO_COPY = "not-node-local"  # The phase of a remark that is a warning.
+_SCRUBBED = ("UV_", "PIP_", "PYTHON", "VIRTUAL_ENV")  # What the names of variables begin with that change what commands do.
+
+# The phase and the sentence for the Dagster log about this node's environment; None if there is nothing to say.
+remark: Optional[Tuple[str, str]] = None
+
+
+def enter(arguments: Sequence[str]) -> None:
+    """Begin this program anew with the Python of a copy of its environment, if the environment is one that nodes copy.
+
+    Returns if there is nothing to copy, or if no copy can be made: this program then goes on in the shared environment.
+    """
+    global remark
+    scratch.inherit()
+    said = os.environ.pop(_REMARK, "")
+    remark = ("node-local", said) if said else None
+    prefix, recipe = _find(sys.executable)
+    if not recipe.get("node_local"):
+        return
+    node, began = os.environ.get("SLURMD_NODENAME") or os.uname().nodename, time.monotonic()
+    place = None
+    # A signal must not leave half a copy behind. The program that this process becomes handles it in its own way.
+    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    try:
+        scratch.sweep()  # Copies of killed jobs take up room.
+        place = scratch.Scratch(int(recipe["bytes"] * _ROOM))
+        copy = place.join("environment")
+        python = os.path.join(copy, os.path.relpath(sys.executable, prefix))
+        _make(recipe["node_local"], copy, python, place.path)
+        said = "node %s made its own copy in %.1f s, %s" % (node, time.monotonic() - began, copy)
+        print("rayslurm: " + said, file=sys.stderr, flush=True)
+        environ = dict(_moved(os.environ, prefix, copy), **place.outlive_exec())
+        os.execve(python, [python, "-I", sys.argv[0], *arguments], dict(environ, **{_REMARK: said}))
+    except OSError as error:
+        why = error.strerror or str(error)
+        remark = NO_COPY, "node %s uses the shared environment, as it cannot be copied: %s" % (node, why)
+        print("rayslurm: " + remark[1], file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, before)
+        if place is not None:
+            place.remove()
+    except BaseException:
+        if place is not None:
+            place.remove()
+        raise
+
+
+def _find(python: str) -> Tuple[str, Dict[str, Any]]:
+    """The environment that a Python belongs to, and the recipe in it, which is empty if it has none."""
+    prefix = os.path.dirname(os.path.dirname(python))
+    for path in (prefix, os.path.dirname(prefix)):  # pixi-pack makes `env/bin/python`.
+        try:
+            with open(os.path.join(path, _RECIPE), encoding="utf-8") as file:
+                return path, json.load(file)
+        except (OSError, ValueError):
+            continue
+    return prefix, {}
+
+
+def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: str) -> None:
+    """Make the copy, whose Python must then start; raises OSError with what a command has said."""
+    os.mkdir(copy)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
+    # Files that uv unpacks there need not be copied into the environment, they are linked.
+    environ["TMPDIR"] = temporary
+    for command in [*commands, [python, "-I", "-c", ""]]:
+        words, nothing = [word.replace(_PREFIX, copy) for word in command], subprocess.DEVNULL
+        try:
+            subprocess.run(
+                words, check=True, cwd=copy, env=environ, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, timeout=_TIMEOUT
+            )
+        except subprocess.TimeoutExpired:
+            raise OSError("%s took over %g s" % (os.path.basename(words[0]), _TIMEOUT)) from None
+        except subprocess.CalledProcessError as error:
+            text = " ".join(error.stderr.decode("utf-8", "replace").split())[-500:]
+            raise OSError(text or "%s ended with exit code %d" % (os.path.basename(words[0]), error.returncode)) from None
+
+
+def _moved(environ: Mapping[str, str], prefix: str, copy: str) -> Dict[str, str]:
+    """Environment variables, with the path of the copy in place of that of the environment, which its activation has set.
+
+    The name of the environment is a link, and its files contain what the link leads to.
+    """
+    target = os.path.join(os.path.dirname(prefix), os.path.basename(os.path.realpath(prefix)))
+    moved = {}
+    for name, value in environ.items():
+        for path in (os.path.realpath(prefix), target, prefix):  # The longer one first.
+            value = value.replace(path, copy)
+        moved[name] = value
+    return moved
