@@ -18,12 +18,11 @@ from ..compute import ComputeResource
 from ..config import resolve_variables
 from ..edge import base_directory
 from ..edge import environment as edge
-from ..environments import CommandEnvironment, Environment, SentEnvironment
+from ..environments import CommandEnvironment, ContainerEnvironment, Environment, SentEnvironment
 from ..environments.check import facts_of
 from ..environments.send import fetch, recipe_for, send_environment
 from ..run_call import EnvironmentSite, environment_site
 from ..ssh.base import Progress
-from ..upload.deliver import missing
 from .session import json_option, one_sentence_errors, print_table
 
 _DAY = 86400.0
@@ -101,8 +100,8 @@ def build(site_of: Site) -> None:
     with one_sentence_errors():
         site = site_of()
         environment = _sent(site)
-        if isinstance(environment, CommandEnvironment) or not isinstance(environment, SentEnvironment):
-            return click.echo("commands need no files")
+        if isinstance(environment, (CommandEnvironment, ContainerEnvironment)):
+            return click.echo(f"{type(environment).__name__} needs nothing that is fetched or built on this machine")
         pieces = recipe_for(site.connection, environment, site.queues, _Log()).pieces
         size = sum(map(os.path.getsize, fetch(pieces, _Log())))
         click.echo(f"{len(pieces)} files, {size / 2**20:.1f} MiB")
@@ -163,12 +162,7 @@ def check(site_of: Site) -> None:
     """Look at the environment as a run does before it submits anything; makes nothing."""
     with one_sentence_errors():
         site = site_of()
-        environment = site.environment
-        if isinstance(environment, SentEnvironment) and not isinstance(environment, CommandEnvironment):
-            recipe = recipe_for(site.connection, environment, site.queues, _Log())
-            if missing(site.connection, site.base, [recipe.path(site.base)]):
-                raise ValueError(f"the environment is not on {site.connection.place} yet; run: rayslurm env push")
-        located = send_environment(site.connection, environment, site.base, _Log(), site.queues)
+        located = send_environment(site.connection, site.environment, site.base, _Log(), site.queues, make=False)
         path, facts = facts_of(site.connection, located, site.ray, True, site.cache_dir)
         click.echo(f"path: {path}")
         click.echo(f"Python: {'.'.join(map(str, facts.python))}, {facts.interpreter.python}")

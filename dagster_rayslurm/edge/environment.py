@@ -62,19 +62,17 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
     Returns `python`, `activate`, `facts`, and whether these were `cached`. For an environment that cannot be used `problem`; if
     it does not start, also `code` and `error`, what it said.
     """
-    activate, runner = "", []  # type: str, list[str]
+    activate, container, runner = "", None, []  # type: str, dict[str, Any] | None, list[str]
     if prefix:
+        container, runner = _container(prefix), _recipe(prefix).get("runner", [])
         python, activate = find(prefix)
-        runner = _recipe(prefix).get("runner", [])
         links = [path for path in (os.path.join(prefix, name) for name in _PYTHONS) if os.path.lexists(path)]
         if runner and links:
             python = links[0]  # It may lead to a Python that this machine lacks.
-        first = os.path.join(prefix, _PYTHONS[0])
         if not os.path.isdir(prefix):
             return {"problem": "file" if os.path.isfile(prefix) else "absent"}
-        if not python and not activate and _container(prefix) is None:
-            return {"problem": "broken" if os.path.islink(first) and not os.path.exists(first) else "empty"}
-    container = _container(prefix)
+        if not python and not activate and container is None:
+            return {"problem": "broken" if any(not os.path.exists(each) for each in links) else "empty"}
     python = python or "python3"
     found = {"python": python, "activate": activate, "container": container}  # type: dict[str, Any]
     if container is not None and "srun" in container:
@@ -84,37 +82,43 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
             known = json.load(file)
         if os.stat(cache).st_mtime > time.time() - age and known["states"] == _states(known["paths"]):
             return dict(found, facts=known["facts"], cached=True)
+    probed = _probe([*runner], python, activate, imports, timeout)
+    if "problem" in probed:
+        return dict(found, **probed)
+    facts, paths = probed["facts"], probed["paths"]
+    if container is not None:  # The image may be a directory.
+        paths = [container["path"]] + [container["path"] + path for path in paths]
+    paths += [os.path.join(prefix or python, name) for name in ("activate.sh", *_PYTHONS)]
     files.make_dir(os.path.dirname(cache))
-    # The word separates the answer from what start-up scripts print.
-    word = os.urandom(16).hex()
-    start = list(runner)
+    files.write(cache, json.dumps({"facts": facts, "paths": paths, "states": _states(paths)}).encode(), 0o600)
+    return dict(found, facts=facts, cached=False)
+
+
+def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[str]", timeout: float) -> "dict[str, Any]":
+    """What `PROBE` finds by a Python after the words `start`: `facts`, `paths`; or a `problem`, with `code` and `error`."""
+    environ = _environ(start)
+    word = os.urandom(16).hex()  # It separates the answer from what start-up scripts print.
     if activate:
-        start += ["bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word]
+        start = [*start, "bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word]
 
     def run(program: str, *words: str) -> "tuple[int | None, bytes, bytes]":
-        return processes.run([*start, python, "-c", program, *words], b"", timeout, _environ(runner), "/")
+        return processes.run([*start, python, "-c", program, *words], b"", timeout, environ, "/")
 
     code, out, error = run("word = %r\n%s" % (word, PROBE))
     said = out.decode("utf-8", "replace").split(word)
     if code is None:
-        return dict(found, problem="late")
+        return {"problem": "late"}
     if not said[-1].startswith("["):
         started = not activate or len(said) > 1
-        problem = "python" if started else "activate"
-        return dict(found, problem=problem, code=code, error=error.decode("utf-8", "replace")[-1000:])
+        return {"problem": "python" if started else "activate", "code": code, "error": error.decode("utf-8", "replace")[-1000:]}
     facts, paths = json.loads(said[-1])
-    if container is not None:  # The image may be a directory.
-        paths = [container["path"]] + [container["path"] + path for path in paths]
     facts["unimportable"] = ""
     if imports:
         code, _, error = run(_IMPORT, *imports)
         lines = error.decode("utf-8", "replace").strip().splitlines()
         how = "takes over {:g} s".format(timeout) if code is None else "ends with exit code {}".format(code)
-        facts["unimportable"] = "" if code == 0 else "{}".format(lines[-1] if code == 1 and lines else "the import " + how)
-    paths += [os.path.join(prefix or python, name) for name in ("activate.sh", *_PYTHONS)]
-    known = {"facts": facts, "paths": paths, "states": _states(paths)}
-    files.write(cache, json.dumps(known).encode(), 0o600)
-    return dict(found, facts=facts, cached=False)
+        facts["unimportable"] = "" if code == 0 else lines[-1] if code == 1 and lines else "the import " + how
+    return {"facts": facts, "paths": paths}
 
 
 def _container(prefix: str) -> "dict[str, Any] | None":

@@ -97,6 +97,7 @@ class PixiEnvironment(InstalledEnvironment):
     """An environment made on the cluster from the packages in a lock file of pixi, which this machine fetches and sends."""
 
     kind: Literal["pixi"] = "pixi"
+    """Tells the environments apart in configuration."""
     manifest: Annotated[str, plain_text] = "pixi.toml"
     """The project's manifest on this machine, pixi.toml or pyproject.toml, with pixi.lock beside it."""
     environment: Annotated[str, plain_text] = "default"
@@ -116,6 +117,7 @@ class ContainerEnvironment(SentEnvironment):
     """A container image in which the runtime, Ray and the payloads run; docs/containers.md."""
 
     kind: Literal["container"] = "container"
+    """Tells the environments apart in configuration."""
     image: Annotated[str, plain_text]
     """A path on the cluster, absolute or with `~/`: a SIF file, a squashfs, a directory; a file on this machine, with `./`; or a
     reference such as `docker://rayproject/ray:2.54.0-py312`, which the cluster fetches once."""

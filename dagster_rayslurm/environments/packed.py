@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tarfile
 import zipfile
 
@@ -51,7 +52,8 @@ def _script(path: str, platform: Platform) -> tuple[str, list[str], Python | Non
             if "PEX-INFO" in archive.namelist():
                 if not platform.pythons:
                     raise ValueError(f"{path} is a PEX file, and {platform.place} has no Python on its PATH to start it")
-                python = max(platform.pythons, key=lambda each: each.version)
+                own = sys.version_info[:2]  # The file was most likely made for this one.
+                python = max(platform.pythons, key=lambda each: (each.version[:2] == own, each.version))
                 return _PEX, [python.path, _PEX_PROGRAM], python
     elif start.startswith(_COMPRESSED):
         return _TAR, [], None

@@ -53,6 +53,7 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
     wanted = pixi_manifest.wanted(tables, features, list(dict.fromkeys(["unix", "linux", subdir, selector])))
     _check_fit(wanted, conda, pypi, lock)
     _check_glibc(conda, platform)
+    _check_cpu(conda, lock, platform)
     python = _python(conda, lock, platform)
     scripts = [os.path.join(top, each) for each in wanted.scripts]
     files, directories = _wheels(uv, pypi, top, platform, python)
@@ -165,6 +166,14 @@ def _check_glibc(conda: Sequence[CondaLockedBinaryPackage], platform: Platform) 
             f"packages in pixi.lock need another glibc than {version}, which {platform.place} has: {told}; lock older versions, "
             f'with [system-requirements] libc = "{version}"'
         )
+
+
+def _check_cpu(conda: Sequence[CondaLockedBinaryPackage], lock: str, platform: Platform) -> None:
+    """Raise `ValueError` if packages need newer CPUs: those of conda-forge say so by a package whose version is the level."""
+    level = next((f"x86-64-v{each.version}" for each in conda if each.name == "_x86_64-microarch-level"), "")
+    if level > platform.level:
+        what = f"{lock} has packages for CPUs of the level {level}, and {platform.place} has {platform.level}"
+        raise ValueError(f"{what}; lock others, or ask for newer nodes with SlurmQueueConfig(constraint=…)")
 
 
 def _python(conda: Sequence[CondaLockedBinaryPackage], lock: str, platform: Platform) -> Python:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import shlex
 import tempfile
 import time
@@ -34,10 +35,14 @@ from . import (
     SentEnvironment,
     UvEnvironment,
 )
+from .container import send_container
 from .platforms import FRESH_AGE, PLATFORM_AGE, Platform, look_at
 from .recipe import Piece, Recipe, activate_script
 
 _MAKE_TIMEOUT = 3600.0
+# What the system, and uv with the numbers of Linux, say of a full file system and of a quota.
+_FULL = r"No space left on device|[Qq]uota exceeded|os error (28|122)\b"
+_REFUSAL_AGE = 10.0  # Seconds for which a platform counts that an environment cannot be made for.
 _AT_ONCE = 8  # Number of files that are fetched at once.
 
 # By environment and platform: the last recipe, and the state of its inputs on this machine.
@@ -51,57 +56,54 @@ def send_environment(
     log: Any,
     queues: Sequence[SlurmQueueConfig] = (),
     progress: Progress | None = None,
+    make: bool = True,
 ) -> Environment:
     """The environment, with one that is sent replaced by the prefix that it has become on the cluster.
 
     The prefix is made if it is missing, for the nodes that `queues` ask for, or without queues for the edge node. Any number of
     processes may ask at the same time: one makes it, the others wait. `progress` is called with the bytes sent; without it, the
-    log tells of long transfers.
+    log tells of long transfers. Without `make`, a prefix that is missing is an error.
 
     Raises:
         StartError: the environment cannot be made; the sentence says what to do.
         OSError: the cluster cannot be reached, or a file cannot be sent.
     """
-
     if not isinstance(environment, SentEnvironment):
         return environment
-    sent: SentEnvironment = environment
+    fields = environment.model_dump(exclude={"kind", "imports"}, exclude_defaults=True)
+    title = " ".join([environment.kind, *(f"{name}={value}" for name, value in fields.items())])
 
     def warn(sentence: str) -> None:
         log.warning(f"[rayslurm] remote_base: {sentence}")
 
     def ensure(recipe: Recipe) -> str:
+        """The path of the prefix of a recipe, which is made if it is missing."""
         path = recipe.path(base)
         if missing(connection, base, [path], warn):
+            if not make:
+                raise ValueError(f"it is not on {connection.place} yet; run: rayslurm env push")
             with locked(f"environment-{recipe.key[0]}"):
                 if missing(connection, base, [path]):
-                    fields = sent.model_dump(exclude={"kind", "imports"}, exclude_defaults=True)
-                    title = " ".join([str(environment.kind), *(f"{name}={value}" for name, value in fields.items())])
                     _make(connection, recipe, title, base, log, progress)
         return path
 
-    def located(path: str) -> PreDeployedEnvironment:
-        return PreDeployedEnvironment(path=path, imports=sent.imports)
-
     try:
         if isinstance(environment, CommandEnvironment):
-            return located(_send_commands(connection, environment, base, warn))
-        if isinstance(environment, ContainerEnvironment):
-            from .container import send_container
-
-            return located(send_container(connection, environment, base, ensure))
-        for age in (PLATFORM_AGE, FRESH_AGE):
-            recipe = recipe_for(connection, environment, queues, log, age)
-            if not missing(connection, base, [recipe.path(base)], warn):
-                break
+            path = _send_commands(connection, environment, base, warn)
+        elif isinstance(environment, ContainerEnvironment):
+            path = send_container(connection, environment, base, ensure)
+        else:
+            recipe = recipe_for(connection, environment, queues, log)
+            if missing(connection, base, [path := recipe.path(base)], warn):
+                path = ensure(recipe_for(connection, environment, queues, log, FRESH_AGE))
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, f"environment: {error}") from None
-    return located(ensure(recipe))
+    return PreDeployedEnvironment(path=path, imports=environment.imports)
 
 
 def recipe_for(
     connection: Connection,
-    environment: SentEnvironment,
+    environment: Environment,
     queues: Sequence[SlurmQueueConfig],
     log: Any,
     age: float = PLATFORM_AGE,
@@ -110,6 +112,15 @@ def recipe_for(
 
     Raises `ValueError`, whose sentence says what to do, if there can be none.
     """
+    try:
+        return _recipe_for(connection, environment, queues, log, age)
+    except ValueError:  # What the cluster lacked then it may have now.
+        return _recipe_for(connection, environment, queues, log, _REFUSAL_AGE)
+
+
+def _recipe_for(
+    connection: Connection, environment: Environment, queues: Sequence[SlurmQueueConfig], log: Any, age: float
+) -> Recipe:
     from .packed import packed_recipe
     from .pixi import pixi_recipe
     from .uv import uv_recipe, wanted_command
@@ -167,7 +178,8 @@ def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: An
     except OSError as error:
         problem = error.strerror or str(error)
     if problem:
-        sentence = f"environment: it cannot be made in {base} on {connection.place}: {' '.join(problem.split())}"
+        remedy = "; make room there, or choose another remote_base" if re.search(_FULL, problem) else ""
+        sentence = f"environment: it cannot be made in {base} on {connection.place}: {' '.join(problem.split())}{remedy}"
         raise StartError(FailureKind.ENVIRONMENT, sentence)
     log.info(f"[rayslurm] environment: made {path} in {time.monotonic() - began:.1f} s")
 

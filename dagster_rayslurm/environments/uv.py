@@ -10,9 +10,11 @@ import os
 import re
 import sys
 import tarfile
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tomli
 
@@ -21,6 +23,9 @@ from ..ssh.local import locked
 from . import UvEnvironment, wheels
 from .platforms import Platform, Python, cached
 from .recipe import Piece, Recipe
+
+if TYPE_CHECKING:
+    from packaging.pylock import Pylock
 
 _VERSION = re.compile(r"\d+(\.\d+)*")
 
@@ -35,75 +40,84 @@ def wanted_command(python: str | None) -> str:
 def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
     """How the environment is made on the platform; raises `ValueError` if it cannot be made."""
     try:
-        from packaging.pylock import Pylock, PylockSelectError
+        from packaging.pylock import Pylock
     except ImportError:
         raise ValueError(f"packaging here is too old to read lock files; {wheels.EXTRA}") from None
     uv, version = wheels.find_uv()
-    top = os.path.abspath(os.path.expanduser(environment.project))
     if environment.requirements is None:
-        text, inputs = _export(uv, top, environment.groups), [os.path.join(top, "pyproject.toml"), *_lock_file(top)]
+        top = os.path.abspath(os.path.expanduser(environment.project))
+        text, inputs = _export(uv, top, environment.groups)
         lock = Pylock.from_dict(tomli.loads(text))
         python, brought = _choose(uv, platform, environment.python, lock.requires_python)
     else:
-        python, brought = _choose(uv, platform, environment.python, None)
         inputs = [os.path.abspath(os.path.expanduser(environment.requirements))]
+        top = os.path.dirname(inputs[0])
         if not os.path.isfile(inputs[0]):
             raise ValueError(f"there is no requirements file {inputs[0]}")
-        top = os.path.dirname(inputs[0])
+        python, brought = _choose(uv, platform, environment.python, None)
         lock = Pylock.from_dict(tomli.loads(wheels.compile_requirements(uv, inputs[0], platform, python)))
-    tags, directories, files = wheels.tags_of(platform, python), [], []
-    try:
-        for package, source in lock.select(environment=wheels.markers_of(python), tags=tags):
-            name = f"{package.name} {package.version or ''}".strip()
-            if wheels.kind_of(source) == "directory":
-                directories.append(wheels.path_of(top, source))
-            files.append(wheels.wheel_of(uv, name, source, top, platform, python, set(tags)))
-    except PylockSelectError as error:
-        where, newest = wheels.described(platform, python), replace(platform, glibc=(2, 99))
-        try:
-            selected = lock.select(environment=wheels.markers_of(python), tags=wheels.tags_of(newest, python))
-            newer = [str(package.name) for package, source in selected if not wheels.runs_on(source, set(tags))]
-        except PylockSelectError:
-            raise ValueError(f"the lock file lacks a wheel for {where}: {error}") from None
-        needs = f"the lock file's wheels of {', '.join(newer)} need a newer glibc than {where} has"
-        raise ValueError(f"{needs}; lock older versions of them") from None
+    files, directories = _wheels(uv, lock, top, platform, python)
     there = wheels.uv_program(uv, version, platform, python)
-    unpack: list[list[str | Piece]] = [["tar", "-x", "-f", brought, "-C", PREFIX]] if brought else []
-    commands: list[list[str | Piece]] = [
-        *unpack,
-        [there, "venv", *wheels.ISOLATED, "--no-project", "--allow-existing", "--python", python.path, PREFIX],
-    ]
+    commands: list[list[str | Piece]] = [["tar", "-x", "-f", brought, "-C", PREFIX]] if brought else []
+    options = *wheels.ISOLATED, "--no-project", "--allow-existing"
+    commands.append([there, "venv", *options, "--python", python.path, PREFIX])
     if files:
         commands.append(wheels.install_command(there, files))
-
     return Recipe(commands, lambda: wheels.state_of(inputs, directories), platform.runner(None if brought else python))
 
 
 # ---- The lock
 
 
-def _lock_file(directory: str) -> Iterator[str]:
+def _lock_file(directory: str) -> str | None:
     """The lock file of a project: in its directory, or in one above it, for a member of a workspace."""
-    while not os.path.isfile(path := os.path.join(directory, "uv.lock")):
-        directory, child = os.path.dirname(directory), directory
-        if directory == child:
-            return
-    yield path
+    places = [directory, *map(str, Path(directory).parents)]
+    return next(filter(os.path.isfile, (os.path.join(each, "uv.lock") for each in places)), None)
 
 
-def _export(uv: str, project: str, groups: Sequence[str]) -> str:
-    """The lock of a project as a pylock.toml (PEP 751)."""
-    if not os.path.isfile(os.path.join(project, "pyproject.toml")):
+def _export(uv: str, project: str, groups: Sequence[str]) -> tuple[str, list[str]]:
+    """The lock of a project as a pylock.toml (PEP 751), and the paths of the files that it comes from."""
+    if not os.path.isfile(manifest := os.path.join(project, "pyproject.toml")):
         raise ValueError(f"there is no pyproject.toml in {project}; name the directory of a project of uv, or use requirements=…")
-    if not any(_lock_file(project)):
+    if (lock := _lock_file(project)) is None:
         raise ValueError(f"{project} has no uv.lock; run there: uv lock")
     arguments = ["--quiet", "--locked", "--no-editable", "--no-default-groups", *(f"--group={group}" for group in groups)]
     try:
-        return wheels.run_uv(uv, "export", *arguments, "--format=pylock.toml", directory=project)
+        return wheels.run_uv(uv, "export", *arguments, "--format=pylock.toml", directory=project), [manifest, lock]
     except ValueError as error:
         if "needs to be updated" in str(error):
             raise ValueError(f"uv.lock in {project} does not fit its pyproject.toml; run there: uv lock") from None
         raise ValueError(f"uv cannot read the lock of {project}: {error}") from None
+
+
+def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python) -> tuple[list[Piece], list[str]]:
+    """The wheels of a lock that the platform needs, and the directories with sources of some of them."""
+    from packaging.pylock import PylockSelectError
+
+    tags, files, directories = wheels.tags_of(platform, python), list[Piece](), list[str]()
+    try:
+        selected = list(lock.select(environment=wheels.markers_of(python), tags=tags))
+    except PylockSelectError as error:
+        raise ValueError(_lacking(lock, platform, python, set(tags), error)) from None
+    for package, source in selected:
+        name = f"{package.name} {package.version or ''}".strip()
+        if wheels.kind_of(source) == "directory":
+            directories.append(wheels.path_of(top, source))
+        files.append(wheels.wheel_of(uv, name, source, top, platform, python, set(tags)))
+    return files, directories
+
+
+def _lacking(lock: Pylock, platform: Platform, python: Python, tags: set[Any], error: Exception) -> str:
+    """What a lock from which no wheels could be selected lacks: wheels for the glibc there, or any for the platform."""
+    from packaging.pylock import PylockSelectError
+
+    where, newest = wheels.described(platform, python), replace(platform, glibc=(2, 99))
+    try:
+        selected = list(lock.select(environment=wheels.markers_of(python), tags=wheels.tags_of(newest, python)))
+    except PylockSelectError:
+        return f"the lock file lacks a wheel for {where}: {error}"
+    newer = ", ".join(str(package.name) for package, source in selected if not wheels.runs_on(source, tags))
+    return f"the lock file's wheels of {newer} need a newer glibc than {where} has; lock older versions of them"
 
 
 # ---- The interpreter
@@ -140,22 +154,21 @@ def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tu
 
 
 def _bring(uv: str, version: str, platform: Platform) -> tuple[Python, Piece]:
-    """An interpreter of uv for the platform, in an archive with the directory `interpreter`."""
+    """An interpreter of uv for the platform, in an archive with the directory `interpreter`; this machine keeps the archive."""
     request = f"cpython-{version}-linux-{platform.machine}-gnu"
-    path = cached("pythons", request, "interpreter.tar.gz")
+    directory = os.path.dirname(cached("pythons", request, ""))
     with locked("environment-python"):
-        found = [each for each in os.listdir(os.path.dirname(path)) if each.startswith("cpython-")]
-        if not os.path.exists(path) or not found:
-            directory = os.path.dirname(path)
-            wheels.run_uv(uv, "python", "install", "--no-bin", f"--install-dir={directory}", request)
-            # uv also makes a link without the third number.
-            names = [each for each in os.listdir(directory) if each.startswith("cpython-")]
-            found = [each for each in names if not os.path.islink(os.path.join(directory, each))]
-            draft = f"{path}.{os.getpid()}"
-            with tarfile.open(draft, "w:gz", compresslevel=1) as archive:
-                archive.add(os.path.join(directory, found[0]), "interpreter")
-            os.replace(draft, path)
-    full = max((each.split("-")[1] for each in found), key=len)
+        kept = [each for each in os.listdir(directory) if each.endswith(".tar.gz")]
+        if not kept:
+            with tempfile.TemporaryDirectory(dir=directory) as work:
+                wheels.run_uv(uv, "python", "install", "--no-bin", f"--install-dir={work}", request)
+                # Beside links to it, which lack the third number.
+                found = next(each for each in Path(work).glob("cpython-*") if not each.is_symlink())
+                kept, draft = [f"{found.name.split('-')[1]}.tar.gz"], os.path.join(work, "draft")
+                with tarfile.open(draft, "w:gz", compresslevel=1) as archive:
+                    archive.add(found, "interpreter")
+                os.replace(draft, os.path.join(directory, kept[0]))
+    path, full = os.path.join(directory, kept[0]), kept[0].removesuffix(".tar.gz")
     python = Python(f"{PREFIX}/interpreter/bin/python3", tuple(map(int, full.split("."))), "cpython", platform.machine)
     digest = hashlib.sha256(f"{request} {full}".encode()).hexdigest()
     return python, Piece(digest, "interpreter.tar.gz", lambda: path)

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import tomli
 
+from ..edge import files
 from ..edge.environment import PREFIX
 from ..ssh.local import locked
 from ..upload.bundle import bundle_directory
@@ -201,10 +202,13 @@ def _fetch(place: str, digest: str, path: str) -> None:
     with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), delete=False) as target:
         try:
             found = hashlib.sha256()
-            for data in _content(place):
-                target.write(data)
-                found.update(data)
-            target.flush()
+            try:
+                for data in _content(place):
+                    target.write(data)
+                    found.update(data)
+                target.flush()
+            except OSError as error:
+                raise ValueError(f"{place} cannot be fetched: {error.strerror or error}") from None
             if found.hexdigest() != digest:
                 raise ValueError(f"{place} is not the file in the lock: its SHA-256 is {found.hexdigest()}")
             os.replace(target.name, path)
@@ -255,8 +259,7 @@ def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Pyt
     from packaging.pylock import Pylock
 
     path = cached("requirements", f"{name}-{version}.txt")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(f"{name}=={version}\n")
+    files.write(path, f"{name}=={version}\n".encode(), 0o600)
     lock = Pylock.from_dict(tomli.loads(compile_requirements(uv, path, platform, python, final=True)))
     _, source = next(iter(lock.select(environment=markers_of(python), tags=tags_of(platform, python))))
     return fetched(name, source, "")

@@ -163,6 +163,29 @@ def test_the_session_of_the_readme_is_found_warm(tmp_path: Path, stack: Stack, m
     assert [each["Session reused"].value for each in found] == [False, True]
 
 
+@pytest.mark.timeout(400)
+def test_the_asset_of_the_readme_runs_where_nothing_is_prepared(
+    tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the commands that make a lock, and the resource with `UvEnvironment()`."""
+    (commands,) = re.findall(r"```console\n(\$ uv init.*?)```", README, re.DOTALL)
+    (text,) = (block for block in PYTHON if "environment=UvEnvironment()" in block)
+    for name in ("train.py", "definitions.py"):
+        (tmp_path / name).write_text(FILES[name])
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-ec", re.sub(r"^\$ ", "", commands, flags=re.MULTILINE)], cwd=tmp_path, env=env, check=True)
+    for name, value in stack.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    here: dict[str, Any] = {"__name__": "definitions"}
+    exec(compile(FILES["definitions.py"], "README.md", "exec"), here)
+    exec(compile(text, "README.md", "exec"), here)
+    assert "pre_deployed_env_path" not in text
+    result = dg.materialize([here["model"]], resources={"compute": here["compute"]})
+    assert result.asset_materializations_for_node("model")[0].metadata["best score"].value == 0.9375
+    assert "/prefixes/" in stack.exec("edge", ["sh", "-c", "ls -d /home/dev/.dagster_rayslurm/prefixes/*"])
+
+
 def test_the_session_settings_of_the_readme_are_those_there_are() -> None:
     rows = re.search(r"\| `SessionConfig` \| default \| \|\n\|---\|---\|---\|\n(.*?)\n\n", README, re.DOTALL)
     assert rows is not None

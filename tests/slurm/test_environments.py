@@ -16,7 +16,7 @@ from dagster_rayslurm.environments import platforms, send, wheels
 
 from ..conftest import pipes_script, run_asset, small_ray
 from ..stack.access import Stack
-from ..unit.test_sent_environments import BACKEND
+from ..unit.test_sent_environments import write_helper
 from .fixtures import Site
 
 pytestmark = pytest.mark.timeout(400)
@@ -49,14 +49,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def project(directory: Path, *dependencies: str) -> UvEnvironment:
     """A project with a package of its own, and its lock."""
-    helper = directory / "helper"
-    helper.mkdir(parents=True)
-    (helper / "helper.py").write_text("version = 'first'\n")
-    (helper / "backend.py").write_text(BACKEND)
-    (helper / "pyproject.toml").write_text(
-        '[project]\nname = "helper"\nversion = "1.0"\n'
-        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-    )
+    write_helper(directory / "helper")
     (directory / "pyproject.toml").write_text(
         '[project]\nname = "study"\nversion = "1"\nrequires-python = ">=3.10"\n'
         f"dependencies = {json.dumps([*dependencies, 'helper'])}\n[tool.uv.sources]\nhelper = {{ path = 'helper' }}\n"

@@ -24,6 +24,9 @@ compute = ComputeResource(
     default_launcher=BashLauncher(),
 )
 prepared = ComputeResource(slurm=SlurmResource(remote_base={base!r}), pre_deployed_env_path="/opt/x")
+inside = ComputeResource(
+    slurm=SlurmResource(remote_base={base!r}), environment=ContainerEnvironment(image="/no.sif", runtime="apptainer")
+)
 defs = dg.Definitions(resources={{"in_definitions": compute}})
 """
 
@@ -80,6 +83,19 @@ def test_imports_are_tried(invoke: Invoke) -> None:
     failed = invoke("check", more=", imports=['json', 'torch.nn']")
     assert failed.exit_code == 1
     assert "lacks what its `imports` list: ModuleNotFoundError: No module named 'torch'; add it, or take it off" in failed.output
+
+
+def test_a_container_needs_nothing_of_this_machine(invoke: Invoke, cluster: Cluster) -> None:
+    assert (
+        invoke("build", resource="inside").output
+        == "ContainerEnvironment needs nothing that is fetched or built on this machine\n"
+    )
+    missing = invoke("check", resource="inside")
+    assert missing.exit_code == 1 and "it is not on this machine yet; run: rayslurm env push" in missing.output
+    pushed = invoke("push", resource="inside")
+    assert pushed.exit_code == 0 and Path(pushed.output.splitlines()[-1], "bin/python").is_file()
+    absent = invoke("check", resource="inside")
+    assert absent.exit_code == 1 and "there is no program apptainer on " in absent.output
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,15 @@ def test_packages_that_do_not_run_there(project: Project, channel: dict[str, Pac
     cluster.refuses(environment, r"wheels in pixi.lock do not run on this machine \(Python .*, glibc 2.28, .*\): far 1.0; lock")
 
 
+def test_packages_for_newer_cpus(project: Project, channel: dict[str, Package], cluster: Cluster) -> None:
+    """By the package of conda-forge whose version is the level."""
+    level = package(project.path, "_x86_64-microarch-level", "3", noarch="generic")
+    environment = project.write([channel["libx"], channel["python"], level])
+    assert pixi_recipe(environment, replace(PLATFORM, level="x86-64-v3")).commands
+    with pytest.raises(ValueError, match="has packages for CPUs of the level x86-64-v3, and here has x86-64-v2; lock others, or"):
+        pixi_recipe(environment, replace(PLATFORM, level="x86-64-v2"))
+
+
 def test_a_package_that_is_not_the_one_in_the_lock(project: Project, channel: dict[str, Package], cluster: Cluster) -> None:
     wrong = replace(channel["native"], record={**channel["native"].record, "sha256": "a" * 64})
     environment = project.write([channel["libx"], channel["python"], wrong])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.pylock import PackageWheel
 
 from dagster_rayslurm import (
     BashLauncher,
@@ -28,9 +29,11 @@ from dagster_rayslurm import (
 )
 from dagster_rayslurm.edge import environment as edge
 from dagster_rayslurm.edge.base_directory import sweep
-from dagster_rayslurm.environments import path_on_cluster, platforms, resolve_environment, wheels
+from dagster_rayslurm.environments import path_on_cluster, platforms, resolve_environment, send, wheels
 from dagster_rayslurm.environments.check import check_environment_on
+from dagster_rayslurm.environments.packed import packed_recipe
 from dagster_rayslurm.environments.platforms import Platform
+from dagster_rayslurm.environments.recipe import Piece
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -83,15 +86,32 @@ def test_an_environment_from_a_lock_file(cluster: Cluster) -> None:
     assert says(first, "import right; print(right.version)") == "1.0"
 
 
-def test_a_local_package_comes_along_and_is_built_once_for_each_content(cluster: Cluster) -> None:
-    helper = cluster.project / "helper"
-    helper.mkdir()
+def write_helper(helper: Path) -> None:
+    """A package with a build backend of its own."""
+    helper.mkdir(parents=True)
     (helper / "helper.py").write_text("version = 'first'\n")
     (helper / "backend.py").write_text(BACKEND)
     (helper / "pyproject.toml").write_text(
         '[project]\nname = "helper"\nversion = "1.0"\n'
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
+
+
+def test_a_member_of_a_workspace_comes_along(cluster: Cluster) -> None:
+    write_helper(cluster.project / "parts" / "helper")
+    member = cluster.project / "parts" / "member"
+    member.mkdir()
+    (member / "pyproject.toml").write_text(
+        '[project]\nname = "member"\nversion = "1"\ndependencies = ["helper"]\n[tool.uv.sources]\nhelper = { workspace = true }\n'
+    )
+    cluster.lock(more='[tool.uv.workspace]\nmembers = ["parts/*"]\n')
+    environment = UvEnvironment(project=str(member))
+    assert says(cluster.send(environment), "import helper; print(helper.version)") == "first"
+
+
+def test_a_local_package_comes_along_and_is_built_once_for_each_content(cluster: Cluster) -> None:
+    helper = cluster.project / "helper"
+    write_helper(helper)
     more = '[tool.uv.sources]\nhelper = { path = "helper", editable = true }\n'
     environment = cluster.lock("helper", more=more)
     assert says(cluster.send(environment), "import helper; print(helper.version)") == "first"
@@ -137,6 +157,18 @@ def test_bad_input_is_one_sentence(cluster: Cluster) -> None:
     cluster.refuses(wanted, "this machine lacks Python /nowhere/python .*, its PATH has none; name one that is there by its path")
 
 
+def test_a_python_that_was_installed_since_the_cluster_lacked_it(cluster: Cluster) -> None:
+    """The platform is known for a day, but refuses nothing that long."""
+    wheel(cluster.index, "left")
+    environment = cluster.lock("left").model_copy(update={"python": sys.executable})
+    cluster.bare = True
+    cluster.refuses(environment, f"this machine lacks Python {sys.executable}")
+    cluster.bare = False
+    for known in Path(platforms.cached("platforms", "")).iterdir():
+        os.utime(known, (time.time() - 60,) * 2)
+    assert says(cluster.send(environment), "import left; print(left.version)") == "1.0"
+
+
 def test_an_interpreter_is_brought_if_the_cluster_has_none(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the documented command line of uv, as its interpreters cannot be fetched in tests."""
     wheel(cluster.index, "left")
@@ -169,6 +201,15 @@ def test_a_file_that_is_not_the_one_in_the_lock(cluster: Cluster, monkeypatch: p
     assert not [each for each in Path(platforms.cached("files", "")).rglob("*") if each.is_file()]
 
 
+def test_a_file_that_cannot_be_fetched(cluster: Cluster) -> None:
+    nobody_listens = PackageWheel(url="http://127.0.0.1:9/left-1.0-py3-none-any.whl", hashes={"sha256": "0" * 64})
+    with pytest.raises(
+        StartError, match=r"environment: http://127.0.0.1:9/left-1.0-py3-none-any.whl cannot be fetched: .*refused"
+    ):
+        send.fetch([wheels.fetched("left", nobody_listens, "")], LOG)
+    assert not [each for each in Path(platforms.cached("files", "")).rglob("*") if each.is_file()]
+
+
 @pytest.mark.parametrize("size", ["1m", "12m"])
 def test_a_full_disk(cluster: Cluster, tmp_path: Path, size: str) -> None:
     """It takes no files, or takes them, and not what they become."""
@@ -180,10 +221,22 @@ def test_a_full_disk(cluster: Cluster, tmp_path: Path, size: str) -> None:
         cluster.base = disk / "base"
         cluster.base.mkdir()
         cluster.refuses(
-            environment, f"environment: it cannot be made in {disk}/base on this machine: .*(No space left|os error 28)"
+            environment,
+            f"environment: it cannot be made in {disk}/base on this machine: .*(No space left|os error 28).*; "
+            "make room there, or choose another remote_base",
         )
         left = [each for each in cluster.base.rglob("*") if ".rs-" in each.name]
         assert not left
+
+
+def test_a_disk_quota(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no file system has here: the command of the recipe says what tar says of one."""
+    wheel(cluster.index, "left")
+    environment = cluster.lock("left")
+    failing = cluster.base.parent / "uv-of-the-cluster"
+    failing.write_text("#!/bin/sh\necho 'error: failed to write: Disk quota exceeded (os error 122)' >&2\nexit 2\n")
+    monkeypatch.setattr(wheels, "uv_program", lambda *_: Piece("2" * 64, "uv", lambda: str(failing)))
+    cluster.refuses(environment, r"Disk quota exceeded \(os error 122\); make room there, or choose another remote_base")
 
 
 # -- archives ------------------------------------------------------------------------------------------------------------
@@ -236,6 +289,18 @@ def test_archives_that_cannot_be_used(cluster: Cluster, tmp_path: Path) -> None:
     cluster.refuses(
         PackedEnvironment(archive=str(tmp_path / "half.tar.gz")), "it cannot be made in .*/base on this machine: .*gzip"
     )
+
+
+def test_a_pex_gets_the_python_that_it_was_most_likely_made_for(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "environment.pex", "w") as archive:
+        archive.writestr("PEX-INFO", "{}")
+    own, newer = python("/own", *sys.version_info[:3]), python("/newer", 3, 99)
+    environment = PackedEnvironment(archive=str(tmp_path / "environment.pex"))
+    for pythons, chosen in (((own, newer), "/own"), ((newer,), "/newer")):
+        (command,) = packed_recipe(environment, platform(pythons=pythons)).commands
+        assert chosen in command
+    with pytest.raises(ValueError, match="is a PEX file, and x has no Python on its PATH to start it"):
+        packed_recipe(environment, platform())
 
 
 # -- commands ------------------------------------------------------------------------------------------------------------
