@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from . import UvEnvironment, wheels
 from .platforms import Platform, Python, cached
 from .recipe import Piece, Recipe
 
+# The paths of packages that a lock file of uv takes from this machine; "." is the project itself.
+_LOCAL = re.compile(rb'^source = \{ (?:editable|virtual|directory|path) = "([^"]*)"', re.MULTILINE)
 _VERSION = re.compile(r"\d+(\.\d+)*")
 
 
@@ -41,7 +44,7 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
     uv, version = wheels.find_uv()
     top = os.path.abspath(os.path.expanduser(environment.project))
     if environment.requirements is None:
-        text, inputs = _export(uv, top, environment.groups), [os.path.join(top, "pyproject.toml"), *_lock_file(top)]
+        text, inputs = _export(uv, version, top, environment.groups), [os.path.join(top, "pyproject.toml"), *_lock_file(top)]
         lock = Pylock.from_dict(tomli.loads(text))
         python, brought = _choose(uv, platform, environment.python, lock.requires_python)
     else:
@@ -91,15 +94,31 @@ def _lock_file(directory: str) -> Iterator[str]:
     yield path
 
 
-def _export(uv: str, project: str, groups: Sequence[str]) -> str:
-    """The lock of a project as a pylock.toml (PEP 751)."""
-    if not os.path.isfile(os.path.join(project, "pyproject.toml")):
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> str:
+    """The lock of a project as a pylock.toml (PEP 751), kept while the lock and the project's only manifest stay as they are."""
+    manifest = os.path.join(project, "pyproject.toml")
+    if not os.path.isfile(manifest):
         raise ValueError(f"there is no pyproject.toml in {project}; name the directory of a project of uv, or use requirements=…")
     if not any(_lock_file(project)):
         raise ValueError(f"{project} has no uv.lock; run there: uv lock")
     arguments = ["--quiet", "--locked", "--no-editable", "--no-default-groups", *(f"--group={group}" for group in groups)]
+    contents = [_content(path) for path in (manifest, *_lock_file(project))]
+    digest = hashlib.sha256(repr([version, project, arguments, contents]).encode()).hexdigest()
+    kept = cached("exports", digest[:32], "pylock.toml")
+    if os.path.exists(kept):
+        return _content(kept).decode()
     try:
-        return wheels.run_uv(uv, "export", *arguments, "--format=pylock.toml", directory=project)
+        text = wheels.run_uv(uv, "export", *arguments, "--format=pylock.toml", directory=project)
+        if set(_LOCAL.findall(contents[-1])) <= {b"."}:  # Others have manifests that the lock must fit too.
+            with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(kept), delete=False) as file:
+                file.write(text)
+            os.replace(file.name, kept)
+        return text
     except ValueError as error:
         if "needs to be updated" in str(error):
             raise ValueError(f"uv.lock in {project} does not fit its pyproject.toml; run there: uv lock") from None
