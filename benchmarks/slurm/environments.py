@@ -167,7 +167,7 @@ def one_wheel(options: Options) -> list[Figure]:
                 if name == "one":
                     (line,) = (line for line in log.lines if "sending " in line)
                     sent.append(float(line.split("sending ")[1].split()[0]))
-    files = Sample.of("files sent for one changed wheel", sent, "files")
+    files = Sample.of("for one changed wheel", sent, "files")
     everything, one = Sample.of("all wheels, and uv", seconds["all"]), Sample.of("one changed wheel", seconds["one"])
     least = Sample.of("the least", [1], "files")
     return [
@@ -220,7 +220,7 @@ def race(options: Options) -> list[Figure]:
                 if len({each["path"] for each in answers}) != 1:
                     problem = f"they have {len({each['path'] for each in answers})} environments"
     one, everybody = (Sample.of(f"{callers} processes", found) for callers, found in seconds.items())
-    times, least = Sample.of("unpacked", unpacked, "times"), Sample.of("the least", [1], "times")
+    times, least = Sample.of("by all of them", unpacked, "times"), Sample.of("the least", [1], "times")
     return [
         Figure("environment.race: how often it is unpacked", least, times, times, 1, problem=problem),
         Figure("environment.race: until all have it", one, everybody, everybody, None, tolerance=1.0, problem=problem),
