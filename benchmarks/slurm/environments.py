@@ -98,7 +98,7 @@ def _new_process() -> None:
 
 
 def first_line(options: Options) -> list[Figure]:
-    """From `uv.lock` to the first line, the first time and the second; and what the second use adds by itself."""
+    """From `uv.lock` to the first line, the first time and the second."""
     shape = Shape()
     found: dict[str, list[float]] = {"first": [], "second": [], "there": []}
     with _site() as (edge, directory, scratch):
@@ -119,20 +119,24 @@ def first_line(options: Options) -> list[Figure]:
 
         with instance() as dagster, quiet():
             in_step(ComputeResource(mode="local"), dagster, body)
-        asked = [
-            _ask(1, edge, f"{directory}/first-0", environment, options, scratch, machines=1)[0] for _ in range(options.repeat(5))
-        ]
     there, first, second = (
         Sample.of(label, found[name])
         for name, label in (("there", "an environment that is there"), ("first", "first time"), ("second", "second time"))
     )
-    adds = Sample.of("second use in a new process", [each["seconds"] for each in asked])
-    again = Sample.of("and once more in that process", [each["again"] for each in asked])
     return [
         Figure("environment: uv.lock to the first line, first time", there, first, first, None, tolerance=1.0),
         Figure("environment: uv.lock to the first line, second time", there, second, second, None),
-        Figure("environment: what the second use adds", None, adds, adds, _SECOND_BAR, also=(again,)),
     ]
+
+
+def second(options: Options) -> Figure:
+    """What an unchanged environment adds to a run, in a new process and in one that has used it before."""
+    with _site() as (edge, directory, scratch):
+        environment = _lock(scratch / "study", f"ray[default]=={version('ray')}", "dagster-pipes")
+        asked = [_ask(1, edge, directory, environment, options, scratch, machines=1)[0] for _ in range(options.repeat(9) + 1)]
+    adds = Sample.of("in a new process", [each["seconds"] for each in asked[1:]])
+    again = Sample.of("once more in that process", [each["again"] for each in asked[1:]])
+    return Figure("environment.second: what it adds", None, adds, adds, _SECOND_BAR, also=(again,))
 
 
 def _ask(
