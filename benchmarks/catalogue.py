@@ -88,6 +88,13 @@ BENCHMARKS = {
             usual=False,
         ),
         Benchmark(
+            "environment.second",
+            "slurm.environments:second",
+            ENVIRONMENTS,
+            "What the second use of an unchanged environment adds to a run, on a connection that is up.",
+            usual=False,
+        ),
+        Benchmark(
             "environment.wheel",
             "slurm.environments:one_wheel",
             ENVIRONMENTS,

@@ -29,7 +29,6 @@ from . import (
     CommandEnvironment,
     ContainerEnvironment,
     Environment,
-    PackedEnvironment,
     PixiEnvironment,
     PreDeployedEnvironment,
     SentEnvironment,
@@ -121,24 +120,30 @@ def recipe_for(
 def _recipe_for(
     connection: Connection, environment: Environment, queues: Sequence[SlurmQueueConfig], log: Any, age: float
 ) -> Recipe:
-    from .packed import packed_recipe
-    from .pixi import pixi_recipe
-    from .uv import uv_recipe, wanted_command
-
-    writers: dict[type, Callable[[Any, Platform], Recipe]] = {
-        UvEnvironment: uv_recipe,
-        PixiEnvironment: pixi_recipe,
-        PackedEnvironment: packed_recipe,
-    }
-    wanted = wanted_command(environment.python) if isinstance(environment, UvEnvironment) else ""
+    wanted, write = _writer(environment)
     platform = look_at(connection, wanted, queues, age, log)
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:
-        known = writers[type(environment)](environment, platform)
+        known = write(environment, platform)
         known = replace(known, node_local=getattr(environment, "stage", "") == "node-local")
         _recipes[key] = known, known.inputs()
     return known
+
+
+def _writer(environment: Environment) -> tuple[str, Callable[[Any, Platform], Recipe]]:
+    """The Python to look for on the cluster, and what writes the recipe. Only that is imported, as it takes time."""
+    if isinstance(environment, UvEnvironment):
+        from .uv import uv_recipe, wanted_command
+
+        return wanted_command(environment.python), uv_recipe
+    if isinstance(environment, PixiEnvironment):
+        from .pixi import pixi_recipe
+
+        return "", pixi_recipe
+    from .packed import packed_recipe
+
+    return "", packed_recipe
 
 
 def fetch(pieces: Sequence[Piece], log: Any) -> list[str]:

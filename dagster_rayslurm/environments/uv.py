@@ -27,6 +27,8 @@ from .recipe import Piece, Recipe
 if TYPE_CHECKING:
     from packaging.pylock import Pylock
 
+# The paths of packages that a lock file of uv takes from this machine; "." is the project itself.
+_LOCAL = re.compile(rb'^source = \{ (?:editable|virtual|directory|path) = "([^"]*)"', re.MULTILINE)
 _VERSION = re.compile(r"\d+(\.\d+)*")
 
 
@@ -46,7 +48,7 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
     uv, version = wheels.find_uv()
     if environment.requirements is None:
         top = os.path.abspath(os.path.expanduser(environment.project))
-        text, inputs = _export(uv, top, environment.groups)
+        text, inputs = _export(uv, version, top, environment.groups)
         lock = Pylock.from_dict(tomli.loads(text))
         python, brought = _choose(uv, platform, environment.python, lock.requires_python)
     else:
@@ -75,15 +77,33 @@ def _lock_file(directory: str) -> str | None:
     return next(filter(os.path.isfile, (os.path.join(each, "uv.lock") for each in places)), None)
 
 
-def _export(uv: str, project: str, groups: Sequence[str]) -> tuple[str, list[str]]:
-    """The lock of a project as a pylock.toml (PEP 751), and the paths of the files that it comes from."""
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple[str, list[str]]:
+    """The lock of a project as a pylock.toml (PEP 751), and the paths of the files that it comes from.
+
+    It is kept while the lock and the project's manifest stay as they are, unless the lock has other local packages.
+    """
     if not os.path.isfile(manifest := os.path.join(project, "pyproject.toml")):
         raise ValueError(f"there is no pyproject.toml in {project}; name the directory of a project of uv, or use requirements=…")
     if (lock := _lock_file(project)) is None:
         raise ValueError(f"{project} has no uv.lock; run there: uv lock")
     arguments = ["--quiet", "--locked", "--no-editable", "--no-default-groups", *(f"--group={group}" for group in groups)]
+    contents = [_content(path) for path in (manifest, lock)]
+    digest = hashlib.sha256(repr([version, project, arguments, contents]).encode()).hexdigest()
+    kept = cached("exports", digest[:32], "pylock.toml")
+    if os.path.exists(kept):
+        return _content(kept).decode(), [manifest, lock]
     try:
-        return wheels.run_uv(uv, "export", *arguments, "--format=pylock.toml", directory=project), [manifest, lock]
+        text = wheels.run_uv(uv, "export", *arguments, "--format=pylock.toml", directory=project)
+        if set(_LOCAL.findall(contents[-1])) <= {b"."}:  # Others have manifests that the lock must fit too.
+            with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(kept), delete=False) as file:
+                file.write(text)
+            os.replace(file.name, kept)
+        return text, [manifest, lock]
     except ValueError as error:
         if "needs to be updated" in str(error):
             raise ValueError(f"uv.lock in {project} does not fit its pyproject.toml; run there: uv lock") from None
