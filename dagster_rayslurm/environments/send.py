@@ -69,8 +69,6 @@ def send_environment(
     """
     if not isinstance(environment, SentEnvironment):
         return environment
-    fields = environment.model_dump(exclude={"kind", "imports"}, exclude_defaults=True)
-    title = " ".join([environment.kind, *(f"{name}={value}" for name, value in fields.items())])
 
     def warn(sentence: str) -> None:
         log.warning(f"[rayslurm] remote_base: {sentence}")
@@ -83,7 +81,7 @@ def send_environment(
                 raise ValueError(f"it is not on {connection.place} yet; run: rayslurm env push")
             with locked(f"environment-{recipe.key[0]}"):
                 if missing(connection, base, [path]):
-                    _make(connection, recipe, title, base, log, progress)
+                    _make(connection, recipe, _title(environment), base, log, progress)
         return path
 
     try:
@@ -98,6 +96,15 @@ def send_environment(
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, f"environment: {error}") from None
     return PreDeployedEnvironment(path=path, imports=environment.imports)
+
+
+def _title(environment: SentEnvironment) -> str:
+    """What an environment is made from, for the list of those on a cluster."""
+    fields = {name: value for name, value in environment.model_dump(exclude={"imports"}).items() if value}
+    for name in ("project", "requirements", "manifest", "archive"):
+        if name in fields:
+            fields[name] = os.path.abspath(os.path.expanduser(fields[name]))
+    return " ".join([fields.pop("kind"), *(f"{name}={value}" for name, value in fields.items())])
 
 
 def recipe_for(

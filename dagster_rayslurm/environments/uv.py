@@ -87,7 +87,7 @@ def _export(uv: str, project: str, groups: Sequence[str]) -> tuple[str, list[str
     except ValueError as error:
         if "needs to be updated" in str(error):
             raise ValueError(f"uv.lock in {project} does not fit its pyproject.toml; run there: uv lock") from None
-        raise ValueError(f"uv cannot read the lock of {project}: {error}") from None
+        raise ValueError(f"uv refuses the lock of {project}: {error}") from None
 
 
 def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python) -> tuple[list[Piece], list[str]]:
