@@ -176,13 +176,9 @@ def test_a_heterogeneous_job(topology: str, gpus: Callable[..., None], slurm_com
 
 
 def test_a_wrong_clock(slurm_compute: Make, script: Any, site: Site) -> None:
-    lines = [f"export {name}={value}" for name, value in off_by(site.stack, 3).items()]
-    site.sh(
-        'mkdir -p "$1/env" && cat > "$1/env/activate.sh" <<E\n'
-        f'if [ "\\$(uname -n)" = c1 ]; then {"; ".join(lines)}; fi\nexport PATH=/opt/ray/bin:\\$PATH\nE',
-        site.base,
-    )
-    environment = {"pre_deployed_env_path": f"{site.base}/env"}
+    variables = " ".join(f"{name}={value}" for name, value in off_by(site.stack, 3).items())
+    path = site.env_after(f'if [ "$(uname -n)" = c1 ]; then export {variables}; fi')
+    environment = {"pre_deployed_env_path": path}
     ran = run_asset(slurm_compute(default_launcher=small_ray(health_check="clock"), **environment, **AGAIN), script(WHERE))
     assert ran.metadata["node"] == "c2"
     assert "c1 (clock: its clock is 180." in str(ran.metadata["Unhealthy nodes"]) and " s ahead of" in str(

@@ -26,9 +26,17 @@ def make_image(connection: Connection) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-def prefix_inside(connection: Connection) -> str:
+def prefix_inside(connection: Connection, **fields: Any) -> str:
     """The prefix whose Python runs in a container."""
     make_image(connection)
-    sent = send_environment(connection, charliecloud(), BASE, logging.getLogger(__name__))
+    sent = send_environment(connection, charliecloud(**fields), BASE, logging.getLogger(__name__))
     assert isinstance(sent, PreDeployedEnvironment)
     return sent.path
+
+
+def prefix_after(connection: Connection, base: str, script: str, python: str = "/opt/ray/bin/python") -> str:
+    """The same with a Python that starts after a shell script inside, where variables such as LD_PRELOAD do not come in."""
+    path = f"{base}/python-inside"
+    connection.make_dir(base)
+    connection.write(path, f'#!/bin/sh\n{script}\nexec {python} "$@"\n'.encode(), mode=0o700)
+    return prefix_inside(connection, python=path)
