@@ -118,26 +118,30 @@ def recipe_for(
 
     Raises `ValueError`, whose sentence says what to do, if there can be none.
     """
+    from .uv import wanted_command
+
+    wanted = wanted_command(environment.python) if isinstance(environment, UvEnvironment) else ""
+    platform = look_at(connection, wanted, queues, age, log)
     try:
-        return _recipe_for(connection, environment, queues, log, age)
+        return _written(environment, platform)
     except ValueError:  # What the cluster lacked then it may have now.
-        return _recipe_for(connection, environment, queues, log, _REFUSAL_AGE)
+        now = look_at(connection, wanted, queues, _REFUSAL_AGE, log)
+        if now == platform:
+            raise
+        return _written(environment, now)
 
 
-def _recipe_for(
-    connection: Connection, environment: Environment, queues: Sequence[SlurmQueueConfig], log: Any, age: float
-) -> Recipe:
+def _written(environment: Environment, platform: Platform) -> Recipe:
+    """The recipe of an environment for a platform; that of before, if its inputs are as they were."""
     from .packed import packed_recipe
     from .pixi import pixi_recipe
-    from .uv import uv_recipe, wanted_command
+    from .uv import uv_recipe
 
     writers: dict[type, Callable[[Any, Platform], Recipe]] = {
         UvEnvironment: uv_recipe,
         PixiEnvironment: pixi_recipe,
         PackedEnvironment: packed_recipe,
     }
-    wanted = wanted_command(environment.python) if isinstance(environment, UvEnvironment) else ""
-    platform = look_at(connection, wanted, queues, age, log)
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:
