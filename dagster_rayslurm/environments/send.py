@@ -69,8 +69,6 @@ def send_environment(
     """
     if not isinstance(environment, SentEnvironment):
         return environment
-    fields = environment.model_dump(exclude={"kind", "imports"}, exclude_defaults=True)
-    title = " ".join([environment.kind, *(f"{name}={value}" for name, value in fields.items())])
 
     def warn(sentence: str) -> None:
         log.warning(f"[rayslurm] remote_base: {sentence}")
@@ -83,7 +81,7 @@ def send_environment(
                 raise ValueError(f"it is not on {connection.place} yet; run: rayslurm env push")
             with locked(f"environment-{recipe.key[0]}"):
                 if missing(connection, base, [path]):
-                    _make(connection, recipe, title, base, log, progress)
+                    _make(connection, recipe, _title(environment), base, log, progress)
         return path
 
     try:
@@ -100,6 +98,15 @@ def send_environment(
     return PreDeployedEnvironment(path=path, imports=environment.imports)
 
 
+def _title(environment: SentEnvironment) -> str:
+    """What an environment is made from, for the list of those on a cluster."""
+    fields = {name: value for name, value in environment.model_dump(exclude={"imports"}).items() if value}
+    for name in ("project", "requirements", "manifest", "archive"):
+        if name in fields:
+            fields[name] = os.path.abspath(os.path.expanduser(fields[name]))
+    return " ".join([fields.pop("kind"), *(f"{name}={value}" for name, value in fields.items())])
+
+
 def recipe_for(
     connection: Connection,
     environment: Environment,
@@ -111,17 +118,19 @@ def recipe_for(
 
     Raises `ValueError`, whose sentence says what to do, if there can be none.
     """
-    try:
-        return _recipe_for(connection, environment, queues, log, age)
-    except ValueError:  # What the cluster lacked then it may have now.
-        return _recipe_for(connection, environment, queues, log, _REFUSAL_AGE)
-
-
-def _recipe_for(
-    connection: Connection, environment: Environment, queues: Sequence[SlurmQueueConfig], log: Any, age: float
-) -> Recipe:
     wanted, write = _writer(environment)
     platform = look_at(connection, wanted, queues, age, log)
+    try:
+        return _written(environment, platform, write)
+    except ValueError:  # What the cluster lacked then it may have now.
+        now = look_at(connection, wanted, queues, _REFUSAL_AGE, log)
+        if now == platform:
+            raise
+        return _written(environment, now, write)
+
+
+def _written(environment: Environment, platform: Platform, write: Callable[[Any, Platform], Recipe]) -> Recipe:
+    """The recipe of an environment for a platform; that of before, if its inputs are as they were."""
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:

@@ -107,7 +107,7 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
     except ValueError as error:
         if "needs to be updated" in str(error):
             raise ValueError(f"uv.lock in {project} does not fit its pyproject.toml; run there: uv lock") from None
-        raise ValueError(f"uv cannot read the lock of {project}: {error}") from None
+        raise ValueError(f"uv refuses the lock of {project}: {error}") from None
 
 
 def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python) -> tuple[list[Piece], list[str]]:

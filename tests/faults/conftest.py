@@ -9,6 +9,7 @@ import pytest
 
 from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
 
+from ..slurm.container import repeat_inside
 from ..slurm.fixtures import Site
 
 HETJOB = pytest.param("slurm-hetjob", marks=[pytest.mark.stack, pytest.mark.thorough])
@@ -18,10 +19,8 @@ MODES = (pytest.param("slurm", marks=pytest.mark.stack), pytest.param("slurm-ses
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Called by pytest for each test function: thorough tests repeat those on the stack with payloads in containers."""
-    if "env_path" in metafunc.fixturenames:
-        inside = pytest.param("container", marks=pytest.mark.thorough)
-        metafunc.parametrize("env_path", [pytest.param("", id=pytest.HIDDEN_PARAM), inside], indirect=True)
+    """Called by pytest for each test function."""
+    repeat_inside(metafunc)
 
 
 @pytest.fixture(params=MODES)

@@ -43,6 +43,15 @@ def off_by(stack: Stack, minutes: int) -> dict[str, str]:
     return {"LD_PRELOAD": library, "FAKETIME": f"{minutes:+}m", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
 
 
+def on_nodes(site: Site, minutes: int) -> dict[str, Any]:
+    """Fields of a resource whose jobs see a wrong time, in the container as well if they have one."""
+    variables = off_by(site.stack, minutes)
+    fields: dict[str, Any] = {"slurm": {"site": variables}}
+    if site.in_container:
+        fields["pre_deployed_env_path"] = site.env_after(f"export LD_PRELOAD={variables['LD_PRELOAD']}")
+    return fields
+
+
 PYTHON = """#!/usr/bin/python3
 import functools, select, sys, time
 time.sleep = functools.partial(select.select, (), (), ())
@@ -82,13 +91,11 @@ def test_a_clock_is_off(
             _run(make(queue_timeout=45, slurm={"ssh": ssh, "site": {"LD_PRELOAD": ""}}, **idle), script, 0)
             assert wait_until(lambda: not site.jobs(), 40), "a session goes by itself, before the way to it does"
         return
-    if place == "nodes" and site.in_container:
-        pytest.skip("the library that changes the clock is not in the container")
     true_time = time.time
     if place == "host":
         monkeypatch.setattr(time, "time", lambda: true_time() + 60 * minutes)
     ahead = minutes if place == "nodes" else -minutes
-    _run(make(queue_timeout=45, slurm={"site": off_by(site.stack, minutes)} if place == "nodes" else {}), script, ahead)
+    _run(make(queue_timeout=45, **(on_nodes(site, minutes) if place == "nodes" else {})), script, ahead)
 
 
 def _run(compute: ComputeResource, script: Any, ahead: int) -> None:
@@ -109,10 +116,8 @@ base=$1
 cd "$base"/env/lib/python*/site-packages
 ls -d /opt/ray/lib/python*/site-packages >clocks.pth
 echo 'import functools, select, time; time.sleep = functools.partial(select.select, (), (), ())' >>clocks.pth
-printf '%s\\n' 'case "$(uname -n)" in' "$2" "$3" 'esac' >"$base/env/activate.sh"
 """
-"""An environment in which the clock goes by the node's name. `sleep`, which the library that changes the clock breaks, is
-replaced in it."""
+"""An environment in which `sleep`, which the library that changes the clock breaks, is replaced."""
 
 ON_TWO_NODES = pipes_script("""
 import platform, time
@@ -138,10 +143,12 @@ pipes.report_asset_materialization(metadata=clocks)
 def test_clocks_of_two_nodes_with_ray_differ(slurm_compute: Make, script: Any, site: Site) -> None:
     """One node is ten minutes ahead, the other as much behind: the cluster forms, works on both, and tells sane figures."""
     variables = {node: " ".join(f"{name}={value}" for name, value in off_by(site.stack, OFF[node]).items()) for node in OFF}
-    site.sh(ENVIRONMENT, site.base, *(f"{node}) export {variables[node]} ;;" for node in OFF))
+    site.sh(ENVIRONMENT, site.base)
+    cases = " ".join(f"{node}) export {variables[node]} ;;" for node in OFF)
+    path = site.env_after(f'case "$(uname -n)" in {cases} esac', f"{site.base}/env/bin/python")
     compute = slurm_compute(
         {"num_nodes": 2, "mem": "2500M", "cpus_per_node": 2},
-        pre_deployed_env_path=f"{site.base}/env",
+        pre_deployed_env_path=path,
         default_launcher=small_ray(),
         queue_timeout=60,
     )

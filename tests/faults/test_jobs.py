@@ -326,17 +326,10 @@ def test_a_queue_timeout(slurm_compute: Make, script: Any) -> None:
 
 def test_a_worker_that_cannot_reach_the_head(slurm_compute: Make, script: Any, site: Site) -> None:
     """The second node is told a wrong address; the failure names it, and shows what it tried."""
-    site.sh(
-        """mkdir -p "$1/env" && cat > "$1/env/activate.sh" <<'E'
-if [ "$(uname -n)" = c2 ]; then export SLURM_LAUNCH_NODE_IPADDR=192.0.2.1 SLURM_STEP_NODELIST=192.0.2.2,c2; fi
-export PATH=/opt/ray/bin:$PATH
-E""",
-        site.base,
-    )
+    wrong = "SLURM_LAUNCH_NODE_IPADDR=192.0.2.1 SLURM_STEP_NODELIST=192.0.2.2,c2"
+    path = site.env_after(f'if [ "$(uname -n)" = c2 ]; then export {wrong}; fi')
     site.killed = True  # srun ends the node that was never heard of.
-    compute = slurm_compute(
-        queue=TWO_NODES, default_launcher=small_ray(startup_timeout=20), pre_deployed_env_path=f"{site.base}/env"
-    )
+    compute = slurm_compute(queue=TWO_NODES, default_launcher=small_ray(startup_timeout=20), pre_deployed_env_path=path)
     failure = run_asset(compute, script("pass"), uses_pipes=False).failure
     assert failure.kind == "cluster-start"
     sentence = failure.description or ""

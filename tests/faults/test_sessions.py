@@ -15,6 +15,7 @@ from dagster_rayslurm import ComputeResource, SlurmQueueConfig, SSHConnectionRes
 from ..conftest import Ran, pipes_script, run_asset, small_ray, wait_until
 from ..slurm.fixtures import Elsewhere, Running, Site
 from .breaking import docker
+from .test_clocks import on_nodes
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -295,10 +296,7 @@ def test_another_host_finds_the_session(
 
 @pytest.mark.parametrize("minutes", [-10, 10])
 def test_clocks_of_nodes_are_off(minutes: int, session_compute: Make, once: Callable[..., Ran], site: Site) -> None:
-    library = site.stack.exec("c1", ["sh", "-c", "ls /usr/lib/*/faketime/libfaketimeMT.so.1"]).strip()
-    skewed = {"LD_PRELOAD": library, "FAKETIME": f"{minutes:+}m", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-    compute = session_compute(slurm={"site": skewed})
-    _twice_in_one_job(compute, once, site)
+    _twice_in_one_job(session_compute(**on_nodes(site, minutes)), once, site)
 
 
 @pytest.mark.parametrize("minutes", [-10, 10])

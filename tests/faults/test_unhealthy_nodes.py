@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
+from stack.container import IMAGE
 
 from ..conftest import pipes_script, run_asset, small_disk, small_ray
+from ..slurm.container import MOUNTS, prefix_inside
 from ..slurm.fixtures import Site
 from .mounts import shown
 from .test_clocks import off_by
@@ -26,7 +28,7 @@ pipes.report_asset_materialization(metadata={"node": os.environ["SLURMD_NODENAME
 """)
 AGAIN = {"on_unhealthy": "exclude-and-retry"}
 ON_GPUS = {"partition": "gpu", "gpus_per_node": 2}
-SMI = """cat >/usr/local/bin/nvidia-smi <<'E'
+SMI = """cat >/opt/ray/bin/nvidia-smi <<'E'
 #!/bin/sh
 case "$*" in
 -L) for i in {gpus}; do echo "GPU $i: Fake (UUID: GPU-$i)"; done;;
@@ -35,8 +37,9 @@ case "$*" in
 *) exit 1;;
 esac
 E
-chmod 755 /usr/local/bin/nvidia-smi"""
-"""Installs a program that lists GPUs, for the fake ones of the stack have no driver."""
+chmod 755 /opt/ray/bin/nvidia-smi
+ln -sf /opt/ray/bin/nvidia-smi /usr/local/bin/"""
+"""Installs a program that lists GPUs, for the fake ones of the stack have no driver. Containers see it in /opt/ray."""
 
 
 def remembered(site: Site) -> dict[str, str]:
@@ -65,14 +68,19 @@ def gpus(site: Site) -> Iterator[Callable[..., None]]:
 
     tell("g1")
     tell("g2")
+    inside = f"{IMAGE}/usr/local/bin/nvidia-smi"
+    if site.in_container:  # As `ch-fromhost --nvidia` puts it there.
+        site.sh('ln -sf /opt/ray/bin/nvidia-smi "$1"', inside)
     yield tell
+    site.sh('rm -f "$1"', inside)
     for service in ("g1", "g2"):
-        site.stack.exec(service, ["rm", "-f", "/usr/local/bin/nvidia-smi"])
+        site.stack.exec(service, ["rm", "-f", "/usr/local/bin/nvidia-smi", "/opt/ray/bin/nvidia-smi"])
 
 
 def test_a_full_disk(slurm_compute: Make, script: Any, site: Site, tmp_path: Path) -> None:
     """Of a path that the user names; the other node's is empty. The next run goes there at once."""
-    compute = slurm_compute(default_launcher=small_ray(health_check="disk-space=/mnt:1M"), **AGAIN)
+    seen = {"pre_deployed_env_path": prefix_inside(site.connection, mounts=[*MOUNTS, "/mnt"])} if site.in_container else {}
+    compute = slurm_compute(default_launcher=small_ray(health_check="disk-space=/mnt:1M"), **seen, **AGAIN)
     with filled(site, "c1", tmp_path / "disk", "/mnt", 400_000):
         ran = run_asset(compute, script(WHERE))
         found = "/mnt has 388.0 KiB free, and 1.0 MiB are needed"
@@ -176,13 +184,9 @@ def test_a_heterogeneous_job(topology: str, gpus: Callable[..., None], slurm_com
 
 
 def test_a_wrong_clock(slurm_compute: Make, script: Any, site: Site) -> None:
-    lines = [f"export {name}={value}" for name, value in off_by(site.stack, 3).items()]
-    site.sh(
-        'mkdir -p "$1/env" && cat > "$1/env/activate.sh" <<E\n'
-        f'if [ "\\$(uname -n)" = c1 ]; then {"; ".join(lines)}; fi\nexport PATH=/opt/ray/bin:\\$PATH\nE',
-        site.base,
-    )
-    environment = {"pre_deployed_env_path": f"{site.base}/env"}
+    variables = " ".join(f"{name}={value}" for name, value in off_by(site.stack, 3).items())
+    path = site.env_after(f'if [ "$(uname -n)" = c1 ]; then export {variables}; fi')
+    environment = {"pre_deployed_env_path": path}
     ran = run_asset(slurm_compute(default_launcher=small_ray(health_check="clock"), **environment, **AGAIN), script(WHERE))
     assert ran.metadata["node"] == "c2"
     assert "c1 (clock: its clock is 180." in str(ran.metadata["Unhealthy nodes"]) and " s ahead of" in str(

@@ -24,7 +24,7 @@ from dagster_rayslurm.ssh.pool import connection_to
 from ..conftest import Ran, pipes_script, run_asset, wait_until
 from ..connections.fixtures import end_master
 from ..stack.access import Stack
-from .container import BASE, prefix_inside
+from .container import BASE, prefix_after, prefix_inside
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("c1", "c2", "g1", "g2")
@@ -100,6 +100,17 @@ class Site:
         self.connection.make_dir(self.base)
         self.connection.write(path, "\n".join([*lines, 'exec python3 "$@"', ""]).encode(), mode=0o700)
         return connection_to(self.ssh.model_copy(update={"python": path}))
+
+    def env_after(self, script: str, python: str = "/opt/ray/bin/python") -> str:
+        """The environment of payloads with a shell script that runs before its Python starts, in the container if it is there.
+
+        Another `python` is one in the directory `env` below the base directory.
+        """
+        if self.in_container:
+            return prefix_after(self.connection, self.base, script, python)
+        self.connection.make_dir(f"{self.base}/env")
+        self.connection.write(f"{self.base}/env/activate.sh", f"{script}\nexport PATH=/opt/ray/bin:$PATH\n".encode(), mode=0o700)
+        return f"{self.base}/env"
 
     def sh(self, script: str, *arguments: str) -> str:
         """What a shell script prints on the edge, as the user."""

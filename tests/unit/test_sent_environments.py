@@ -34,6 +34,7 @@ from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.environments.packed import packed_recipe
 from dagster_rayslurm.environments.platforms import Platform
 from dagster_rayslurm.environments.recipe import Piece
+from dagster_rayslurm.environments.uv import uv_recipe
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -414,6 +415,17 @@ def test_what_several_partitions_have_in_common() -> None:
     assert [each.path for each in both.pythons] == ["/b"]
     with pytest.raises(ValueError, match=r"one has \w+, and two has riscv, so that no environment runs on both; use"):
         platforms.common([platform(place="one"), platform(place="two", machine="riscv")])
+
+
+@pytest.mark.parametrize(
+    ("glibc", "problem"),
+    [((2, 12), "glibc on x is older than 2.17, for which there are no wheels"), ((), "x has another C library than glibc, for")],
+)
+def test_c_libraries_without_wheels(cluster: Cluster, glibc: tuple[int, ...], problem: str) -> None:
+    file = cluster.project / "requirements.txt"
+    file.write_text("left\n")
+    with pytest.raises(ValueError, match=problem):
+        uv_recipe(UvEnvironment(requirements=str(file)), platform(glibc=glibc, pythons=(python("/a", *sys.version_info[:3]),)))
 
 
 def test_where_an_environment_is_made() -> None:
