@@ -101,6 +101,8 @@ def send_environment(
 def _title(environment: SentEnvironment) -> str:
     """What an environment is made from, for the list of those on a cluster."""
     fields = {name: value for name, value in environment.model_dump(exclude={"imports"}).items() if value}
+    if fields.get("stage") == "shared":
+        del fields["stage"]
     for name in ("project", "requirements", "manifest", "archive"):
         if name in fields:
             fields[name] = os.path.abspath(os.path.expanduser(fields[name]))
