@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 import dagster as dg
@@ -24,7 +24,7 @@ from ..backends.batch import absolute
 from ..compute import ComputeResource
 from ..config import ExecutionMode, resolve_variables
 from ..errors import one_sentence
-from ..slurm.config import SlurmResource
+from ..slurm.config import HetComponent, SlurmResource
 from ..ssh.base import Connection, check_no_variable, is_rooted
 from ..ssh.config import SSHConnectionResource
 from ..ssh.local import connection_to
@@ -257,6 +257,8 @@ def from_file(path: Path, name: str | None) -> tuple[ComputeResource, str]:
         slurm = fields.pop("slurm", {})
         ssh = slurm.pop("ssh", None) if isinstance(slurm, dict) else None
         login = None if ssh is None else _login(ssh)
+        fields = _chosen(ComputeResource, fields)
+        fields["components"] = [HetComponent(**_chosen(HetComponent, each)) for each in fields.get("components", [])]
         return ComputeResource(**{"mode": ExecutionMode.SLURM.value, **fields, "slurm": SlurmResource(ssh=login, **slurm)}), where
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -267,6 +269,20 @@ def from_file(path: Path, name: str | None) -> tuple[ComputeResource, str]:
 def _login(fields: Mapping[str, Any]) -> SSHConnectionResource:
     jump = fields.get("jump_host")
     return SSHConnectionResource(**{**fields, **({"jump_host": _login(jump)} if isinstance(jump, Mapping) else {})})
+
+
+def _chosen(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a class, with objects for tables that choose a class by their `kind`, such as launchers."""
+    made = dict(fields)
+    for name, value in fields.items():
+        field = cls.model_fields.get(name)
+        if field is not None and field.discriminator is not None and isinstance(value, dict):
+            kinds = {each.model_fields["kind"].default: each for each in get_args(field.annotation)}
+            kind = value.get("kind", field.default.kind)
+            if kind not in kinds:
+                raise ValueError(f"{name}.kind: {kind!r} is not one of {_listed(kinds)}")
+            made[name] = kinds[kind](**value)
+    return made
 
 
 def _variables(value: Any) -> Any:

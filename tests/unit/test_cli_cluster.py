@@ -151,6 +151,7 @@ def test_the_users_own_file_counts_last(find: Find, tmp_path: Path) -> None:
         ("[clusters.a]\n[clusters.b]", "has the clusters 'a', 'b'; choose one with --cluster"),
         ("[clusters.a]\nslurm.hosts = 'x'", "cluster 'a' in "),
         ("[clusters.a]\nslurm.ssh.host = 'x:1'", "SSHConnectionResource.host: 'x:1' is more than a host"),
+        ("[clusters.a]\ndefault_launcher.kind = 'r'", "default_launcher.kind: 'r' is not one of 'ray', 'bash'"),
         ("[clusters.a]\nmodes = 'slurm'", "ComputeResource has no field 'modes'; did you mean mode?"),
     ],
 )
