@@ -19,6 +19,7 @@ from ..ssh.local import connection_to
 from .cluster import all_cluster_options, edge_node
 from .common import json_option, one_sentence_errors, print_json, print_table
 from .session import session
+from .submit import script, submit
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,6 +39,8 @@ def main(context: click.Context, base: str) -> None:
 
 
 main.add_command(session)
+main.add_command(submit)
+main.add_command(script)
 
 
 @main.command()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from dagster_pipes import PipesContextData
 
 from ..backends.base import Backend, Layout, Register, RunningPayload, deferred_interrupts, delayed_interrupts
 from ..compute_fields import ComputeFields
@@ -45,30 +46,17 @@ def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resourc
     home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
     with start_errors():
-        _sweep(backend, home, resource.retention_days)
+        sweep_old_files(backend, home, resource.retention_days)
         launch = reattach_or_new(context, next(iter(plans.values())), backend, home)
     if None in plans:
-        plan, plans = launch.plan, {None: launch.plan}
+        plans = {None: launch.plan}
     writers = sum(each.uses_pipes for each in plans.values())
     pipes = RecordPipes(context, max(1, writers))
-    run = PayloadRun(context, backend, resource, launch, plans)
+    run = PayloadRun(context.log, backend, resource, launch, plans, lambda: _mark_canceling(context))
     with pipes.session(extras, writers > 0) as session:
         # A throwaway handler checks each result of a component, so that Dagster does not get the result yet.
-        merger = ReportMerger(pipes.handler, plans, lambda each: dg.PipesMessageHandler(context, pipes).handle_message(each))
-        run.follow(
-            lambda register: backend.start(plan, run.run_dir, pipes.pipes_context, launch.step, register),
-            lambda component: pipes.handler if component is None else merger.of(component),
-        )
-        for component, error in merger.hand_over():
-            run.payloads[component].follower.messages.refuse(error, run.payloads[component].evidence)
-        judged = {component: run.judge(each) for component, each in run.payloads.items()}
-        verdict = judge_components(judged)
-        own = {component: each.metadata(resource.mode) for component, each in run.payloads.items()}
-        metadata = metadata_of_all(own, judged, resource.mode, run.first.running.job_id)
-        kept = run.clean_up(verdict)
-        if verdict.kind is not None:
-            metadata = {**failures_metadata(judged, kept), **metadata}
-            raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
+        check = lambda each: dg.PipesMessageHandler(context, pipes).handle_message(each)  # noqa: E731
+        metadata = run.complete(pipes.pipes_context, pipes.handler, check)
     outputs = sorted(path for path in run.outputs.rglob("*") if path.is_file())
     running = run.first.running
     return CompletedRun(session, metadata, running.cluster_id, running.job_id, outputs)
@@ -116,13 +104,14 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """One run from its start to its verdict."""
+    """One run from its start to its verdict. It knows nothing of Dagster but its log."""
 
-    context: dg.OpExecutionContext
+    log: Any
     backend: Backend
     resource: ComputeFields
     launch: Launch
     plans: Mapping[Any, Plan]  # By component, in the order of the components in the job.
+    on_interrupt: Callable[[], None] = lambda: None  # Called when a person has pressed Ctrl-C.
     payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
     outputs_left: bool = False  # Whether some output files could not be copied, and are only in the run directory.
 
@@ -135,6 +124,28 @@ class PayloadRun:
     def first(self) -> FollowedPayload:
         """The payload that started first."""
         return next(iter(self.payloads.values()))
+
+    def complete(self, context: PipesContextData, handler: Any, check: Callable[[dict[str, Any]], object]) -> Metadata:
+        """Run the payloads to the end; returns the metadata of a success, and raises RunFailure for all else.
+
+        `handler` gets Pipes messages. With components their results are checked first, each by `check`, and handed over together.
+        """
+        plan = self.plans.get(None, self.plans)
+        merger = ReportMerger(handler, self.plans, check)
+        self.follow(
+            lambda register: self.backend.start(plan, self.run_dir, context, self.launch.step, register),
+            lambda component: handler if component is None else merger.of(component),
+        )
+        for component, error in merger.hand_over():
+            self.payloads[component].follower.messages.refuse(error, self.payloads[component].evidence)
+        judged = {component: self.judge(each) for component, each in self.payloads.items()}
+        verdict = judge_components(judged)
+        own = {component: each.metadata(self.resource.mode) for component, each in self.payloads.items()}
+        metadata = metadata_of_all(own, judged, self.resource.mode, self.first.running.job_id)
+        kept = self.clean_up(verdict)
+        if verdict.kind is not None:
+            raise RunFailure(verdict.kind, verdict.sentence, {**failures_metadata(judged, kept), **metadata}, verdict.retry)
+        return metadata
 
     def follow(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> None:
         """Start the payloads, follow them to their ends, and release them whatever happens.
@@ -168,7 +179,7 @@ class PayloadRun:
                 self.launch.forget()
             may_run_on = self.launch.step.reattached and not self.payloads
             if not may_run_on and not self._keeps_run_dir(failed=True):
-                _discard(self.backend.connection, self.run_dir)
+                discard(self.backend.connection, self.run_dir)
             raise
         finally:
             self._release()
@@ -215,7 +226,7 @@ class PayloadRun:
             self._dir_of(component),
             plan.payload.nonce,
             handler,
-            self.context.log,
+            self.log,
             self.backend.cadence,
             self.resource.connection_loss_timeout,
             running.requeue,
@@ -243,11 +254,11 @@ class PayloadRun:
 
     def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> None:
         """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period."""
-        payloads, log = list(self.payloads.values()), self.context.log
+        payloads, log = list(self.payloads.values()), self.log
         for each in payloads:
             each.evidence.interrupted = True
         if isinstance(interrupt, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
-            _mark_canceling(self.context)
+            self.on_interrupt()
         if not payloads:
             return
         log.warning(f"[rayslurm] ending the payload{'s' * (len(payloads) > 1)}: {type(interrupt).__name__}")
@@ -279,7 +290,7 @@ class PayloadRun:
             return
         failure = _superseded(self._owner.new_owner)
         if not isinstance(error, Exception):
-            self.context.log.warning(f"[rayslurm] {failure.description}")
+            self.log.warning(f"[rayslurm] {failure.description}")
             raise error
         raise failure from None
 
@@ -291,7 +302,7 @@ class PayloadRun:
             for component, plan in self.plans.items():
                 if plan.secret_env and self._owner.new_owner is None:
                     # The runtime removes secrets when it starts; a runtime that never started leaves them.
-                    _discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
+                    discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
         """Fetch output files and warn of missing ones; returns why some are only in the run directory, or None."""
@@ -303,7 +314,7 @@ class PayloadRun:
         except OSError as error:
             problem = f"its outputs cannot be brought back: {error}"
         for warning in _missing_output_warnings(end, succeeded):
-            self.context.log.warning(f"[rayslurm] {payload.label}{warning}")
+            self.log.warning(f"[rayslurm] {payload.label}{warning}")
         if problem is None and end["outputs_failed"]:
             copy = f"an output could not be copied to {outputs}"
             problem = f"{copy}, and stays in the run directory: {end['outputs_failed'][0]}"
@@ -379,13 +390,13 @@ def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
     return warnings
 
 
-def _discard(connection: Connection, path: str) -> None:
+def discard(connection: Connection, path: str) -> None:
     """Remove a file or directory; if that fails, a later sweep removes it."""
     with suppress(OSError):
         connection.remove(path)
 
 
-def _sweep(backend: Backend, home: Layout, retention_days: float) -> None:
+def sweep_old_files(backend: Backend, home: Layout, retention_days: float) -> None:
     """Remove files older than `retention_days` on this machine and where payloads run; at most once an hour per process."""
     now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
