@@ -79,7 +79,7 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
     from ..execution.terminal import INTERRUPTED, NOT_THE_PAYLOAD, Detached
     from ..run_call import submit as run
 
-    log = _terminal_log(quiet)
+    log = terminal_log(quiet)
     try:
         with one_sentence_errors(), _terminated_as_interrupted():
             cluster = find_cluster() if options["mode"] == ExecutionMode.LOCAL else the_cluster()
@@ -268,7 +268,7 @@ def _tell_failure(failure: RunFailure) -> None:
         click.echo(f"[rayslurm] run directory: {directory.value}", err=True)
 
 
-def _terminal_log(quiet: bool) -> logging.Logger:
+def terminal_log(quiet: bool) -> logging.Logger:
     """A log that goes to the standard error of this command."""
     log = logging.getLogger("rayslurm.terminal")
     handler = logging.StreamHandler(sys.stderr)

@@ -38,6 +38,7 @@ finish() {{
     trap - EXIT TERM INT
     [ -z "$pids" ] || kill $pids 2>/dev/null
     wait
+    srun --overlap --mem=0 --mpi=none --input=none --ntasks-per-node=1 rm -rf "$scratch" 2>/dev/null
     rm -rf "$scratch"{remove}
     exit "$code"
 }}
