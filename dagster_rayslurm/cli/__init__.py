@@ -11,6 +11,7 @@ from .. import __version__
 from ..backends.base import Layout
 from ..ssh.base import Connection
 from ..ssh.local import connection_to
+from .attach import attach
 from .cluster import all_cluster_options, edge_node
 from .common import one_sentence_errors
 from .ps import cancel, logs, ps, show
@@ -34,7 +35,7 @@ def main(context: click.Context, base: str) -> None:
     context.obj = Layout(Path(base).expanduser())
 
 
-for command in (session, submit, script, ps, show, logs, cancel):
+for command in (session, submit, script, ps, show, logs, cancel, attach):
     main.add_command(command)
 
 

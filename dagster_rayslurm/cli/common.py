@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import click
 
 from ..errors import RunFailure, StartError, one_sentence
+
+_WIDE = 200  # Characters of a line that goes to a file or another program.
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
 
@@ -36,12 +39,15 @@ def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) ->
     """Print a table; cells appear literally, without rich's markup. `options` are those of `rich.table.Table`."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(*headers, **options)
+    # People copy the first column, so it is never cut; neither is anything that another program reads.
+    columns = [Column(header, no_wrap=not number, overflow="fold") for number, header in enumerate(headers)]
+    table = Table(*columns, **options)
     for row in rows:
         table.add_row(*map(escape, row))
-    Console().print(table)
+    shown = os.isatty(1) or "COLUMNS" in os.environ
+    Console(width=None if shown else _WIDE).print(table)
 
 
 def print_values(values: Mapping[str, Any]) -> None:
