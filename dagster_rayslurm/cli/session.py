@@ -16,14 +16,19 @@ from ..backends.sessions.local import end_session
 from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..backends.sessions.registry import Generation, list_generations
 from ..backends.sessions.request import send_request
+from ..config import ExecutionMode
 from ..errors import StartError
+from ..execution.terminal import Finished
+from ..plan import merge
+from ..run_call import submit
 from ..runtime.protocol.messages import Operation
 from ..slurm.refusals import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
-from .cluster import all_cluster_options, cluster_options, find_cluster
+from .cluster import all_cluster_options, changed, cluster_options, find_cluster, the_cluster
 from .common import duration, json_option, one_sentence_errors, print_json, print_table, print_values
+from .submit import allocation_options, queue_of, terminal_log, with_commands
 
 _THREADS = 8  # Maximum number of sessions that are asked for their description at the same time.
 _OVER = (SessionState.ENDED, SessionState.DEAD)  # States of sessions that have ended; `list` shows them only with `--all`.
@@ -80,6 +85,40 @@ def list_sessions(layout: Layout, everything: bool, as_json: bool) -> None:
         return print_table(map(_cells, rows), *_COLUMNS)
     for row in rows:
         print_json(row)
+
+
+@session.command()
+@click.option("--name", help="Name of the session.  [default: the resource's]")
+@click.option("--idle-timeout", type=click.IntRange(1), metavar="SECONDS", help="Ends without work.  [default: the resource's]")
+@allocation_options
+@json_option
+@cluster_options
+def start(name: str | None, idle_timeout: int | None, as_json: bool, **options: Any) -> None:
+    """Start a session with a warm Ray cluster for interactive work, and wait until it is up; `rayslurm attach` enters it.
+
+    It is the session that assets of the same resource use, if no option changes it, and ends when it was idle for too long.
+    """
+    with one_sentence_errors():
+        cluster = the_cluster()
+        resource = with_commands(cluster, cluster.resource, options["load_env"]) if options["load_env"] else cluster.resource
+        changes = {"name": name, "idle_timeout": idle_timeout, "num_nodes": options["nodes"], "time_limit": options["time_limit"]}
+        changes = {field: value for field, value in changes.items() if value is not None}
+        resource = changed(
+            resource,
+            mode=ExecutionMode.SLURM_SESSION.value,
+            enable_cluster_reuse=True,
+            session=changed(resource.session, **changes),
+            slurm=changed(cluster.slurm, queue=merge(cluster.slurm.queue, queue_of(options))),
+        )
+        done = submit(resource, "session-start", terminal_log(quiet=as_json), payload_path=["true"])
+        if not isinstance(done, Finished) or done.failure is not None:
+            raise ValueError(
+                done.failure.description if isinstance(done, Finished) and done.failure else "the session has not started"
+            )
+        one = _find(str(done.job_id), _sessions(Layout.here(resource.local_base)))
+    if as_json:
+        return print_json(one.row)
+    click.echo(f"the session {one.row['key']} is up in Slurm job {done.job_id}; enter it with `rayslurm attach {one.row['key']}`")
 
 
 @session.command()

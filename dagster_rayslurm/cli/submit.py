@@ -34,12 +34,12 @@ _SIGTERM = 128 + signal.SIGTERM
 _MODES = (ExecutionMode.LOCAL, ExecutionMode.SLURM, ExecutionMode.SLURM_SESSION, ExecutionMode.SLURM_HETJOB)
 
 
-def _job_options(command: F) -> F:
-    """Decorator: what runs, and on what. The names of Ray's slurm-launch.py are among the names."""
-    several: dict[str, Any] = {"multiple": True, "default": ()}
+_SEVERAL: dict[str, Any] = {"multiple": True, "default": ()}
+
+
+def allocation_options(command: F) -> F:
+    """Decorator: what to ask of Slurm, and what to run first."""
     options = (
-        click.option("--name", "--exp-name", help="Name of the run and the job.  [default: that of the program]"),
-        click.option("--command", "text", metavar="TEXT", help="The command as one text, instead of behind `--`."),
         click.option("--nodes", "--num-nodes", "-n", "nodes", type=click.IntRange(1), help="Number of nodes."),
         click.option("--gpus", "--num-gpus", "gpus", type=click.IntRange(0), help="GPUs on each node."),
         click.option("--cpus", type=click.IntRange(1), help="CPUs on each node."),
@@ -49,13 +49,25 @@ def _job_options(command: F) -> F:
         click.option("--account", "-A", help="Account that is charged."),
         click.option("--qos", help="Quality of service."),
         click.option("--node", "--nodelist", "-w", "nodelist", help="The nodes to use, as sinfo lists them."),
-        click.option("--sbatch", metavar="OPTION", help="A further long option of sbatch; may be repeated.", **several),
-        click.option("--load-env", metavar="COMMAND", help='Shell command before the rest, "module load cuda".', **several),
-        click.option("--env", metavar="NAME[=VALUE]", help="Variable for the command and its Ray workers.", **several),
-        click.option("--secret-env", metavar="NAME", help="Variable of this shell for the command alone.", **several),
+        click.option("--sbatch", metavar="OPTION", help="A further long option of sbatch; may be repeated.", **_SEVERAL),
+        click.option("--load-env", metavar="COMMAND", help='Shell command before the rest, "module load cuda".', **_SEVERAL),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _job_options(command: F) -> F:
+    """Decorator: what runs, and on what. The names of Ray's slurm-launch.py are among the names."""
+    options = (
+        click.option("--name", "--exp-name", help="Name of the run and the job.  [default: that of the program]"),
+        click.option("--command", "text", metavar="TEXT", help="The command as one text, instead of behind `--`."),
+        allocation_options,
+        click.option("--env", metavar="NAME[=VALUE]", help="Variable for the command and its Ray workers.", **_SEVERAL),
+        click.option("--secret-env", metavar="NAME", help="Variable of this shell for the command alone.", **_SEVERAL),
         click.option("--working-dir", metavar="DIR", help="Directory to send.  [default: this one, unless it is the home]"),
         click.option("--no-working-dir", is_flag=True, help="Send no directory, but the script alone."),
-        click.option("--file", "files", metavar="PATH", help="A further file or directory to send.", **several),
+        click.option("--file", "files", metavar="PATH", help="A further file or directory to send.", **_SEVERAL),
         click.option("--no-ray", is_flag=True, help="Start no Ray cluster."),
         click.option("--mode", type=click.Choice(list(map(str, _MODES))), help="[default: the resource's; if local, slurm]"),
     )
@@ -149,15 +161,7 @@ class _Job:
         given = {name: value for name, value in {**size, "working_dir": directory}.items() if value is not None}
         ray = not options["no_ray"] and isinstance(self.resource.default_launcher, RayLauncher)
         self.launcher = RayLauncher(**given) if ray else BashLauncher(**_renamed(given))
-        fields = {
-            "num_nodes": options["nodes"],
-            "cpus_per_node": options["cpus"],
-            "gpus_per_node": options["gpus"],
-            **{name: options[name] for name in ("mem", "time_limit", "partition", "account", "qos", "nodelist")},
-            "extra_sbatch": list(options["sbatch"]) or None,
-        }
-        fields = {name: value for name, value in fields.items() if value is not None}
-        self.queue = SlurmQueueConfig(**fields) if fields else None
+        self.queue = queue_of(options)
         self.env = dict(map(_variable, options["env"]))
         secret = {name: _variable(name)[1] for name in options["secret_env"]}
         self.arguments: dict[str, Any] = {
@@ -192,10 +196,27 @@ class _Job:
             return self.resource
         if self.cluster is None or self.resource.mode == ExecutionMode.LOCAL:
             raise ValueError("--load-env: mode 'local' runs in the environment of this shell; remove it")
-        environment = base_environment(self.resource)
-        made = send_commands(self.cluster.connection, self.cluster.base, self.load_env, environment)
-        fields = {name: getattr(self.resource, name) for name in self.resource.model_fields_set - {"pre_deployed_env_path"}}
-        return ComputeResource(**{**fields, "environment": made})
+        return with_commands(self.cluster, self.resource, self.load_env)
+
+
+def with_commands(cluster: Cluster, resource: ComputeResource, commands: Sequence[str]) -> ComputeResource:
+    """The resource with an environment in which the commands run first; they are sent to the cluster."""
+    made = send_commands(cluster.connection, cluster.base, commands, base_environment(resource))
+    fields = {name: getattr(resource, name) for name in resource.model_fields_set - {"pre_deployed_env_path"}}
+    return ComputeResource(**{**fields, "environment": made})
+
+
+def queue_of(options: Mapping[str, Any]) -> SlurmQueueConfig | None:
+    """The queue that `allocation_options` name; None if they name nothing."""
+    fields = {
+        "num_nodes": options["nodes"],
+        "cpus_per_node": options["cpus"],
+        "gpus_per_node": options["gpus"],
+        **{name: options[name] for name in ("mem", "time_limit", "partition", "account", "qos", "nodelist")},
+        "extra_sbatch": list(options["sbatch"]) or None,
+    }
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return SlurmQueueConfig(**fields) if fields else None
 
 
 def base_environment(resource: ComputeResource) -> PreDeployedEnvironment | None:
