@@ -135,6 +135,10 @@ class Connection(ABC):
             raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended")
         return Completed(code, out, err)
 
+    def interact(self, command: Sequence[str]) -> int:
+        """Run a command with this process's terminal, or its standard input and output, and return its exit code."""
+        raise OSError(f"{self.place}: this connection has no terminals; {shlex.join(command)[:200]} cannot be run")
+
     def home(self) -> str:
         """The home directory of the user who is logged in."""
         if not self._home.startswith("/"):

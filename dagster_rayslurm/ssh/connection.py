@@ -11,10 +11,11 @@ import itertools
 import os
 import re
 import secrets
+import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any, Protocol, TypeVar
@@ -69,6 +70,10 @@ class Transport(Protocol):
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
         """Copy bytes between a client and an address that the server reaches; `ConnectionGone` if nothing was copied."""
+        ...
+
+    def interact(self, command: str) -> int:
+        """Run a command in the login shell with the terminal of this process; returns its exit code."""
         ...
 
     def close(self) -> None: ...
@@ -309,6 +314,14 @@ class SSHConnection(Connection):
                     with self._lock:
                         if self._transport is transport:
                             self._log_out()
+
+    def interact(self, command: Sequence[str]) -> int:
+        with self._lock:
+            transport = self._logged_in()
+        try:
+            return transport.interact(shlex.join(command))
+        except Refused:
+            raise errors.no_sessions(self.ssh) from None
 
     def close(self) -> None:
         with self._lock:

@@ -8,8 +8,9 @@ import os
 import random
 import socket
 import stat
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from .base import Connection, Submit
@@ -34,6 +35,11 @@ class LocalConnection(Connection):
         stream = socket.create_connection((host, port), timeout)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return stream
+
+    def interact(self, command: Sequence[str]) -> int:
+        with contextlib.suppress(KeyboardInterrupt):
+            return subprocess.call(list(command))
+        return 130
 
     def close(self) -> None: ...
 

@@ -86,8 +86,8 @@ def test_imports_are_tried(invoke: Invoke) -> None:
     ("words", "resource", "problem"),
     [
         (["push"], "prepared", "PreDeployedEnvironment, which is not sent; give it a UvEnvironment"),
-        (["push"], "other", "have a ComputeResource 'other'"),
-        (["list"], "", "write MODULE:RESOURCE, such as study.definitions:compute"),
+        (["push"], "other", "int is neither a ComputeResource nor Definitions"),
+        (["list"], "nothing", "there is no resource 'nothing'; there are 'in_definitions'"),
         (["check"], "prepared", "there is no directory /opt/x"),
     ],
 )

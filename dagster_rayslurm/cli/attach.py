@@ -1,0 +1,148 @@
+"""`rayslurm attach`: a shell on the head node of a run, session or job, in the payload's environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from ..backends.listing import Entry, Kind
+from ..backends.sessions.request import send_request
+from ..runtime.protocol.messages import Operation
+from ..runtime.protocol.record import JOURNAL, RUNTIME, STATUS, LineReader
+from ..runtime.protocol.rpc import derive_key
+from ..slurm.shared_queue import run_slurm
+from ..ssh.base import Connection
+from ..ssh.terminal import has_terminal
+from .cluster import cluster_options
+from .common import one_sentence_errors
+from .ps import entry, ident_argument
+
+# Files in the directory of the run or session.
+_SCRIPT, _TOKEN = "attach.sh", "attach.token"
+
+# Takes the environment of a process over, but for what belongs to that process alone.
+_TAKE_OVER = """\
+environ=/proc/{pid}/environ
+if ! [ -r "$environ" ]; then
+    echo "rayslurm: {what} is not on $(hostname), or has just ended" >&2
+    exit 1
+fi
+while IFS= read -r -d '' variable; do
+    case $variable in
+        DAGSTER_PIPES_* | RAY_JOB_CONFIG_JSON_ENV_VAR=* | RAY_OVERRIDE_JOB_RUNTIME_ENV=* | SLURM_* | SLURMD_* | BASH_* | PS1=*) ;;
+        TERM=* | PWD=* | OLDPWD=* | SHLVL=* | _=* | PYTHONUNBUFFERED=*) ;;
+        [A-Za-z_]*=*) export "$variable" 2>/dev/null ;;
+    esac
+done <"$environ"
+"""
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@ident_argument
+@click.option("--python", is_flag=True, help="Python instead of a shell.")
+@cluster_options
+@click.argument("command", metavar="[-- COMMAND…]", nargs=-1, type=click.UNPROCESSED)
+def attach(ident: str, python: bool, command: tuple[str, ...]) -> None:
+    """Open a shell on the head node of a run, session or job: `ray.init()` reaches its Ray cluster there.
+
+    It has the payload's environment, token and working directory. Behind `--` a command runs instead of a shell. The exit code is
+    that of the shell or command.
+    """
+    with one_sentence_errors():
+        one = entry(ident)
+        if one.over or one.state in ("pending", "starting"):
+            raise ValueError(f"{one.name} is {one.state}, so there is nothing to enter; `rayslurm ps` shows when it runs")
+        words = list(command) or (["python"] if python else [])
+        code = one.connection.interact([*_step(one), *_shell(one, words)])
+    sys.exit(code)
+
+
+def _shell(one: Entry, words: Sequence[str]) -> list[str]:
+    """The command on the head node: bash in the payload's environment, or a command there."""
+    if one.kind == Kind.JOB:
+        return list(words) or ["bash", "-i"]
+    script = f"{one.directory}/{_SCRIPT}"
+    one.connection.write(script, _environment(one).encode("utf-8", "surrogateescape"))
+    if words:
+        return ["bash", "-c", '. "$0" && exec "$@"', script, *words]
+    return ["bash", "--rcfile", script, "-i"]
+
+
+def _environment(one: Entry) -> str:
+    """The text of the script that makes the environment."""
+    name = one.name if one.kind == Kind.SESSION else one.step or one.name
+    head = '[ -z "$PS1" ] || ! [ -r ~/.bashrc ] || . ~/.bashrc\n'
+    prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({name}) ")}"$PS1"\n'
+    if one.kind == Kind.SESSION:
+        return head + _of_session(one) + prompt
+    pid = _json(one.connection, f"{one.directory}/{STATUS}").get("payload_pid")
+    if not isinstance(pid, int):
+        raise ValueError(f"the payload of {one.name} has not started yet, it is {one.state}; try again when it runs")
+    work = shlex.quote(f"{one.directory}/work")
+    return f"{head}{_TAKE_OVER.format(pid=pid, what='the payload')}cd {work} || exit\n{prompt}"
+
+
+def _of_session(one: Entry) -> str:
+    """The part for a session: the environment of its runtime, and the address and token of its warm Ray cluster."""
+    assert one.generation is not None and one.generation.announcement is not None
+    text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")
+    described = send_request(one.connection, one.generation, {"op": Operation.DESCRIBE})
+    spec, manifest = _json(one.connection, f"{one.directory}/{RUNTIME}"), one.generation.manifest
+    address, key = described.get("address"), spec.get("token_key") or spec.get("control_key")
+    exports: dict[str, Any] = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", **(spec.get("worker_env") or {})}
+    if address:
+        exports["RAY_ADDRESS"] = address
+        exports["RAY_API_SERVER_ADDRESS"] = described.get("dashboard_url")
+        if (spec.get("ray") or {}).get("auth") == "token" and key:
+            one.connection.write(f"{one.directory}/{_TOKEN}", derive_key(key, "ray-token").encode())
+            exports |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{one.directory}/{_TOKEN}"}
+    lines = [f"export {name}={shlex.quote(str(value))}\n" for name, value in exports.items() if value]
+    python = manifest.ask_command[0] if manifest is not None and manifest.ask_command else ""
+    if os.path.isabs(python):  # Otherwise bash, which activates an environment; the runtime's PATH has it then.
+        lines.append(f'export PATH={shlex.quote(os.path.dirname(python))}:"$PATH"\n')
+    return text + "".join(lines)
+
+
+def _step(one: Entry) -> list[str]:
+    """The srun that starts a command on the head node; nothing on this machine."""
+    if one.job_id is None:
+        return []
+    # The PATH of a non-interactive login may lack srun, as it may lack sbatch, whose directory `run_slurm` looks for.
+    found = run_slurm(one.connection, ["sh", "-c", "command -v srun"], timeout=60).stdout.decode().strip()
+    node, heterogeneous = _head(one)
+    words = [
+        found or "srun",
+        "--overlap",
+        f"--jobid={one.job_id.partition('+')[0]}",
+        *(["--het-group=0"] if heterogeneous else []),
+    ]
+    words += ["--nodes=1", "--ntasks=1", *([f"--nodelist={node}"] if node else [])]
+    # As in `sessions.request`: without --mem=0 the step would ask for all memory of the job.
+    words += ["--mem=0", "--cpu-bind=none", "--mpi=none", "--quiet", f"--chdir={one.directory or '/'}"]
+    return [*words, *(["--pty"] if has_terminal() else [])]
+
+
+def _head(one: Entry) -> tuple[str | None, bool]:
+    """The head node by Slurm's name, and whether the job is heterogeneous."""
+    if one.generation is not None and one.generation.announcement is not None:
+        said = one.generation.announcement
+        return said.hosts[0], said.heterogeneous
+    if one.kind == Kind.JOB:
+        return None, "+" in (one.job_id or "")
+    start = next(iter(LineReader().feed(one.connection.read(f"{one.directory}/{JOURNAL}", 0, 65536))), {})
+    allocation = start.get("allocation") or {}
+    return next(iter(allocation.get("nodes") or ()), one.node), len(allocation.get("components") or ()) > 1
+
+
+def _json(connection: Connection, path: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(connection.read(path, 0, 1024 * 1024))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
