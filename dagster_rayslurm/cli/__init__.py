@@ -1,4 +1,4 @@
-"""The `rayslurm` command: shows run directories and sessions, ends sessions, and checks the edge node; starts no payloads."""
+"""The `rayslurm` command: shows run directories and sessions, ends sessions, and examines a cluster; starts no payloads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import click
 from .. import __version__
 from ..backends.base import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
-from ..ssh.base import Connection
-from ..ssh.local import connection_to
-from .session import edge_node, json_option, one_sentence_errors, prefix_option, print_table, session
+from .doctor import check, doctor
+from .session import json_option, print_table, session
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -34,7 +33,8 @@ def main(context: click.Context, base: str) -> None:
     context.obj = Layout(Path(base).expanduser())
 
 
-main.add_command(session)
+for command in (session, doctor, check):
+    main.add_command(command)
 
 
 @main.command()
@@ -105,35 +105,3 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         status = {}
     state, says = status.get("state", "unknown"), status.get("message", "")
     return {"run": run_dir.name, "state": state, "at": status.get("at"), "says": says}
-
-
-@main.command()
-@prefix_option
-def check(prefix: str) -> None:
-    """Log in to the edge node that the environment names, and ask for its Slurm."""
-    with one_sentence_errors():
-        ssh = edge_node(prefix)
-        connection = connection_to(ssh)
-        seconds = _seconds(connection)
-        click.echo(f"{connection.place}: logged in with {ssh.client} in {seconds:.2f} s")
-        click.echo(f"a command takes {1000 * _seconds(connection):.0f} ms")
-        click.echo(f"home directory: {connection.home()}")
-        click.echo(f"Slurm: {_run(connection, 'sinfo', '--version')}")
-        click.echo(f"partitions: {', '.join(_run(connection, 'sinfo', '--noheader', '--format=%P (%D nodes)').splitlines())}")
-
-
-def _seconds(connection: Connection) -> float:
-    """The seconds that a trivial command takes on the edge node; for the first command, with the login."""
-    started = time.perf_counter()
-    connection.run(["true"])
-    return time.perf_counter() - started
-
-
-def _run(connection: Connection, *command: str) -> str:
-    """The output of a command on the edge node; raises `OSError` if it does not exist there, or fails."""
-    done = connection.run(command, timeout=60)
-    if done.returncode == 127:
-        raise OSError(f"{command[0]} is not on the PATH that a non-interactive login has on {connection.place}; add it there")
-    if done.returncode:
-        raise OSError(f"{' '.join(command)} failed on {connection.place}: {done.stderr.decode('utf-8', 'replace').strip()}")
-    return done.stdout.decode("utf-8", "replace").strip()
