@@ -88,7 +88,7 @@ class Partition:
 
     def cells(self) -> list[str]:
         """Its row in the table of partitions."""
-        name = self.name + (" (default)" if self.is_default else "")
+        name = self.name + ("*" if self.is_default else "")  # As sinfo shows it.
         numbers = (len(self.nodes), len(self.usable), sum(node.idle for node in self.nodes))
         gpus = ", ".join(f"{count} {kind or 'gpu'}" for kind, count in sorted(self.gpus.items()))
         memory = _span(node.memory // 1024 for node in self.nodes)

@@ -138,8 +138,9 @@ def _follow(
         if alive and alive[0].state == "PENDING":
             if never := never_starts(alive, request):
                 return [failure("probe", f"the job can never start: {never}", "change SlurmQueueConfig as it says")]
-            text = waiting_text(alive[0].reason, alive[0].start, time.time())
-            if text != waiting:
+            reason = alive[0].reason.replace("None", "")
+            text = waiting_text(reason, alive[0].start, time.time())
+            if text and text != waiting:
                 waiting = text
                 say(f"the probe, job {job_id}, is {text}")
             if now - began > patience:
