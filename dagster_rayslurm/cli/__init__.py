@@ -14,8 +14,10 @@ import click
 from .. import __version__
 from ..backends.base import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
+from .cluster import all_cluster_options
+from .common import json_option, print_json, print_table
 from .doctor import check, doctor
-from .session import json_option, print_table, session
+from .session import session
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,6 +29,7 @@ from .session import json_option, print_table, session
     envvar="RAYSLURM_BASE",
     help="Base directory, `local_base` of the ComputeResource.",
 )
+@all_cluster_options
 @click.pass_context
 def main(context: click.Context, base: str) -> None:
     """Look at the runs of dagster-rayslurm, and at the cluster."""
@@ -48,7 +51,7 @@ def runs(layout: Layout, as_json: bool) -> None:
         cells = ([row["run"], row["state"], at, row["says"]] for row, at in zip(rows, since, strict=True))
         return print_table(cells, "run", "state", "since", "says")
     for row in rows:
-        click.echo(json.dumps(row))
+        print_json(row)
 
 
 @main.command()
