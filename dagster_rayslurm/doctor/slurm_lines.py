@@ -17,7 +17,7 @@ from .partitions import NODES, PARTITIONS, Node, Partition, parse_partitions
 
 _NEEDED = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 _OLDEST = (22, 5)  # The oldest Slurm on which this project is tested.
-_SLOW = 2.0  # Seconds that an answer of slurmctld may take.
+_SLOW = 5.0  # Seconds that an answer of slurmctld may take; several questions are asked at once.
 _LEAST_JOB_AGE = 60  # Seconds for which slurmctld must remember a job that ended, if there is no accounting.
 _SETTING = re.compile(r"^(\w+)\s*= (.*)$", re.MULTILINE)
 _MUNGE = re.compile(r"munge|authentication (error|fail)", re.IGNORECASE)

@@ -263,7 +263,7 @@ SIMULATED = (
             program("sbatch", 'case "$*" in --version) echo slurm 20.02.7;; *) exec $real "$@";; esac'),
         ),
     ),
-    Defect("a slow slurmctld", "slurmctld", "warning", program("scontrol", 'sleep 3; exec $real "$@"')),
+    Defect("a slow slurmctld", "slurmctld", "warning", program("scontrol", 'sleep 6; exec $real "$@"')),
     Defect(
         "no accounting",
         "accounting",
@@ -335,7 +335,7 @@ PROBED = (
         both(
             *(
                 sh(
-                    f"cp /etc/hosts /etc/hosts.before; sed 's/^[0-9.]*\\t{node}$/127.0.1.1 {node}/' /etc/hosts.before > /etc/hosts",
+                    f"cd /etc; cp hosts hosts.before; sed 's/^[0-9.]*\\t{node}$/127.0.1.1 {node}/' hosts.before > hosts",
                     "cat /etc/hosts.before > /etc/hosts",
                     node,
                 )
