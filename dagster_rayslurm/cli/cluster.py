@@ -135,15 +135,6 @@ def find_cluster() -> Cluster | None:
         return found and _usable(*found)
 
 
-def edge_node() -> SSHConnectionResource | None:
-    """The login to the edge node; None if Slurm's programs run on this machine. As `the_cluster` if there is no cluster."""
-    cluster = find_cluster()
-    if cluster is None:  # The error names the variable that is missing.
-        with one_sentence_errors():
-            return resolve_variables(SSHConnectionResource.from_env(_prefix()), "SSHConnectionResource")
-    return cluster.slurm.ssh
-
-
 def _prefix() -> str:
     return (_given("prefix") or "SLURM_EDGE_NODE_").rstrip("_") + "_"
 

@@ -34,11 +34,14 @@ _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
 
 class ConnectionFailed(ConnectionError):
-    """A connection cannot be made or has broken; if `temporary`, a later try with the same configuration may succeed."""
+    """A connection cannot be made or has broken; if `temporary`, a later try with the same configuration may succeed.
 
-    def __init__(self, sentence: str, temporary: bool = True) -> None:
+    `subject` is the part of a login that failed: "network", "host key", "authentication" or "login shell".
+    """
+
+    def __init__(self, sentence: str, temporary: bool = True, subject: str = "network") -> None:
         super().__init__(sentence)
-        self.temporary = temporary
+        self.temporary, self.subject = temporary, subject
 
 
 class ServerBusy(ConnectionFailed):

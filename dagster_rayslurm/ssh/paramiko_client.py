@@ -186,7 +186,9 @@ def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
     if path:
         key = login.load_key(ssh, path)
         if key is None:
-            raise errors.failed(ssh, f'the key {path} is of a kind that paramiko does not know; use client="openssh"')
+            raise errors.failed(
+                ssh, f'the key {path} is of a kind that paramiko does not know; use client="openssh"', subject="authentication"
+            )
         yield f"the key {path}", key
         return
     for key in login.agent_keys()[:_MAX_AGENT_KEYS]:

@@ -104,7 +104,7 @@ def project(tmp_path: Path) -> Path:
 def test_without_configuration_there_is_no_cluster(find: Find) -> None:
     assert find("command") is None
     done = CliRunner().invoke(main, ["check"])
-    assert done.exit_code == 1 and "SLURM_EDGE_NODE_HOST is not set" in done.output
+    assert done.exit_code == 1 and "no cluster is configured; set SLURM_EDGE_NODE_HOST" in done.output
 
 
 def test_environment_variables_name_a_cluster(find: Find, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

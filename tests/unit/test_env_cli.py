@@ -98,4 +98,7 @@ def test_what_it_cannot_do(invoke: Invoke, words: list[str], resource: str, prob
 
 def test_a_module_that_is_not_there() -> None:
     failed = CliRunner().invoke(main, ["env", "--from", "nowhere.at_all:compute", "list"])
-    assert failed.exit_code == 1 and "nowhere.at_all cannot be imported: No module named 'nowhere'" in failed.output
+    assert (
+        failed.exit_code == 1
+        and "nowhere.at_all cannot be imported: ModuleNotFoundError: No module named 'nowhere'" in failed.output
+    )

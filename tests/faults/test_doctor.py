@@ -1,0 +1,77 @@
+"""Tests: `rayslurm doctor` names each defect of a site by its line and by no other, and says nothing of a healthy site."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import SlurmQueueConfig, SlurmResource, SSHConnectionResource
+
+from ..stack.access import Stack
+from .bench import BASE, Bench
+from .site_defects import ALL, Defect
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def bench(stack: Stack) -> Iterator[Bench]:
+    bench = Bench(stack)
+    yield bench
+    stack.exec("edge", ["rm", "-rf", BASE])
+    assert stack.exec("edge", ["squeue", "--me", "--noheader"], user="dev") == ""
+
+
+def complaints(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Name and verdict of the lines that are no praise, without the names of nodes; each once."""
+    bad = [line for line in report["lines"] if line["verdict"] in ("warning", "failure")]
+    assert all(line["remedy"] for line in bad), bad
+    return sorted({(line["name"].rpartition(": ")[2], line["verdict"]) for line in bad})
+
+
+@pytest.mark.parametrize("defect", ALL, ids=lambda defect: defect.name.replace(" ", "-").replace("/", ""))
+def test_a_defect_is_named_by_its_line(defect: Defect, bench: Bench, tmp_path: Path) -> None:
+    changed = {name: value and value.replace("{dir}", str(tmp_path)) for name, value in defect.variables.items()}
+    with defect.seed(bench, tmp_path):
+        report = bench.doctor(*defect.arguments, **changed)
+    assert complaints(report) == [(defect.line, defect.verdict)], report["lines"]
+
+
+def test_there_are_forty_defects_with_names_of_their_own() -> None:
+    assert len({defect.name for defect in ALL}) == len(ALL) >= 40
+
+
+HEALTHY = {
+    "as it is": ((), ""),
+    "a node": (("--probe", "--env=/opt/ray"), ""),
+    "two nodes with GPUs": (("--probe-nodes=2", "--partition=gpu", "--gpus-per-node=2", "--gpu-type=fake"), ""),
+    "another shell": ((), "usermod --shell /bin/tcsh dev"),
+    "Slurm on the PATH of login shells only": (
+        ("--probe",),
+        "mkdir -p /opt/slurm && cd /usr/bin && mv sbatch srun squeue scancel sinfo scontrol sacct sacctmgr /opt/slurm/ && "
+        "echo 'PATH=$PATH:/opt/slurm' > /etc/profile.d/slurm.sh",
+    ),
+}
+_BACK = """
+usermod --shell /bin/bash dev
+if [ -d /opt/slurm ]; then mv /opt/slurm/* /usr/bin/; rm -rf /opt/slurm /etc/profile.d/slurm.sh; fi
+"""
+
+
+@pytest.mark.parametrize("variant", HEALTHY)
+def test_a_healthy_site_gives_no_alarm(variant: str, bench: Bench) -> None:
+    arguments, script = HEALTHY[variant]
+    with bench.undone("edge", script or "true", _BACK):
+        report = bench.doctor(*arguments)
+    assert complaints(report) == [], report["lines"]
+    assert [row["partition"] for row in report["partitions"]] == ["compute*", "gpu", "all"]
+    assert [row["GPUs"] for row in report["partitions"]] == ["", "2 fake", "2 fake"]
+
+
+def test_the_resource_can_be_pasted(bench: Bench) -> None:
+    report = bench.doctor("--partition=gpu", "--gpus-per-node=2")
+    names = {each.__name__: each for each in (SlurmQueueConfig, SlurmResource, SSHConnectionResource)}
+    resource = eval(report["resource"], names)
+    assert resource.queue.partition == "gpu" and resource.queue.gpus_per_node == 2
+    assert resource.ssh.host == "127.0.0.1" and resource.remote_base == BASE
