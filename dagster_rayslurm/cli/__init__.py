@@ -16,6 +16,7 @@ from ..backends.base import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from ..ssh.base import Connection
 from ..ssh.local import connection_to
+from .ray import dashboard, job
 from .session import edge_node, json_option, one_sentence_errors, prefix_option, print_table, session
 
 
@@ -35,6 +36,8 @@ def main(context: click.Context, base: str) -> None:
 
 
 main.add_command(session)
+main.add_command(dashboard)
+main.add_command(job)
 
 
 @main.command()

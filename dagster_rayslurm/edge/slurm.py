@@ -69,13 +69,24 @@ def run(
     The PATH of a non-interactive login is often shorter than that of an interactive one. So if it has no sbatch, a login shell is
     asked once for its PATH.
     """
+    return processes.run(command, stdin, timeout, _environment(keep), directory)
+
+
+def command_line(command: "Sequence[str]") -> "list[str]":
+    """The command as `run` would run it, for a shell of the same user: with the same PATH, and without variables for options."""
+    kept = _environment(())
+    removed = ["--unset=" + name for name in sorted(os.environ) if _OPTIONS.fullmatch(name) and name not in kept]
+    return ["env", *removed, "PATH=" + kept.get("PATH", os.defpath), *command]
+
+
+def _environment(keep: "Sequence[str]") -> "dict[str, str]":
     environ = without_options(login_environment(), keep)
     path = environ.get("PATH", os.defpath)
     if not shutil.which("sbatch", path=path):
         if not _login_path:
             _login_path.append(os.path.dirname(shutil.which("sbatch", path=_path_of_login_shell(environ)) or ""))
         environ["PATH"] = path + ":" + _login_path[0] if _login_path[0] else path
-    return processes.run(command, stdin, timeout, environ, directory)
+    return environ
 
 
 def _path_of_login_shell(environ: "Mapping[str, str]") -> str:

@@ -185,6 +185,7 @@ class RayNode:
         self._attempt = 0
         self._over = False
         self.token_path = self.scratch.join("ray.token")
+        self.token = _token(self.runtime, self.key)
 
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
         """Run the health check, if there is one, and start Ray on this node.
@@ -251,7 +252,7 @@ class RayNode:
         shutil.rmtree(temp_dir, ignore_errors=True)
         os.mkdir(temp_dir, 0o700)
         with open(self.token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(_token(self.runtime, self.key))
+            file.write(self.token)
         gcs = self._gcs or join_host_port(self._address or "127.0.0.1", self.ports.gcs)
         if head:
             self.on_event({"event": Report.STARTING, "gcs": gcs})

@@ -136,7 +136,9 @@ class RequestServer(Listener):
             said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
             print(said, file=sys.stderr, flush=True)
         idle = served > 0 and not self._supervisor.payloads
-        self._announcement = said_now = replace(self._announcement, closing=closing, served=served, idle=idle)
+        cluster = self._supervisor.cluster
+        access = self._supervisor.relays.access(cluster) if cluster is not None and cluster.ready else None
+        self._announcement = said_now = replace(self._announcement, closing=closing, served=served, idle=idle, access=access)
         if found.get("cluster_id", said_now.cluster_id) != said_now.cluster_id:
             self._supervisor.drain("another session stands in its place in %s" % os.path.dirname(self._path))
         elif found != asdict(said_now):
