@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..backends.sessions.registry import MOST_BYTES, Generation, list_generations, parse_announcement
 from ..edge.clusters import payloads
 from ..runtime.protocol.record import CLUSTER, SESSION, STATUS
 from ..runtime.protocol.spec import ClusterAccess, SpecError, from_fields
+from ..slurm.shared_queue import fetch_queue
+from ..slurm.states import TERMINAL
 from ..ssh.base import Connection
 from .head import ClusterEnded
 
 _SHORTEST_RUN = 4  # Characters of a run's id that name it.
 _MOST_NAMES = 8
+
+
+Place = tuple[str | None, int]  # Slurm's job, or the process of a runtime on this machine.
 
 
 class NoCluster(ValueError):
@@ -43,11 +48,42 @@ class Found:
 def candidates(connection: Connection, base: str) -> list[Found]:
     """All payloads and sessions below a base directory. Raises OSError if they cannot be read."""
     found = [_of_payload(base, each) for each in connection.call(payloads, base, repeat=True, timeout=120.0)]
-    return found + [_of_session(each) for each in list_generations(connection, base)]
+    found += [_of_session(each) for each in list_generations(connection, base)]
+    ways = [each.access for each in found if each.access is not None]
+    dead = _ended(connection, ways) if ways else set()
+    gone = "its runtime was killed"
+    return [replace(each, access=None, state=gone) if each.access and _place(each.access) in dead else each for each in found]
+
+
+def _ended(connection: Connection, ways: Iterable[ClusterAccess]) -> set[Place]:
+    """Where no runtime lives any more, although a file says how to reach it: the job is over, or the process was killed."""
+    places = {_place(each) for each in ways}
+    jobs = {job for job, _ in places if job is not None}
+    over: set[Place] = {(None, pid) for job, pid in places if job is None and not is_running(pid)}
+    if not jobs:
+        return over
+    snapshot = fetch_queue(connection)
+    alive = {job for job in jobs if (row := snapshot.job(int(job))) is not None and row.state not in TERMINAL}
+    return over | {(job, pid) for job, pid in places if job in jobs - alive}
+
+
+def _place(access: ClusterAccess) -> Place:
+    return access.job_id, 0 if access.job_id is not None else access.pid
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine lives."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def choose(word: str, found: Sequence[Found], place: str) -> Found:
-    """The one that a word names and that has a Ray cluster with dashboard; raises NoCluster, which says why there is none. Pure."""
+    """The one that a word names and that has a Ray cluster with dashboard; NoCluster says why there is none. Pure."""
     named = sorted((each for each in found if each.goes_by(word)), key=lambda each: each.at)
     exact = [each for each in named if each.name == word]
     live = [each for each in exact or named if each.access is not None]
@@ -67,12 +103,17 @@ def choose(word: str, found: Sequence[Found], place: str) -> Found:
     return one
 
 
-def look_again(connection: Connection, found: Found) -> Callable[[], ClusterAccess]:
-    """A function that reads again how to reach a cluster; it raises ClusterEnded if the cluster has ended, or OSError."""
+def look_again(connection: Connection, found: Found) -> Callable[[bool], ClusterAccess]:
+    """A function that reads again how to reach a cluster; it raises ClusterEnded if the cluster has ended, or OSError.
 
-    def read() -> ClusterAccess:
+    If its argument is True, the head did not answer, and Slurm is asked whether the job is still there.
+    """
+
+    def read(unreachable: bool) -> ClusterAccess:
         access, state = parse_access(connection.read(found.path, 0, MOST_BYTES), found.path), ""
         if access is not None and found.access is not None and access.dashboard_port == found.access.dashboard_port:
+            if unreachable and _ended(connection, [access]):
+                raise ClusterEnded(f"the Ray cluster of {found.title} has ended (its runtime was killed)")
             return access
         if os.path.basename(found.path) == CLUSTER:
             text = connection.read(os.path.join(os.path.dirname(found.path), STATUS), 0, MOST_BYTES)

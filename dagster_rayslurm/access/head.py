@@ -31,26 +31,26 @@ class ClusterEnded(Exception):
     """Raised when there is no way to a cluster any more; the text is one sentence."""
 
 
-def open_relay(connection: Connection, access: ClusterAccess) -> socket.socket:
-    """A stream to a new relay on the head of a Slurm job, by the way that answers first.
+def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:
+    """A stream to a new relay on the head of a Slurm job, by the way that answers first; and whether it is by srun, as lines.
 
     Raises ConnectionFailed if the edge node cannot be reached, another OSError if the head cannot.
     """
     connection.home()  # A login that fails says why.
-    answers: queue.Queue[socket.socket | OSError] = queue.Queue()
+    answers: queue.Queue[tuple[socket.socket, bool] | OSError] = queue.Queue()
     done = threading.Event()
 
-    def attempt(way: Callable[[], socket.socket]) -> None:
+    def attempt(way: Callable[[], socket.socket], lines: bool) -> None:
         try:
             stream = way()
         except (OSError, ValueError) as error:
             return answers.put(error if isinstance(error, OSError) else OSError(str(error)))
         if done.is_set():
             return stream.close()
-        answers.put(stream)
+        answers.put((stream, lines))
 
-    def begin(way: Callable[[], socket.socket]) -> None:
-        threading.Thread(target=attempt, args=(way,), name="rayslurm-relay", daemon=True).start()
+    def begin(way: Callable[[], socket.socket], lines: bool = False) -> None:
+        threading.Thread(target=attempt, args=(way, lines), name="rayslurm-relay", daemon=True).start()
 
     ways = [partial(_by_tcp, connection, access, host) for host in access.hosts]
     for way in ways:
@@ -63,11 +63,11 @@ def open_relay(connection: Connection, access: ClusterAccess) -> socket.socket:
         except queue.Empty:
             if by_srun:
                 break
-            begin(partial(_by_srun, connection, access))
+            begin(partial(_by_srun, connection, access), lines=True)
             waiting, by_srun = waiting + 1, True
             continue
         waiting -= 1
-        if isinstance(answer, socket.socket):
+        if not isinstance(answer, OSError):
             done.set()
             return answer
         problem = answer
@@ -115,12 +115,12 @@ def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
 class Head:
     """Keeps a stream to the head of one Ray cluster, for many connections to its ports.
 
-    `find` says where the cluster is, and raises ClusterEnded when it has ended; `say` is called with a sentence when the stream
-    is lost, and when it is there again.
+    `find` says where the cluster is, and raises ClusterEnded when it has ended; its argument says whether the head is out of
+    reach. `say` is called with a sentence when the stream is lost, and when it is there again.
     """
 
     def __init__(
-        self, connection: Connection, access: ClusterAccess, find: Callable[[], ClusterAccess], say: Callable[[str], None]
+        self, connection: Connection, access: ClusterAccess, find: Callable[[bool], ClusterAccess], say: Callable[[str], None]
     ) -> None:
         self.access = access
         self._connection, self._find, self._say = connection, find, say
@@ -134,20 +134,22 @@ class Head:
             try:
                 stream = await self._open()
             except OSError as error:
-                if not isinstance(error, ConnectionFailed) and outage.seconds > _UNREACHABLE:
+                unreachable = not isinstance(error, ConnectionFailed)
+                if unreachable and outage.seconds > _UNREACHABLE:
                     raise ClusterEnded(f"the head node {self.access.hostname} cannot be reached: {error}") from None
                 if not said:
                     said = True
                     self._say(f"no way to the Ray cluster on {self.access.hostname}, trying again: {error}")
                 await asyncio.sleep(outage.pause())
             else:
+                unreachable = False
                 if said:
                     self._say(f"the Ray cluster on {self.access.hostname} can be reached again")
                 said = False
                 await self._keep(*stream)
                 outage = Backoff()
             with contextlib.suppress(OSError):
-                self.access = await asyncio.to_thread(self._find)
+                self.access = await asyncio.to_thread(self._find, unreachable)
 
     async def until_ready(self, timeout: float) -> None:
         """Wait for the stream; TimeoutError if it does not come in time."""
@@ -167,7 +169,12 @@ class Head:
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self.access.job_id is not None:
-            return await asyncio.open_connection(sock=await asyncio.to_thread(open_relay, self._connection, self.access))
+            stream, lines = await asyncio.to_thread(open_relay, self._connection, self.access)
+            received, writer = await asyncio.open_connection(sock=stream, limit=relay.LONGEST_LINE)
+            reader = asyncio.StreamReader() if lines else received
+            if lines:
+                self._reading = asyncio.ensure_future(relay.read_lines(received, reader))
+            return reader, writer
         ours, theirs = socket.socketpair()  # The cluster is on this machine, and so is its relay.
         self._own = asyncio.ensure_future(relay.serve(*await asyncio.open_connection(sock=theirs)))
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -183,7 +190,7 @@ class Head:
             while not running.done():
                 await asyncio.wait([running], timeout=_CHECK)
                 with contextlib.suppress(OSError):
-                    await asyncio.to_thread(self._find)
+                    await asyncio.to_thread(self._find, False)
         finally:
             self._ready.clear()
             running.cancel()

@@ -28,7 +28,9 @@ from .session import edge_node, one_sentence_errors
 _WAIT_INTERVAL = 2.0  # Seconds between two looks for a cluster that `--wait` waits for.
 
 target_argument = click.argument("target", metavar="TARGET")
-_TARGET = """TARGET is a Dagster run, an asset, a session or a Slurm job: its id or key, how that begins, or the name of a run directory."""
+_TARGET = (
+    "TARGET is a Dagster run, an asset, a session or a Slurm job: its id or key, how that begins, or the name of a run directory."
+)
 
 
 def the_places() -> list[tuple[Connection, str]]:

@@ -9,16 +9,22 @@ on, so that a slow connection does not hold up the others. The end of the stream
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import socket
 import stat
 import struct
 from collections import deque
 from enum import IntEnum
-from typing import Any, Awaitable, Callable, Deque, Dict, Optional, Set
+from typing import Any, Awaitable, Callable, Deque, Dict, Optional, Set, Union
 
 HELLO = b'{"relay": 1}\n'  # Also the answer to `Operation.RELAY`, because the relay takes over the connection.
 WINDOW = 256 * 1024  # Bytes.
+
+# Through srun, what the relay sends is a line of base64 for each piece, after this mark: slurmstepd keeps an incomplete line back
+# (22.05; `--unbuffered` would use a terminal, which changes bytes), and other lines may come between.
+_LINE = b"relay:"
+LONGEST_LINE = 512 * 1024  # Bytes.
 
 _HEADER = struct.Struct(">IBI")
 _PIECE = 64 * 1024  # Most bytes of data in one frame.
@@ -100,6 +106,33 @@ class Stream:
         await self._changed.wait()
 
 
+class Lines:
+    """Stands for a writer; sends bytes as lines."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.drain, self.close = writer.drain, writer.close
+
+    def write(self, data: bytes) -> None:
+        """Send a piece."""
+        self._writer.write(_LINE + base64.b64encode(data) + b"\n")
+
+
+async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) -> None:
+    """Pass what `Lines` sent on to another reader, until the end."""
+    try:
+        while True:
+            line = await lines.readline()
+            if not line:
+                break
+            if line.startswith(_LINE):
+                reader.feed_data(base64.b64decode(line[len(_LINE) :]))
+    except (OSError, ValueError):
+        pass
+    finally:
+        reader.feed_eof()
+
+
 class Multiplexer:
     """One side of the stream: `run` takes in the other side's frames until the stream ends.
 
@@ -109,7 +142,7 @@ class Multiplexer:
     def __init__(
         self,
         reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        writer: Union[asyncio.StreamWriter, Lines],
         accept: Optional[Callable[[Stream, int], Awaitable[None]]] = None,
     ) -> None:
         self._reader, self._writer, self._accept = reader, writer, accept
@@ -157,7 +190,7 @@ class Multiplexer:
     def _received(self, number: int, kind: Kind, data: bytes) -> None:
         if kind == Kind.OPEN and self._accept is not None:
             stream = self.streams[number] = Stream(self, number)
-            task = asyncio.ensure_future(self._accept(stream, int(data)))  # type: ignore[arg-type]
+            task = asyncio.ensure_future(self._accept(stream, int(data)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif number in self.streams:  # Else it was closed meanwhile.
@@ -228,19 +261,18 @@ async def _connect(stream: Stream, port: int) -> None:
 async def _relay() -> None:
     loop = asyncio.get_running_loop()
     if stat.S_ISSOCK(os.fstat(0).st_mode):
-        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=os.dup(0)))
-    else:
-        reader = asyncio.StreamReader()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), open(0, "rb", 0))
-        transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, open(1, "wb", 0))
-        writer = asyncio.StreamWriter(transport, protocol, None, loop)
-    await serve(reader, writer)
+        return await serve(*await asyncio.open_connection(sock=socket.socket(fileno=os.dup(0))))
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), open(0, "rb", 0))
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, open(1, "wb", 0))
+    writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    await serve(reader, writer, lines=True)
 
 
-async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve one client until its stream ends."""
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lines: bool = False) -> None:
+    """Serve one client until its stream ends; send lines if it reads `read_lines`."""
     writer.write(HELLO)
-    await Multiplexer(reader, writer, _connect).run()
+    await Multiplexer(reader, Lines(writer) if lines else writer, _connect).run()
 
 
 def main() -> int:

@@ -154,6 +154,7 @@ class ClusterAccess:
     hostname: str  # Of the head node.
     dashboard_port: Optional[int]  # On the loopback address of the head node; None without dashboard.
     token: str  # Ray's own, for the header `Authorization`; empty without authentication.
+    pid: int  # Of the runtime on the head node.
     job_id: Optional[str] = None  # None without Slurm; then the loopback address is that of this machine.
     heterogeneous: bool = False  # Whether the job has several components, the one with the head node first.
     hosts: List[str] = field(default_factory=list)  # Names and addresses of the head node, the likeliest first.

@@ -298,7 +298,9 @@ class RayNode:
 
     def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
         """`environ` with the variables for Ray's daemons on this node, which its workers inherit."""
-        wanted = {**environ, **self.runtime.worker_env, **self.environ}
+        # The command of a job that `ray job submit` starts finds the environment's `python`, as payloads do.
+        path = os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
+        wanted = {**environ, "PATH": path, **self.runtime.worker_env, **self.environ}
         return {name: value for name, value in wanted.items() if value is not None}
 
     def _write_shim(self) -> str:

@@ -36,7 +36,7 @@ class Relays(Listener):
 
     def access(self, cluster: RayCluster) -> ClusterAccess:
         """How to reach the dashboard of a cluster that is ready. Raises OSError if no port is free."""
-        own = ClusterAccess(self.spec.cluster_id, self.hostname, cluster.dashboard_port, cluster.token)
+        own = ClusterAccess(self.spec.cluster_id, self.hostname, cluster.dashboard_port, cluster.token, os.getpid())
         here = self.allocation
         if here is None:
             return own
