@@ -16,8 +16,10 @@ from ..backends.base import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from ..ssh.base import Connection
 from ..ssh.local import connection_to
+from .cluster import all_cluster_options, edge_node
+from .common import json_option, one_sentence_errors, print_json, print_table
 from .ray import dashboard, job
-from .session import edge_node, json_option, one_sentence_errors, prefix_option, print_table, session
+from .session import session
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,6 +31,7 @@ from .session import edge_node, json_option, one_sentence_errors, prefix_option,
     envvar="RAYSLURM_BASE",
     help="Base directory, `local_base` of the ComputeResource.",
 )
+@all_cluster_options
 @click.pass_context
 def main(context: click.Context, base: str) -> None:
     """Look at the runs of dagster-rayslurm, and at the cluster."""
@@ -51,7 +54,7 @@ def runs(layout: Layout, as_json: bool) -> None:
         cells = ([row["run"], row["state"], at, row["says"]] for row, at in zip(rows, since, strict=True))
         return print_table(cells, "run", "state", "since", "says")
     for row in rows:
-        click.echo(json.dumps(row))
+        print_json(row)
 
 
 @main.command()
@@ -111,14 +114,14 @@ def _summary(run_dir: Path) -> dict[str, Any]:
 
 
 @main.command()
-@prefix_option
-def check(prefix: str) -> None:
+@all_cluster_options
+def check() -> None:
     """Log in to the edge node that the environment names, and ask for its Slurm."""
     with one_sentence_errors():
-        ssh = edge_node(prefix)
+        ssh = edge_node()
         connection = connection_to(ssh)
         seconds = _seconds(connection)
-        click.echo(f"{connection.place}: logged in with {ssh.client} in {seconds:.2f} s")
+        click.echo(f"{connection.place}: logged in with {ssh.client if ssh else 'no SSH'} in {seconds:.2f} s")
         click.echo(f"a command takes {1000 * _seconds(connection):.0f} ms")
         click.echo(f"home directory: {connection.home()}")
         click.echo(f"Slurm: {_run(connection, 'sinfo', '--version')}")

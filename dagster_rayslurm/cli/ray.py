@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import html
 import os
-import posixpath
 import signal
 import subprocess
 import sys
@@ -21,9 +20,10 @@ from ..access.find import Found, NoCluster, candidates, choose
 from ..access.head import ClusterEnded
 from ..access.serve import serve, served
 from ..backends.base import Layout
-from ..ssh.base import Connection, expand_home
-from ..ssh.local import LocalConnection, connection_to
-from .session import edge_node, one_sentence_errors
+from ..ssh.base import Connection
+from ..ssh.local import LocalConnection
+from .cluster import cluster_options, find_cluster
+from .common import one_sentence_errors
 
 _WAIT_INTERVAL = 2.0  # Seconds between two looks for a cluster that `--wait` waits for.
 
@@ -35,23 +35,20 @@ _TARGET = (
 
 def the_places() -> list[tuple[Connection, str]]:
     """Where clusters are looked for: this machine, and the Slurm cluster if there is one; each with its base directory."""
-    context = click.get_current_context().find_root()
-    layout: Layout = context.obj
-    places: list[tuple[Connection, str]] = [(LocalConnection(), str(layout.base))]
-    if "SLURM_EDGE_NODE_HOST" in os.environ:
-        connection = connection_to(edge_node("SLURM_EDGE_NODE_"))
-        base = os.environ.get("RAYSLURM_REMOTE_BASE") or "~/.dagster_rayslurm"
-        places.append((connection, posixpath.normpath(expand_home(connection, base))))
-    return places
+    layout: Layout = click.get_current_context().find_root().obj
+    cluster = find_cluster()
+    here: list[tuple[Connection, str]] = [(LocalConnection(), str(layout.base))]
+    with one_sentence_errors():
+        return here if cluster is None else [*here, (cluster.connection, cluster.base)]
 
 
 def find_target(target: str, wait: bool = False) -> tuple[Connection, Found]:
     """The cluster that a word names, and the connection to it; with `wait` once it is up. An error of the command without one."""
-    said = ""
+    said, there = "", the_places()
+    places = " and ".join(connection.place for connection, _ in there)
     while True:
         with one_sentence_errors():
-            found = [(connection, each) for connection, base in the_places() for each in candidates(connection, base)]
-            places = " and ".join(connection.place for connection, _ in the_places())
+            found = [(connection, each) for connection, base in there for each in candidates(connection, base)]
             try:
                 one = choose(target, [each for _, each in found], places)
                 return next((connection, each) for connection, each in found if each is one)
@@ -81,6 +78,7 @@ def reached(target: str) -> Iterator[str]:
 
 
 @click.command()
+@cluster_options
 @target_argument
 @click.option("--open", "opens", is_flag=True, help="Open it in the browser.")
 @click.option("--wait", is_flag=True, help="Wait until the Ray cluster is up.")
@@ -134,6 +132,7 @@ def _job_command(name: str, help_text: str) -> None:
     settings = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
 
     @job.command(name, help=f"{help_text}\n\n{_TARGET} What follows is for `ray job {name}`.", context_settings=settings)
+    @cluster_options
     @target_argument
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def command(target: str, arguments: tuple[str, ...]) -> None:
