@@ -123,6 +123,19 @@ def look_again(connection: Connection, found: Found) -> Callable[[bool], Cluster
     return read
 
 
+def session_of(connection: Connection, found: Found) -> Generation | None:
+    """The session that keeps a cluster or runs its payload; None if there is none."""
+    if found.access is None:
+        return None
+    base = os.path.dirname(os.path.dirname(os.path.dirname(found.path)))
+    if os.path.basename(found.path) == SESSION:
+        base = os.path.dirname(base)
+    for each in list_generations(connection, base):
+        if each.announcement is not None and each.announcement.cluster_id == found.access.cluster_id:
+            return each
+    return None
+
+
 def parse_access(text: bytes, path: str) -> ClusterAccess | None:
     """How to reach a cluster, from the content of a `cluster.json` or `session.json`; None if there is none."""
     if os.path.basename(path) == SESSION:

@@ -20,6 +20,7 @@ from .cluster import all_cluster_options, edge_node
 from .common import json_option, one_sentence_errors, print_json, print_table
 from .ray import dashboard, job
 from .session import session
+from .top import top
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,6 +42,7 @@ def main(context: click.Context, base: str) -> None:
 main.add_command(session)
 main.add_command(dashboard)
 main.add_command(job)
+main.add_command(top)
 
 
 @main.command()
