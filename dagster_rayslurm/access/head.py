@@ -24,6 +24,7 @@ _HEAD_START = 0.7  # Seconds that TCP has before srun begins too: a firewall may
 _SRUN_TIMEOUT = 60.0
 _UNREACHABLE = 60.0  # Seconds after which a head is given up although the edge node is in reach.
 _CHECK = 3.0  # Seconds between two looks whether the cluster is still there.
+_REPEATABLE = (b"GET ", b"HEAD ")  # Beginnings of requests without effects and body.
 _MOST_NOISE = 65536  # Bytes that a shell and srun may print before the relay's first line.
 
 
@@ -155,17 +156,26 @@ class Head:
         """Wait for the stream; TimeoutError if it does not come in time."""
         await asyncio.wait_for(self._ready.wait(), timeout)
 
-    async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send `first` to the dashboard, then copy both ways between it and a client until the dashboard closes."""
+    async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Send `first` to the dashboard, then copy both ways between it and a client until the dashboard closes.
+
+        Returns False, and leaves the client as it is, if there came no answer to a GET, which may be sent again.
+        """
         assert self._multiplexer is not None
         stream = await self._multiplexer.open(self.access.dashboard_port or 0)
         try:
             await stream.write(first)
+            if first.startswith(_REPEATABLE):
+                answer = await stream.read()
+                if not answer:
+                    await stream.close()
+                    return False
+                writer.write(answer)
         except OSError:
             await stream.close()
-            writer.close()
-            return
+            return False
         await relay.copy(stream, reader, writer)
+        return True
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self.access.job_id is not None:

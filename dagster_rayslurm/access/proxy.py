@@ -17,6 +17,7 @@ from .peer import is_own
 
 _HEAD_TIMEOUT = 30.0  # Seconds in which a client sends the head of its request.
 _LINK_TIMEOUT = 20.0  # Seconds for which a request waits for a lost stream to the cluster.
+_TRIES, _PAUSE = 3, 0.2  # Tries of a request to which there came no answer, and seconds between two.
 _LONGEST_HEAD = 65536
 _REQUEST = re.compile(rb"([A-Z]{1,20}) (/[\x21-\x7e]*) HTTP/1\.[01]")
 # Headers that the proxy sets itself, those for proxies, and those that would tell Ray or another service's server a secret:
@@ -32,8 +33,8 @@ class Upstream(Protocol):
     async def until_ready(self, timeout: float) -> None:
         """Wait until `forward` can be called; TimeoutError if that takes too long."""
 
-    async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send `first`, then copy both ways."""
+    async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Send `first`, then copy both ways; False if there came no answer."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,12 @@ class Proxy:
         request = rewritten(head, self._secret, self._token, self._dashboard_port)
         if isinstance(request, Answer):
             return request
-        try:
-            await self._upstream.until_ready(_LINK_TIMEOUT)
-        except asyncio.TimeoutError:
-            return Answer("504 Gateway Timeout", "The Ray cluster is out of reach now; rayslurm keeps trying.")
-        await self._upstream.forward(request, reader, writer)
-        return None
+        for _ in range(_TRIES):  # The stream may break under a request, and comes again.
+            try:
+                await self._upstream.until_ready(_LINK_TIMEOUT)
+            except asyncio.TimeoutError:
+                return Answer("504 Gateway Timeout", "The Ray cluster is out of reach now; rayslurm keeps trying.")
+            if await self._upstream.forward(request, reader, writer):
+                return None
+            await asyncio.sleep(_PAUSE)
+        return Answer("502 Bad Gateway", "The dashboard gave no answer; it may have ended.")

@@ -262,7 +262,9 @@ def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
 
 def details(node: Node) -> list[str]:
     """What more there is to say of a node: its address, its resources and each of its GPUs."""
-    amounts = [f"{name} {amount:g}" for name, amount in sorted(node.resources.items()) if not name.startswith("node:")]
+    bytes_of = ("memory", "objectStoreMemory")
+    shown = {name: amount for name, amount in sorted(node.resources.items()) if not name.startswith("node:")}
+    amounts = [f"{name} {amount / _GIB:.1f} GiB" if name in bytes_of else f"{name} {amount:g}" for name, amount in shown.items()]
     gpus = [f"GPU {n}: {gpu.name}, {gpu.percent:.0f} %, {gpu.used:.0f}/{gpu.total:.0f} MiB" for n, gpu in enumerate(node.gpus)]
     return [node.address, ", ".join(amounts), *gpus]
 
