@@ -155,14 +155,22 @@ def test_a_request_waits_for_a_lost_stream_and_says_when_it_does_not_come() -> N
     with_proxies(work, Upstream(failures=1), Upstream(ready=False), Upstream(failures=99))
 
 
+GET = """
+import sys, urllib.request
+try:
+    print(urllib.request.urlopen(sys.argv[1], timeout=20).read())
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="another user is needed")
 def test_another_user_gets_nothing_even_with_the_url() -> None:
-    code = "import sys, urllib.request\ntry: print(urllib.request.urlopen(sys.argv[1], timeout=20).read())\nexcept Exception as e: print(e.code)"
     upstream = Upstream()
 
     async def work(url: str) -> None:
         for user, said in ((NOBODY, "403"), ([], "Bearer token-0")):
-            command: list[Any] = [*user, shutil.which("python3", path="/usr/bin") or sys.executable, "-c", code, f"{url}/x"]
+            command: list[Any] = [*user, shutil.which("python3", path="/usr/bin") or sys.executable, "-c", GET, f"{url}/x"]
             done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
             assert said in done.stdout, done
         assert upstream.asked == 1, "the other user's request has reached Ray"

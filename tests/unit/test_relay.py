@@ -4,6 +4,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -114,10 +115,11 @@ def test_damage_ends_the_stream() -> None:
     asyncio.run(run())
 
 
-def test_the_runtime_serves_as_a_relay_on_pipes(tmp_path: object, request: pytest.FixtureRequest) -> None:
+def test_the_runtime_serves_as_a_relay_on_pipes(tmp_path: Path) -> None:
     """As through srun: other lines come between, and an incomplete line would be kept back."""
-    runtime = install_runtime(request.getfixturevalue("tmp_path"))
-    script = f"echo noise; {sys.executable} -I {runtime} relay <&0 | while IFS= read -r line; do echo noise; printf '%s\\n' \"$line\"; done"
+    runtime = install_runtime(tmp_path)
+    noisy = 'while IFS= read -r line; do echo noise; echo "$line"; done'
+    script = f"echo noise; {sys.executable} -I {runtime} relay | {noisy}"
 
     async def connect() -> Streams:
         stream = LocalConnection().stream(["sh", "-c", script])

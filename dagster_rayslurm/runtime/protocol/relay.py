@@ -260,7 +260,7 @@ async def _connect(stream: Stream, port: int) -> None:
 
 async def _relay() -> None:
     loop = asyncio.get_running_loop()
-    if stat.S_ISSOCK(os.fstat(0).st_mode):
+    if os.path.samestat(os.fstat(0), os.fstat(1)) and stat.S_ISSOCK(os.fstat(0).st_mode):
         return await serve(*await asyncio.open_connection(sock=socket.socket(fileno=os.dup(0))))
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), open(0, "rb", 0))
