@@ -147,21 +147,17 @@ def test_a_stream_that_was_lost_comes_again_and_the_end_is_told_once(tmp_path: P
 
 # ---- top
 
-NODES = {
-    "data": {
-        "summary": [
-            {
-                "hostname": name, "ip": f"10.0.0.{number}", "cpu": 50.0, "mem": [100, 60], "cgroupMem": [30, 100],
-                "gpus": [{"name": "H200", "utilizationGpu": 70, "memoryUsed": 10, "memoryTotal": 100}] * gpus,
-                "raylet": {
-                    "state": state, "isHeadNode": number == 2, "objectStoreUsedMemory": 5, "objectStoreAvailableMemory": 15,
-                    "resourcesTotal": {"CPU": 4.0, "memory": 60.0, "objectStoreMemory": 20.0, "myThing": 2.0, **({"GPU": 1.0} if gpus else {})},
-                },
-            }
-            for number, (name, gpus, state) in enumerate([("n10", 1, "ALIVE"), ("n9", 0, "ALIVE"), ("n11", 0, "ALIVE"), ("n1", 1, "DEAD")])
-        ]
-    }
-}  # fmt: skip
+
+def node(name: str, state: str, gpus: int = 0, head: bool = False) -> dict[str, Any]:
+    total = {"CPU": 4.0, "memory": 60.0, "objectStoreMemory": 20.0, "myThing": 2.0, **({"GPU": 1.0} if gpus else {})}
+    store = {"objectStoreUsedMemory": 5, "objectStoreAvailableMemory": 15}
+    gpu = {"name": "H200", "utilizationGpu": 70, "memoryUsed": 10, "memoryTotal": 100}
+    row = {"hostname": name, "ip": "10.0.0.1", "cpu": 50.0, "mem": [100, 60], "cgroupMem": [30, 100], "gpus": [gpu] * gpus}
+    return {**row, "raylet": {"state": state, "isHeadNode": head, "resourcesTotal": total, **store}}
+
+
+ALL = [node("n10", "ALIVE", gpus=1), node("n9", "ALIVE"), node("n11", "ALIVE", head=True), node("n1", "DEAD", gpus=1)]
+NODES = {"data": {"summary": ALL}}
 
 
 def listed(*rows: dict[str, Any]) -> dict[str, Any]:
@@ -199,9 +195,7 @@ def test_what_can_never_be_placed_is_named() -> None:
 @pytest.mark.parametrize("query", ["nodes", "tasks", "pending", "groups", "actors"])
 def test_an_answer_of_another_form_is_an_error_in_one_sentence(query: str) -> None:
     with pytest.raises(ValueError, match=f"answer about {query} has another form"):
-        Snapshot().with_answer(
-            query, {"data": {"summary": [{"mem": [1]}], "result": {"result": {}}}} if query != "groups" else {}
-        )
+        Snapshot().with_answer(query, {"data": {"summary": [{"mem": [1]}]}})
 
 
 def test_the_keys_choose_view_and_row() -> None:
@@ -211,6 +205,7 @@ def test_the_keys_choose_view_and_row() -> None:
     assert screen.row == 2 and screen.after("k", 3).row == 1 and screen.after("\r", 3).details
     assert screen.after("\t", 3) == Screen("tasks") and screen.after("t", 3) == Screen("tasks") and screen.after("x", 3) == screen
     assert screen.after("q", 3).over and Screen().after("j", 0).row == 0
-    payloads = [dict(step=name, run_id="r" * 20, state=state, age=61.0) for name, state in (("a", "running"), ("b", "waiting"))]
+    states = (("a", "running"), ("b", "waiting"))
+    payloads = [{"step": name, "run_id": "r" * 20, "state": state, "age": 61.0} for name, state in states]
     shown = rows(Snapshot(payloads=tuple(payloads)), "payloads")
     assert shown == [["a", "rrrrrrrr", "running", "1:01"], ["b", "rrrrrrrr", "place 1 in the queue", "1:01"]]
