@@ -13,8 +13,10 @@ from .cluster import all_cluster_options
 from .doctor import check, doctor
 from .env import env
 from .ps import cancel, logs, ps, show
+from .ray import dashboard, job
 from .session import session
 from .submit import script, submit
+from .top import top
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -33,5 +35,5 @@ def main(context: click.Context, base: str) -> None:
     context.obj = Layout(Path(base).expanduser())
 
 
-for command in (session, env, doctor, check, submit, script, ps, show, logs, cancel, attach):
+for command in (session, env, doctor, check, submit, script, ps, show, logs, cancel, attach, dashboard, job, top):
     main.add_command(command)

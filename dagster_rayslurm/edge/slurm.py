@@ -79,6 +79,13 @@ def environment(keep: "Sequence[str]") -> "dict[str, str]":
     return environ
 
 
+def command_line(command: "Sequence[str]") -> "list[str]":
+    """The command as `run` would run it, for a shell of the same user: with the same PATH, and without variables for options."""
+    kept = environment(())
+    removed = ["--unset=" + name for name in sorted(os.environ) if _OPTIONS.fullmatch(name) and name not in kept]
+    return ["env", *removed, "PATH=" + kept.get("PATH", os.defpath), *command]
+
+
 def search_path(environ: "Mapping[str, str]") -> str:
     """The PATH on which Slurm's programs are looked for."""
     path = environ.get("PATH", os.defpath)

@@ -93,6 +93,13 @@ class Connection(ABC):
         """A stream to `host:port`, an address that the machine can reach. By SSH it just ends if nothing listens there."""
 
     @abstractmethod
+    def stream(self, command: Sequence[str]) -> socket.socket:
+        """Standard input and output of a command that is started now, and whose end ends the stream; no shell reads its words.
+
+        What it writes to standard error may appear in the stream. If it cannot be started, the stream ends.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Log out. The next use of the connection logs in again."""
 

@@ -197,6 +197,14 @@ def _resolve(future: Future[Any], header: dict[str, Any], values: list[Any]) -> 
         future.set_result(tuple(values) if header["tuple"] else values[0])
 
 
+def _pump(client: socket.socket, channel: Stream) -> None:
+    """Send what the client writes, and then end the command."""
+    with contextlib.suppress(OSError, EOFError):
+        while data := client.recv(_BUFFER):
+            channel.sendall(data)
+    channel.close()
+
+
 class SSHConnection(Connection):
     """Files and commands of an edge node, by SSH. All threads share one login and one agent.
 
@@ -300,6 +308,22 @@ class SSHConnection(Connection):
         stream.settimeout(timeout)
         threading.Thread(target=self._tunnel, args=(host, port, client), name="rayslurm-tunnel", daemon=True).start()
         return stream
+
+    def stream(self, command: Sequence[str]) -> socket.socket:
+        stream, client = socket.socketpair()
+        arguments = ("exec " + shlex.join(command), client)
+        threading.Thread(target=self._run_on_stream, args=arguments, name="rayslurm-stream", daemon=True).start()
+        return stream
+
+    def _run_on_stream(self, command: str, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError, EOFError, Refused):  # A failure ends the stream.
+            with self._lock:
+                transport = self._logged_in()
+            channel = next(iter(transport.start(command)))
+            with contextlib.closing(channel):
+                threading.Thread(target=_pump, args=(client, channel), name="rayslurm-stream", daemon=True).start()
+                while data := channel.recv(_BUFFER):
+                    client.sendall(data)
 
     def _tunnel(self, host: str, port: int, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError, EOFError, Refused):  # A failure ends the stream.

@@ -9,6 +9,7 @@ import random
 import socket
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -40,6 +41,14 @@ class LocalConnection(Connection):
         with contextlib.suppress(KeyboardInterrupt):
             return subprocess.call(list(command))
         return 130
+
+    def stream(self, command: Sequence[str]) -> socket.socket:
+        stream, other = socket.socketpair()
+        with other:
+            fd = other.fileno()
+            process = subprocess.Popen(command, stdin=fd, stdout=fd, stderr=fd, start_new_session=True)
+        threading.Thread(target=process.wait, name="rayslurm-stream", daemon=True).start()
+        return stream
 
     def close(self) -> None: ...
 

@@ -21,6 +21,7 @@ Nodes = Dict[str, Node]  # Ray's node table: its rows by Ray's id of the node.
 
 
 # Name of the phase in which a payload waits for resources that no node of its Ray cluster can ever grant.
+CLUSTER_READY = "cluster-ready"  # Phase in which the cluster is up.
 UNSCHEDULABLE = "unschedulable"
 
 
