@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import click
 
 from .. import __version__
-from ..backends.base import Layout
-from .attach import attach
-from .cluster import all_cluster_options
-from .doctor import check, doctor
-from .env import env
-from .ps import cancel, logs, ps, show
-from .ray import dashboard, job
-from .session import session
-from .submit import script, submit
-from .top import top
+from .options import all_cluster_options
+
+# By command: the module that has it, which is imported when the command is called, and what `rayslurm --help` says of it.
+_COMMANDS = {
+    "attach": ("attach", "Open a shell on the head node of a run, session or job."),
+    "cancel": ("logs", "End a run, session or job."),
+    "check": ("doctor", "Examine a cluster: warnings and failures only."),
+    "dashboard": ("ray", "Show the Ray dashboard of a run, asset, session or job."),
+    "doctor": ("doctor", "Examine a cluster, and name what to mend."),
+    "env": ("env", "Make the environment of payloads on the cluster."),
+    "job": ("ray", "Submit jobs to a Ray cluster that runs, and look at them."),
+    "logs": ("logs", "Print the output of a run."),
+    "ps": ("ps", "List runs, sessions and jobs."),
+    "script": ("submit", "Print the batch script of a command."),
+    "session": ("session", "Start, look at and stop warm sessions."),
+    "show": ("ps", "Show a run, session or job."),
+    "submit": ("submit", "Run a command on the cluster, with a Ray cluster around it."),
+    "top": ("top", "Watch a Ray cluster."),
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Commands that are imported when they are called: Dagster's import takes longer than some of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f".{_COMMANDS[cmd_name][0]}", __package__), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="rayslurm")
 @click.option(
     "--base",
@@ -32,8 +59,6 @@ from .top import top
 @click.pass_context
 def main(context: click.Context, base: str) -> None:
     """Run commands on a Slurm cluster, and look at what runs there: runs, sessions and jobs."""
+    from ..backends.base import Layout
+
     context.obj = Layout(Path(base).expanduser())
-
-
-for command in (session, env, doctor, check, submit, script, ps, show, logs, cancel, attach, dashboard, job, top):
-    main.add_command(command)

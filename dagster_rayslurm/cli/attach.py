@@ -19,8 +19,8 @@ from ..runtime.protocol.rpc import derive_key
 from ..slurm.shared_queue import run_slurm
 from ..ssh.base import Connection
 from ..ssh.terminal import has_terminal
-from .cluster import cluster_options
 from .common import one_sentence_errors
+from .options import cluster_options
 from .ps import entry, ident_argument
 
 # Files in the directory of the run or session.

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,17 +29,13 @@ from ..ssh.base import Connection, check_no_variable, is_rooted
 from ..ssh.config import SSHConnectionResource
 from ..ssh.pool import connection_to
 from .common import one_sentence_errors
+from .options import FILE, cluster_option, given
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-FILE = "rayslurm.toml"
-_KEY = "dagster_rayslurm."  # Prefix of the options in click's `Context.meta`, which nested commands share.
-_VARIABLES = {"cluster": "RAYSLURM_CLUSTER", "source": "RAYSLURM_FROM", "remote_base": "RAYSLURM_REMOTE_BASE"}
 _NONE = (
     "no cluster is configured; set SLURM_EDGE_NODE_HOST, name a cluster in rayslurm.toml, or read one from your definitions "
     "with --from module:resource"
@@ -70,50 +66,6 @@ class Cluster:
         return absolute(self.connection, self.slurm.remote_base)
 
 
-# ---- Options
-
-
-def _remember(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Called by click: keep the value for `find_cluster`, whichever of the nested commands has the option."""
-    if value is not None:
-        context.meta[_KEY + str(parameter.name)] = value
-
-
-def _option(*names: str, **more: Any) -> Callable[[F], F]:
-    return click.option(*names, expose_value=False, callback=_remember, **more)
-
-
-def _cluster_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
-    """Called by the shell's completion of `--cluster`."""
-    try:
-        path = find_file(Path.cwd())
-        return [name for name in (read_file(path)["clusters"] if path else ()) if name.startswith(incomplete)]
-    except (OSError, ValueError):
-        return []
-
-
-def cluster_options(command: F) -> F:
-    """Decorator: the options that name the cluster. They may stand behind `rayslurm` or behind its command."""
-    command = _option("--from", "source", metavar="MODULE:RESOURCE", help="A ComputeResource of your definitions.")(command)
-    what = f"A cluster of the nearest {FILE}, or of that in ~/.config/rayslurm."
-    return _option("--cluster", metavar="NAME", help=what, shell_complete=_cluster_names)(command)
-
-
-def all_cluster_options(command: F) -> F:
-    """Decorator: `cluster_options`, the base directory on the cluster, and the names of environment variables."""
-    what = "Base directory on the cluster, `remote_base` of the SlurmResource."
-    command = _option("--remote-base", metavar="DIRECTORY", help=what)(command)
-    what = "What the variables of the edge node begin with.  [default: SLURM_EDGE_NODE_]"
-    command = _option("--prefix", metavar="PREFIX", help=what)(command)
-    return cluster_options(command)
-
-
-def _given(name: str) -> str | None:
-    """The value of an option, or else of its environment variable."""
-    meta, variable = click.get_current_context().meta, _VARIABLES.get(name)
-    return meta.get(_KEY + name) or (os.environ.get(variable) if variable else None) or None
-
-
 # ---- The cluster
 
 
@@ -127,8 +79,7 @@ def the_cluster() -> Cluster:
 
 def find_cluster() -> Cluster | None:
     """As `the_cluster`, but None if no cluster is configured at all."""
-    meta = click.get_current_context().meta
-    if meta.get(_KEY + "source") and meta.get(_KEY + "cluster"):
+    if cluster_option("source") and cluster_option("cluster"):
         raise click.UsageError("--from and --cluster exclude each other; give one of them")
     with one_sentence_errors():
         found = _found()
@@ -136,17 +87,16 @@ def find_cluster() -> Cluster | None:
 
 
 def _prefix() -> str:
-    return (_given("prefix") or "SLURM_EDGE_NODE_").rstrip("_") + "_"
+    return (given("prefix") or "SLURM_EDGE_NODE_").rstrip("_") + "_"
 
 
 def _found() -> tuple[ComputeResource, str] | None:
     """The resource as configured, and where, in words. What an option says goes before what the environment says."""
-    meta, prefix = click.get_current_context().meta, _prefix()
-    named = _given("cluster")
-    source = None if meta.get(_KEY + "cluster") else _given("source")
+    prefix, named = _prefix(), given("cluster")
+    source = None if cluster_option("cluster") else given("source")
     if source:
         return load_resource(source), f"--from {source}"
-    if named is None and (meta.get(_KEY + "prefix") or f"{prefix}HOST" in os.environ):
+    if named is None and (cluster_option("prefix") or f"{prefix}HOST" in os.environ):
         return _from_environment(prefix), f"the variables {prefix}*"
     path = find_file(Path.cwd())
     if path is None:
@@ -163,19 +113,19 @@ def _usable(resource: ComputeResource, source: str) -> Cluster:
     if resource.slurm is None:
         raise ValueError(f"{source}: the resource has no cluster; set ComputeResource(slurm=SlurmResource(…))")
     resource = resolve_variables(resource, "ComputeResource")
-    remote_base, layout = _given("remote_base"), click.get_current_context().find_root().obj
+    remote_base, layout = given("remote_base"), click.get_current_context().find_root().obj
     assert resource.slurm is not None
     if remote_base is not None:
         check_no_variable(remote_base, "--remote-base")
         if not is_rooted(remote_base):
             raise ValueError(f'--remote-base: {remote_base!r} is relative; write an absolute path, or one that begins with "~/"')
         resource = changed(resource, slurm=changed(resource.slurm, remote_base=remote_base))
-    if isinstance(layout, Layout) and _base_was_given():
+    if isinstance(layout, Layout) and _base_wasgiven():
         resource = changed(resource, local_base=str(layout.base))
     return Cluster(resource, source)
 
 
-def _base_was_given() -> bool:
+def _base_wasgiven() -> bool:
     from click.core import ParameterSource
 
     return click.get_current_context().find_root().get_parameter_source("base") not in (None, ParameterSource.DEFAULT)

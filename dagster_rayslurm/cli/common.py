@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -72,3 +74,13 @@ def duration(seconds: float | None) -> str:
     if hours >= 24:
         return f"{hours // 24}-{hours % 24:02}:{minutes:02}:{rest:02}"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def terminal_log(quiet: bool) -> logging.Logger:
+    """A log that goes to the standard error of this command."""
+    log = logging.getLogger("rayslurm.terminal")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    return log

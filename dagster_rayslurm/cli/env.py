@@ -18,8 +18,9 @@ from ..environments.send import fetch, recipe_for, send_environment
 from ..run_call import EnvironmentSite, environment_site
 from ..ssh.base import Progress
 from ..upload.deliver import missing
-from .cluster import all_cluster_options, cluster_options, the_cluster
+from .cluster import the_cluster
 from .common import json_option, one_sentence_errors, print_json, print_table
+from .options import all_cluster_options, cluster_options
 
 _DAY = 86400.0
 _LEAST_AGE = 3600.0  # Seconds for which `prune` leaves an environment alone, because a run may be about to name it.

@@ -22,8 +22,9 @@ from ..access.serve import serve, served
 from ..backends.base import Layout
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
-from .cluster import cluster_options, find_cluster
+from .cluster import find_cluster
 from .common import one_sentence_errors
+from .options import cluster_options
 
 _WAIT_INTERVAL = 2.0  # Seconds between two looks for a cluster that `--wait` waits for.
 

@@ -26,9 +26,10 @@ from ..slurm.refusals import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
-from .cluster import all_cluster_options, changed, cluster_options, find_cluster, the_cluster
-from .common import duration, json_option, one_sentence_errors, print_json, print_table, print_values
-from .submit import allocation_options, loaded, queue_of, terminal_log
+from .cluster import changed, find_cluster, the_cluster
+from .common import duration, json_option, one_sentence_errors, print_json, print_table, print_values, terminal_log
+from .options import all_cluster_options, cluster_options
+from .submit import allocation_options, loaded, queue_of
 
 _THREADS = 8  # Maximum number of sessions that are asked for their description at the same time.
 _OVER = (SessionState.ENDED, SessionState.DEAD)  # States of sessions that have ended; `list` shows them only with `--all`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import signal
@@ -25,13 +24,16 @@ from ..environments import (
     SentEnvironment,
 )
 from ..errors import RunFailure
+from ..execution.terminal import INTERRUPTED, NOT_THE_PAYLOAD, Detached
 from ..launchers import BashLauncher, RayLauncher
 from ..plan import merge, parse_payload
+from ..run_call import submit as run
 from ..slurm.config import SlurmQueueConfig
 from ..slurm.request import make_request
 from ..slurm.standalone import activate_prefix, standalone_script
-from .cluster import Cluster, all_cluster_options, changed, find_cluster, the_cluster
-from .common import json_option, one_sentence_errors, print_json
+from .cluster import Cluster, changed, find_cluster, the_cluster
+from .common import json_option, one_sentence_errors, print_json, terminal_log
+from .options import all_cluster_options, cluster_option
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,8 +96,6 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
     Its output is live, and its exit code becomes that of this command. Ctrl-C cancels it, and a second Ctrl-C at once. Other exit
     codes: 2 for wrong options, 124 after the time limit, 125 if something else than the command has failed, 130 after Ctrl-C.
     """
-    from ..execution.terminal import INTERRUPTED, NOT_THE_PAYLOAD, Detached
-    from ..run_call import submit as run
 
     log = terminal_log(quiet)
     try:
@@ -116,7 +116,7 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
         shown = {"run": done.run, "job_id": done.job_id, "directory": done.directory, "cluster_id": done.cluster_id}
         if as_json:
             return print_json(shown)
-        where = _where(options)
+        where = _where()
         click.echo(f"{done.run} is job {done.job_id}; come back with\n  rayslurm {where}logs -f {done.run}", err=True)
         click.echo(f"  rayslurm {where}attach {done.run}\n  rayslurm {where}cancel {done.run}", err=True)
         return click.echo(done.run)
@@ -285,12 +285,11 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value if equals else os.environ[name]
 
 
-def _where(options: Mapping[str, Any]) -> str:  # noqa: ARG001
+def _where() -> str:
     """The options behind `rayslurm` with which a later command finds the same cluster."""
-    meta = click.get_current_context().meta
-    named = {"--cluster": "cluster", "--from": "source", "--prefix": "prefix", "--remote-base": "remote_base"}
-    given = [(option, meta.get(f"dagster_rayslurm.{name}")) for option, name in named.items()]
-    return "".join(f"{option} {shlex.quote(value)} " for option, value in given if value)
+    names = {"--cluster": "cluster", "--from": "source", "--prefix": "prefix", "--remote-base": "remote_base"}
+    given = [(word, cluster_option(name)) for word, name in names.items()]
+    return "".join(f"{word} {shlex.quote(value)} " for word, value in given if value)
 
 
 def _tell_failure(failure: RunFailure) -> None:
@@ -298,16 +297,6 @@ def _tell_failure(failure: RunFailure) -> None:
     directory = failure.metadata.get("Run directory")
     if directory is not None:
         click.echo(f"[rayslurm] run directory: {directory.value}", err=True)
-
-
-def terminal_log(quiet: bool) -> logging.Logger:
-    """A log that goes to the standard error of this command."""
-    log = logging.getLogger("rayslurm.terminal")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers, log.propagate = [handler], False
-    log.setLevel(logging.WARNING if quiet else logging.INFO)
-    return log
 
 
 @contextmanager

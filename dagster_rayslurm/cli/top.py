@@ -23,8 +23,8 @@ from ..backends.sessions.request import send_request
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation
 from ..ssh.base import Connection
-from .cluster import cluster_options
 from .common import duration, json_option, print_json
+from .options import cluster_options
 from .ray import find_target, say, target_argument
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from dagster_rayslurm.cli import main
-from dagster_rayslurm.ssh.local import close_connections
+from dagster_rayslurm.ssh.pool import close_connections
 
 from ..conftest import wait_until
 from ..stack.access import Stack
