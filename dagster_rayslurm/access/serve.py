@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from ..ssh.base import Connection
 from .find import Found, look_again
 from .head import Head
 from .proxy import Proxy
@@ -17,13 +16,11 @@ from .proxy import Proxy
 _FIRST_TIMEOUT = 90.0  # Seconds in which the first stream to the head must come.
 
 
-async def serve(
-    connection: Connection, found: Found, say: Callable[[str], None], ready: Callable[[str], Any], port: int = 0
-) -> None:
+async def serve(found: Found, say: Callable[[str], None], ready: Callable[[str], Any], port: int = 0) -> None:
     """Serve until the cluster ends, which raises ClusterEnded. `ready` is called with the URL once the cluster is reached."""
     access = found.access
-    assert access is not None and access.dashboard_port is not None
-    head = Head(connection, access, look_again(connection, found), say)
+    assert access.dashboard_port is not None  # `choose` refuses clusters without dashboard.
+    head = Head(found.connection, access, look_again(found), say)
     proxy = Proxy(head, access.token, access.dashboard_port)
     await proxy.start(port)
     running = asyncio.ensure_future(head.run())
@@ -43,11 +40,11 @@ async def serve(
 
 
 @contextlib.contextmanager
-def served(connection: Connection, found: Found, say: Callable[[str], None]) -> Iterator[str]:
+def served(found: Found, say: Callable[[str], None]) -> Iterator[str]:
     """The URL of a cluster's dashboard inside the block; raises ClusterEnded if it cannot be reached."""
     url: Future[str] = Future()
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve(connection, found, say, url.set_result))
+    task = loop.create_task(serve(found, say, url.set_result))
 
     def run() -> None:
         try:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..edge import runs as edge_runs
 from ..plan import nonce_of
 from ..runtime.protocol.messages import TextEnum
-from ..runtime.protocol.record import JOURNAL, STATUS, decode
+from ..runtime.protocol.record import JOURNAL, SESSION, STATUS, decode
+from ..runtime.protocol.spec import ClusterAccess, SpecError, from_fields
 from ..slurm.refusals import most_informative_row, waiting_text
 from ..slurm.request import parse_exit
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, SlurmUnanswered, parse_squeue, squeue_command
 from ..slurm.states import TERMINAL, WAITING
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
+from .base import Layout
 from .sessions.listing import SessionState, job_of, state_of
+from .sessions.local import list_sessions
 from .sessions.registry import Generation, generation_of
 
 _TIMEOUT = 120.0  # Seconds for squeue.
+_SHORTEST = 4  # Characters of the beginning of a name that name an entry.
 
 
 class Kind(TextEnum):
@@ -50,16 +54,19 @@ class Entry:
     at: float | None = None  # When the state began, or else when the entry last changed.
     exit_code: int | None = None
     generation: Generation | None = field(default=None, repr=False)
+    run_id: str = ""  # Of the Dagster run.
+    words: frozenset[str] = frozenset()  # Other names of a run: its step and its assets.
+    clusters: Mapping[str, ClusterAccess] = field(default_factory=dict, repr=False)  # By the path of the file that tells of each.
+
+    @property
+    def title(self) -> str:
+        """For sentences."""
+        return f"the {self.kind.value} {self.name}"
 
     @property
     def over(self) -> bool:
         """Whether it has ended."""
         return self.state in (*_OVER, *map(str, (SessionState.ENDED, SessionState.DEAD)))
-
-    @property
-    def step(self) -> str:
-        """The step of a run, such as its asset's name; "" for others."""
-        return self.name.partition("-")[2].rpartition("-")[0] if self.kind == Kind.RUN else ""
 
     def row(self) -> dict[str, Any]:
         """The entry as JSON."""
@@ -93,32 +100,37 @@ def list_all(connection: Connection, base: str) -> list[Entry]:
     return [*runs, *sessions, *(each for each in jobs if each.job_id not in known)]
 
 
-def list_runs_here(base: str) -> list[Entry]:
-    """The runs of the local mode."""
+def list_here(base: str) -> list[Entry]:
+    """The runs and sessions of the local mode."""
     here = LocalConnection()
-    return [_run(here, base, each, None) for each in edge_runs.runs(os.path.join(base, "runs"))]
+    runs = [_run(here, base, each, None) for each in edge_runs.runs(os.path.join(base, "runs"))]
+    return [*runs, *(_session(here, each, None) for each in list_sessions(Layout.here(base)))]
+
+
+def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
+    """The entries with a name, job id or cluster id; else those of a Dagster run, step or asset; else those that begin so."""
+    exact = [each for each in entries if ident and ident in (each.name, each.job_id, each.cluster_id)]
+    exact = exact or [each for each in entries if ident and (ident == each.run_id or ident in each.words)]
+    if exact or len(ident) < _SHORTEST:
+        return exact
+    return [each for each in entries if each.name.startswith(ident) or each.run_id.startswith(ident)]
 
 
 def find(ident: str, entries: Sequence[Entry]) -> Entry:
-    """The entry that a name means: a job id, a cluster id, or a name or how it begins; or else the newest run of a step.
-
-    Raises ValueError if there is none, or several.
-    """
-    exact = [each for each in entries if ident in (each.name, each.job_id, each.cluster_id)]
+    """The one entry with a name, see `named`; of a step or asset the newest run. Raises ValueError for none, and for several."""
+    matching = named(ident, entries)
     # A session and its payloads share a job. Of several generations of a session the newest is meant.
-    sessions = [each for each in exact if each.kind == Kind.SESSION]
-    matching = sessions[-1:] or exact or [each for each in entries if ident and each.name.startswith(ident)]
-    matching = matching or [each for each in entries if each.step == ident][-1:]
+    sessions = [each for each in matching if each.kind == Kind.SESSION and ident in (each.name, each.job_id, each.cluster_id)]
     alive = [each for each in matching if not each.over]
-    matching = alive if len(alive) == 1 else matching
-    if len(matching) == 1 or (matching and len({(each.name, each.kind) for each in matching}) == 1):
+    matching = sessions[-1:] or (alive if len(alive) == 1 else matching)
+    if matching and all(ident in each.words for each in matching):
+        matching = matching[-1:]
+    if len({(each.name, each.kind) for each in matching}) == 1:
         return matching[-1]
     if not matching:
         raise ValueError(f"no run, session or job is called {ident!r}, or begins so; `rayslurm ps --all` lists them")
     names = ", ".join(sorted(each.name for each in matching)[:5])
-    raise ValueError(
-        f"{len(matching)} runs, sessions or jobs begin with {ident!r}: {names}; write more of it, as in `rayslurm ps`"
-    )
+    raise ValueError(f"{len(matching)} runs, sessions or jobs are called {ident!r}, or begin so: {names}; name one of them")
 
 
 # ---- One entry. Pure
@@ -126,14 +138,14 @@ def find(ident: str, entries: Sequence[Entry]) -> Entry:
 
 def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: QueueSnapshot | None) -> Entry:
     files, name = found["files"], found["name"]
-    status = _json(files[STATUS])
+    status = json_object(files[STATUS])
     start = decode(files[JOURNAL].partition("\n")[0].encode()) or {}
     allocation = start.get("allocation") or {}
     job_id = files["job_id"].strip() or str(allocation.get("job_id") or "") or None
     number = int(job_id) if job_id is not None and job_id.isdecimal() else None
     row = snapshot.job(number) if snapshot is not None and number is not None else None
     state, says = str(status.get("state") or "unknown"), str(status.get("message") or "")
-    if snapshot is not None and state != _ENDED:
+    if state != _ENDED and number is not None and snapshot is not None:
         if row is None or row.state in TERMINAL:
             state, says = _LOST, says or "Slurm no longer knows its job" if row is None else f"Slurm calls its job {row.state}"
         elif row.state in WAITING:
@@ -141,8 +153,10 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
             state, says = "pending", waiting_text(told.reason, told.start, time.time())
         elif not status:
             state = "starting"
-    elif snapshot is None and state != _ENDED and not _lives(status.get("runtime_pid")):
-        state = _LOST if status else state
+    elif state != _ENDED and status and isinstance(connection, LocalConnection) and not is_running(status.get("runtime_pid")):
+        state, says = _LOST, "its runtime was killed"
+    ways = {path: access_in(json_object(text)) for path, text in found["clusters"].items()}
+    clusters = {path: way for path, way in ways.items() if way is not None and state not in _OVER}
     exit_code = None if number is None else parse_exit(files["exit"].encode(), number)
     return Entry(
         Kind.RUN,
@@ -157,28 +171,46 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
         row.partition if row is not None else None,
         status.get("at") or found["modified"],
         exit_code,
+        run_id=found["run_id"],
+        words=frozenset(filter(None, [found["step"], *found["assets"]])),
+        clusters=clusters,
     )
 
 
-def _lives(pid: object) -> bool:
+def access_in(content: Any) -> ClusterAccess | None:
+    """How to reach a Ray cluster, from the content of its file; None if it is damaged, or of another version."""
+    try:
+        return from_fields(ClusterAccess, content) if content else None
+    except SpecError:
+        return None
+
+
+def is_running(pid: object) -> bool:
     """Whether a process of this machine lives."""
     if not isinstance(pid, int):
         return True
     try:
         os.kill(pid, 0)
-    except OSError:
+    except ProcessLookupError:
         return False
+    except PermissionError:
+        pass
     return True
 
 
-def _session(connection: Connection, generation: Generation, snapshot: QueueSnapshot) -> Entry:
-    row, said = job_of(generation, snapshot), generation.announcement
-    state = state_of(generation, row)
+def _session(connection: Connection, generation: Generation, snapshot: QueueSnapshot | None) -> Entry:
+    said = generation.announcement
+    if snapshot is None:  # Of this machine: only those that live are listed.
+        row, state = None, SessionState.UP
+    else:
+        row = job_of(generation, snapshot)
+        state = state_of(generation, row)
     says = (said.closing if said else None) or ""
-    if state == SessionState.PENDING and row is not None:
+    if state == SessionState.PENDING and row is not None and snapshot is not None:
         told = most_informative_row(snapshot.components(row.job_id)) or row
         says = waiting_text(told.reason, told.start, time.time())
-    job_id = str(generation.job_id or (row.job_id if row else "")) or None
+    job_id = None if snapshot is None else str(generation.job_id or (row.job_id if row else "")) or None
+    alive = state in (SessionState.UP, SessionState.DRAINING)
     return Entry(
         Kind.SESSION,
         generation.key,
@@ -192,6 +224,7 @@ def _session(connection: Connection, generation: Generation, snapshot: QueueSnap
         row.partition if row else None,
         row.start if row else None,
         generation=generation,
+        clusters={f"{generation.directory}/{SESSION}": said.access} if alive and said and said.access else {},
     )
 
 
@@ -204,9 +237,10 @@ def _job(connection: Connection, row: QueueRow) -> Entry:
     )
 
 
-def _json(text: str) -> dict[str, Any]:
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in a file's content; empty if it is damaged, or something else."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -76,9 +76,8 @@ def _shell(one: Entry, words: Sequence[str]) -> list[str]:
 
 def _environment(one: Entry) -> str:
     """The text of the script that makes the environment."""
-    name = one.name if one.kind == Kind.SESSION else one.step or one.name
     head = '[ -z "$PS1" ] || ! [ -r ~/.bashrc ] || . ~/.bashrc\n'
-    prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({name}) ")}"$PS1"\n'
+    prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({one.name}) ")}"$PS1"\n'
     if one.kind == Kind.SESSION:
         return head + _of_session(one) + prompt
     pid = _json(one.connection, f"{one.directory}/{STATUS}").get("payload_pid")

@@ -11,8 +11,9 @@ from functools import partial
 import click
 
 from ..backends.base import write_cancel_request
-from ..backends.listing import Entry, Kind, list_runs_here
+from ..backends.listing import Entry, Kind, list_here
 from ..backends.sessions.listing import end_generations
+from ..backends.sessions.local import end_session
 from ..edge import files as edge_files
 from ..execution.terminal import TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
@@ -95,7 +96,7 @@ class _Job:
         run = self._run
         if run.job_id is None:
             base = os.path.dirname(os.path.dirname(run.directory))
-            now = next((each for each in list_runs_here(base) if each.name == run.name), None)
+            now = next((each for each in list_here(base) if each.name == run.name), None)
             return "its process is gone" if now is None or now.over else None
         row = fetch_queue(run.connection).job(int(run.job_id))
         if row is None:
@@ -131,7 +132,10 @@ def _end(one: Entry, now: bool) -> None:
     """End an entry. Raises StartError or OSError if its end is not confirmed."""
     if one.kind == Kind.SESSION:
         assert one.generation is not None
-        end_generations(one.connection, [one.generation])
+        if one.job_id is None:
+            end_session(one.generation)
+        else:
+            end_generations(one.connection, [one.generation])
         return
     if one.kind == Kind.RUN:
         write_cancel_request(one.connection, one.directory, now)

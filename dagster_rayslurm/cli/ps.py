@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..backends.base import Layout
-from ..backends.listing import Entry, Kind, find, list_all, list_runs_here
+from ..backends.listing import Entry, Kind, find, list_all, list_here
 from ..runtime.protocol.record import JOURNAL, LineReader, Record
 from ..ssh.local import LocalConnection
 from .cluster import find_cluster
@@ -24,14 +24,14 @@ ident_argument = click.argument("ident", metavar="NAME")
 
 
 def entries() -> list[Entry]:
-    """All runs, sessions and jobs of the cluster that is configured, and the runs of the local mode."""
+    """All runs, sessions and jobs of the cluster that is configured, and the runs and sessions of the local mode."""
     cluster, layout = find_cluster(), click.get_current_context().find_root().obj
     base = str(layout.base) if isinstance(layout, Layout) else cluster.resource.local_base if cluster else ""
-    found = list_runs_here(base)
+    found = list_here(base)
     if cluster is None:
         return found
     if isinstance(cluster.connection, LocalConnection) and os.path.realpath(cluster.base) == os.path.realpath(base):
-        return list_all(cluster.connection, cluster.base)
+        found = [each for each in found if each.kind == Kind.SESSION]
     return [*found, *list_all(cluster.connection, cluster.base)]
 
 
@@ -49,7 +49,7 @@ def entry(ident: str) -> Entry:
 def ps(layout: Layout, everything: bool, here: bool, as_json: bool) -> None:
     """List runs, sessions and jobs: those of the cluster if one is configured, and the runs of the local mode."""
     with one_sentence_errors():
-        found = list_runs_here(str(layout.base)) if here else entries()
+        found = list_here(str(layout.base)) if here else entries()
     shown = [each for each in found if everything or not each.over]
     if as_json:
         for each in shown:

@@ -16,15 +16,13 @@ from contextlib import contextmanager
 
 import click
 
-from ..access.find import Found, NoCluster, candidates, choose
+from ..access.find import Found, NoCluster, choose
 from ..access.head import ClusterEnded
 from ..access.serve import serve, served
-from ..backends.base import Layout
-from ..ssh.base import Connection
-from ..ssh.local import LocalConnection
-from .cluster import find_cluster
+from ..backends.listing import named
 from .common import one_sentence_errors
 from .options import cluster_options
+from .ps import entries
 
 _WAIT_INTERVAL = 2.0  # Seconds between two looks for a cluster that `--wait` waits for.
 
@@ -34,27 +32,16 @@ _TARGET = (
 )
 
 
-def the_places() -> list[tuple[Connection, str]]:
-    """Where clusters are looked for: this machine, and the Slurm cluster if there is one; each with its base directory."""
-    layout: Layout = click.get_current_context().find_root().obj
-    cluster = find_cluster()
-    here: list[tuple[Connection, str]] = [(LocalConnection(), str(layout.base))]
-    with one_sentence_errors():
-        return here if cluster is None else [*here, (cluster.connection, cluster.base)]
-
-
-def find_target(target: str, wait: bool = False) -> tuple[Connection, Found]:
-    """The cluster that a word names, and the connection to it; with `wait` once it is up. An error of the command without one."""
-    said, there = "", the_places()
-    places = " and ".join(connection.place for connection, _ in there)
+def find_target(target: str, wait: bool = False) -> Found:
+    """The cluster that a word names; with `wait` once it is up. An error of the command without one."""
+    said = ""
     while True:
         with one_sentence_errors():
-            found = [(connection, each) for connection, base in there for each in candidates(connection, base)]
+            there = entries()
             try:
-                one = choose(target, [each for _, each in found], places)
-                return next((connection, each) for connection, each in found if each is one)
+                return choose(target, there)
             except NoCluster as error:
-                if not wait or not any(each.goes_by(target) for _, each in found):
+                if not wait or all(each.over for each in named(target, there)):
                     raise
                 if str(error) != said:
                     said = str(error)
@@ -70,9 +57,8 @@ def say(sentence: str) -> None:
 @contextmanager
 def reached(target: str) -> Iterator[str]:
     """The URL of a cluster's dashboard inside the block; an error of the command if it cannot be reached."""
-    connection, found = find_target(target)
     try:
-        with served(connection, found, say) as url:
+        with served(find_target(target), say) as url:
             yield url
     except ClusterEnded as error:
         raise click.ClickException(str(error)) from None
@@ -92,7 +78,7 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
     The URL that is printed works for a browser, curl, `ray job submit --address` and other tools alike; Ray's token is added.
     It serves you alone, and only as long as this command runs.
     """
-    connection, found = find_target(target, wait)
+    found = find_target(target, wait)
     pages: list[str] = []
 
     def ready(url: str) -> None:
@@ -103,7 +89,7 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
 
     try:
         with one_sentence_errors():
-            asyncio.run(serve(connection, found, say, ready, port))
+            asyncio.run(serve(found, say, ready, port))
     except ClusterEnded as error:
         say(str(error))
     except KeyboardInterrupt:

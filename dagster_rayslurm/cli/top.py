@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..access.find import Found, session_of
+from ..access.find import Found
 from ..access.head import ClusterEnded
 from ..access.serve import served
 from ..access.watch import QUERIES, Node, Snapshot, state_counts
+from ..backends.listing import Kind
 from ..backends.sessions.request import send_request
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation
-from ..ssh.base import Connection
 from .common import duration, json_option, print_json
 from .options import cluster_options
+from .ps import entries
 from .ray import find_target, say, target_argument
 
 if TYPE_CHECKING:
@@ -101,12 +102,12 @@ def top(target: str, once: bool, as_json: bool) -> None:
 
     Keys: j and k move, Enter shows details, Tab the next view, t the tasks, q ends.
     """
-    connection, found = find_target(target)
+    found = find_target(target)
     live = not once and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
     ended: list[str] = []
     try:
-        with served(connection, found, ended.append if live else say) as url:
-            watch = Watch(url, _payloads(connection, found))
+        with served(found, ended.append if live else say) as url:
+            watch = Watch(url, _payloads(found))
             if live:
                 _live(watch, found.title, ended)
             else:
@@ -117,13 +118,14 @@ def top(target: str, once: bool, as_json: bool) -> None:
         say(sentence)
 
 
-def _payloads(connection: Connection, found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
+def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
     """A function that asks the session of a cluster for its payloads; None if a payload has the job to itself."""
-    session = session_of(connection, found)
+    own = [each for each in entries() if each.kind == Kind.SESSION and each.cluster_id == found.access.cluster_id]
+    session = own[-1].generation if own else None
     if session is None:
         return None
     describe = {"op": Operation.DESCRIBE}
-    return lambda: send_request(connection, session, describe).get("payloads") or ()
+    return lambda: send_request(found.connection, session, describe).get("payloads") or ()
 
 
 def _print_once(watch: Watch, title: str, as_json: bool) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.access.find import NoCluster, candidates, choose, look_again
+from dagster_rayslurm.access.find import Found, NoCluster, choose, look_again
 from dagster_rayslurm.access.head import ClusterEnded, Head
 from dagster_rayslurm.access.watch import Snapshot
+from dagster_rayslurm.backends.listing import list_here
 from dagster_rayslurm.cli.top import Screen, rows
 from dagster_rayslurm.runtime.protocol.spec import Announcement, ClusterAccess
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -33,15 +34,19 @@ def run_dir(base: Path, name: str, way: ClusterAccess | None = None, step: str =
     directory.mkdir(parents=True)
     (directory / "payload.json").write_text(json.dumps({"run_id": run_id, "step": step}))
     (directory / "pipes_context.json").write_text(json.dumps({"asset_keys": [f"models/{step}"]}))
-    (directory / "status.json").write_text(json.dumps({"state": "ended", "message": "exit"}))
-    (directory / "job_id").write_text("4711\n")
+    state = {"state": "running", "message": "on n1"} if way else {"state": "ended", "message": "exit"}
+    (directory / "status.json").write_text(json.dumps({**state, "runtime_pid": way.pid if way else 1}))
     if way is not None:
         (directory / "cluster.json").write_text(json.dumps(asdict(way)))
     return directory
 
 
+def chosen(base: Path, word: str) -> Found:
+    return choose(word, list_here(str(base)))
+
+
 def found(base: Path, word: str) -> str:
-    return choose(word, candidates(HERE, str(base)), HERE.place).name
+    return chosen(base, word).entry.name
 
 
 def refused(base: Path, word: str) -> str:
@@ -50,7 +55,7 @@ def refused(base: Path, word: str) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("word", ["1a2b3c4d-train-aa", "1a2b", RUN, "train", "models/train", "4711", "1a2b3c4d-train"])
+@pytest.mark.parametrize("word", ["1a2b3c4d-train-aa", "1a2b", RUN, "train", "models/train", "1a2b3c4d-train"])
 def test_a_run_goes_by_its_names(tmp_path: Path, word: str) -> None:
     run_dir(tmp_path, "1a2b3c4d-train-aa", access())
     run_dir(tmp_path, "99999999-other-bb", step="other", run_id="99999999")
@@ -82,7 +87,7 @@ def test_a_killed_runtime_and_a_damaged_file_count_as_no_cluster(tmp_path: Path)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     run_dir(tmp_path, "1a2b3c4d-train-aa", access(pid=gone.pid))
-    assert "its runtime was killed" in refused(tmp_path, "train")
+    assert refused(tmp_path, "train").endswith("has no Ray cluster now: lost: its runtime was killed")
     (run_dir(tmp_path, "1a2b3c4d-torn-bb", step="torn") / "cluster.json").write_text('{"cluster_id": ')
     assert "has no Ray cluster now" in refused(tmp_path, "torn")
 
@@ -114,8 +119,7 @@ def test_a_stream_that_was_lost_comes_again_and_the_end_is_told_once(tmp_path: P
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         way = access(server.sockets[0].getsockname()[1])
         path = run_dir(tmp_path, "1a2b3c4d-train-aa", way)
-        one = choose("train", candidates(HERE, str(tmp_path)), "here")
-        head = Head(HERE, way, look_again(HERE, one), said.append)
+        head = Head(HERE, way, look_again(chosen(tmp_path, "train")), said.append)
         running = asyncio.ensure_future(head.run())
 
         async def ask() -> bytes:
@@ -136,6 +140,7 @@ def test_a_stream_that_was_lost_comes_again_and_the_end_is_told_once(tmp_path: P
         await head.until_ready(10)
         assert (await ask()).endswith(b"hello") and served == 2
         (path / "cluster.json").unlink()
+        (path / "status.json").write_text(json.dumps({"state": "ended", "message": "exit"}))
         head._multiplexer._writer.close()
         with pytest.raises(ClusterEnded) as end:
             await asyncio.wait_for(running, 20)
