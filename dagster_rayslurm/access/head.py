@@ -16,6 +16,7 @@ from ..runtime.protocol import relay
 from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.rpc import call
 from ..runtime.protocol.spec import ClusterAccess
+from ..slurm.request import step_on_head
 from ..ssh.base import Backoff, Connection, ConnectionFailed
 
 # Seconds in which a TCP connection is made, and the runtime proves its identity.
@@ -90,12 +91,7 @@ def _by_tcp(connection: Connection, access: ClusterAccess, host: str) -> socket.
 
 
 def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
-    # The options are those of `backends.sessions.request`.
-    command = [
-        *("srun", "--overlap", f"--jobid={access.job_id}", *(["--het-group=0"] if access.heterogeneous else [])),
-        *("--nodes=1", "--ntasks=1", f"--nodelist={access.hosts[0]}"),
-        *("--mem=0", "--cpu-bind=none", "--mpi=none", "--quiet", "--chdir=/", *access.relay),
-    ]
+    command = [*step_on_head(str(access.job_id), access.heterogeneous, access.hosts[0]), "--chdir=/", *access.relay]
     stream = connection.stream(connection.call(slurm.command_line, command, repeat=True, timeout=_SRUN_TIMEOUT))
     stream.settimeout(_SRUN_TIMEOUT)
     noise = b""

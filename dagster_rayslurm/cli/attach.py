@@ -13,10 +13,11 @@ import click
 
 from ..backends.listing import Entry, Kind
 from ..backends.sessions.request import send_request
+from ..edge import slurm
 from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import JOURNAL, RUNTIME, STATUS, LineReader
 from ..runtime.protocol.rpc import derive_key
-from ..slurm.shared_queue import run_slurm
+from ..slurm.request import step_on_head
 from ..ssh.base import Connection
 from ..ssh.terminal import has_terminal
 from .common import one_sentence_errors
@@ -112,19 +113,10 @@ def _step(one: Entry) -> list[str]:
     """The srun that starts a command on the head node; nothing on this machine."""
     if one.job_id is None:
         return []
-    # The PATH of a non-interactive login may lack srun, as it may lack sbatch, whose directory `run_slurm` looks for.
-    found = run_slurm(one.connection, ["sh", "-c", "command -v srun"], timeout=60).stdout.decode().strip()
     node, heterogeneous = _head(one)
-    words = [
-        found or "srun",
-        "--overlap",
-        f"--jobid={one.job_id.partition('+')[0]}",
-        *(["--het-group=0"] if heterogeneous else []),
-    ]
-    words += ["--nodes=1", "--ntasks=1", *([f"--nodelist={node}"] if node else [])]
-    # As in `sessions.request`: without --mem=0 the step would ask for all memory of the job.
-    words += ["--mem=0", "--cpu-bind=none", "--mpi=none", "--quiet", f"--chdir={one.directory or '/'}"]
-    return [*words, *(["--pty"] if has_terminal() else [])]
+    step = step_on_head(one.job_id.partition("+")[0], heterogeneous, node)
+    words = [*step, f"--chdir={one.directory or '/'}", *(["--pty"] if has_terminal() else [])]
+    return list(one.connection.call(slurm.command_line, words, repeat=True, timeout=60))
 
 
 def _head(one: Entry) -> tuple[str | None, bool]:

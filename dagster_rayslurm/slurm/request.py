@@ -312,6 +312,19 @@ def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
 
 LOG = "slurm.log"  # File in the run directory with the output of the batch script and of Slurm.
 
+
+def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str]:
+    """An srun that starts one task on the head node of a job that runs; None for the job's first node."""
+    # Without --overlap the step would wait for the CPUs that the job's own step holds. Without --mem=0 it would request
+    # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
+    # (tried on Slurm 22.05 and 24.11).
+    return [
+        *("srun", "--overlap", f"--jobid={job_id}", *(["--het-group=0"] if heterogeneous else [])),
+        *("--nodes=1", "--ntasks=1", *([f"--nodelist={node}"] if node else [])),
+        *("--mem=0", "--cpu-bind=none", "--mpi=none", "--quiet"),
+    ]
+
+
 _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")  # A line of the file `exit`: job id, restart count and exit code of srun.
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
