@@ -75,8 +75,8 @@ class Entry:
         return {**shown, "state": str(self.state), "place": self.connection.place}
 
 
-_ENDED, _LOST = "ended", "lost"
-_OVER = (_ENDED, _LOST)
+_ENDED, _LOST, _UNKNOWN = "ended", "lost", "unknown"
+_OVER = (_ENDED, _LOST, _UNKNOWN)  # A run is unknown whose runtime has not started, and which has no job: it was not submitted.
 
 
 def list_all(connection: Connection, base: str) -> list[Entry]:
@@ -144,7 +144,7 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
     job_id = files["job_id"].strip() or str(allocation.get("job_id") or "") or None
     number = int(job_id) if job_id is not None and job_id.isdecimal() else None
     row = snapshot.job(number) if snapshot is not None and number is not None else None
-    state, says = str(status.get("state") or "unknown"), str(status.get("message") or "")
+    state, says = str(status.get("state") or _UNKNOWN), str(status.get("message") or "")
     if state != _ENDED and number is not None and snapshot is not None:
         if row is None or row.state in TERMINAL:
             state, says = _LOST, says or "Slurm no longer knows its job" if row is None else f"Slurm calls its job {row.state}"

@@ -15,9 +15,9 @@ import pytest
 from dagster_rayslurm.access.find import Found, NoCluster, choose, look_again
 from dagster_rayslurm.access.head import ClusterEnded, Head
 from dagster_rayslurm.access.watch import Snapshot
-from dagster_rayslurm.backends.listing import list_here
+from dagster_rayslurm.backends.listing import Entry, Kind, list_here
 from dagster_rayslurm.cli.top import Screen, rows
-from dagster_rayslurm.runtime.protocol.spec import Announcement, ClusterAccess
+from dagster_rayslurm.runtime.protocol.spec import ClusterAccess
 from dagster_rayslurm.ssh.local import LocalConnection
 
 HERE = LocalConnection()
@@ -93,15 +93,23 @@ def test_a_killed_runtime_and_a_damaged_file_count_as_no_cluster(tmp_path: Path)
 
 
 def test_a_session_goes_by_its_key_and_its_cluster(tmp_path: Path) -> None:
-    directory = tmp_path / "sessions" / "default-0123" / "2"
-    directory.mkdir(parents=True)
-    way = access(cluster_id="local-abcd")
-    said = Announcement("local-abcd", "17", ["127.0.0.1"], 1, "00", 1, None, "n1", pid=os.getpid(), access=way)
-    (directory / "session.json").write_text(json.dumps(asdict(said)))
-    for word in ("default-0123", "local-abcd", "17", "default-0123/2"):
-        assert found(tmp_path, word) == "default-0123/2"
-    (directory / "session.json").write_text(json.dumps(asdict(replace(said, access=None))))
-    assert "no payload keeps a cluster warm" in refused(tmp_path, "17")
+    way = access(cluster_id="slurm-abcd", job_id="17")
+    session = Entry(Kind.SESSION, "default-0123", "up", HERE, "/s/2", job_id="17", cluster_id="slurm-abcd")
+    there = [replace(session, clusters={"/s/2/session.json": way}), *list_here(str(tmp_path))]
+    assert all(choose(word, there).entry.name == "default-0123" for word in ("default-0123", "slurm-abcd", "17", "default"))
+    with pytest.raises(NoCluster, match="the session default-0123 has no Ray cluster now: up"):
+        choose("17", [session])
+
+
+def test_a_cluster_of_one_component_is_named_with_it(tmp_path: Path) -> None:
+    directory = run_dir(tmp_path, "1a2b3c4d-train-aa", access(1))
+    (directory / "cluster.json").unlink()
+    for number, component in enumerate(("cpu", "gpu")):
+        (directory / "components" / component).mkdir(parents=True)
+        (directory / "components" / component / "cluster.json").write_text(json.dumps(asdict(access(number + 1))))
+    assert "1a2b3c4d-train-aa/cpu, 1a2b3c4d-train-aa/gpu" in refused(tmp_path, "train")
+    assert chosen(tmp_path, "1a2b3c4d-train-aa/gpu").access.dashboard_port == 2
+    assert "has no Ray cluster now" in refused(tmp_path, "train/tpu")
 
 
 def test_a_stream_that_was_lost_comes_again_and_the_end_is_told_once(tmp_path: Path) -> None:
