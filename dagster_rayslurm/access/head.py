@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 from ..edge import slurm
 from ..runtime.protocol import relay
@@ -18,6 +19,8 @@ from ..runtime.protocol.rpc import call
 from ..runtime.protocol.spec import ClusterAccess
 from ..slurm.request import step_on_head
 from ..ssh.base import Backoff, Connection, ConnectionFailed
+
+T = TypeVar("T")
 
 # Seconds in which a TCP connection is made, and the runtime proves its identity.
 _TCP_TIMEOUT = 3.0
@@ -126,6 +129,23 @@ class Head:
 
     async def run(self) -> None:
         """Keep the stream until the cluster has ended, which raises ClusterEnded."""
+        tasks = [asyncio.ensure_future(each) for each in (self._stay_connected(), self._check())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            await next(task for task in tasks if task.done())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _check(self) -> None:
+        """Look whether the cluster is still there: a payload's may end while its node, and so the stream, stays."""
+        while True:
+            await asyncio.sleep(_CHECK)
+            with contextlib.suppress(OSError):
+                self.access = await _in_thread(self._find, False)
+
+    async def _stay_connected(self) -> None:
         outage, said = Backoff(), False
         while True:
             try:
@@ -138,15 +158,14 @@ class Head:
                     said = True
                     self._say(f"no way to the Ray cluster on {self.access.hostname}, trying again: {error}")
                 await asyncio.sleep(outage.pause())
-            else:
-                unreachable = False
-                if said:
-                    self._say(f"the Ray cluster on {self.access.hostname} can be reached again")
-                said = False
-                await self._keep(*stream)
-                outage = Backoff()
-            with contextlib.suppress(OSError):
-                self.access = await asyncio.to_thread(self._find, unreachable)
+                with contextlib.suppress(OSError):
+                    await _in_thread(self._find, unreachable)
+                continue
+            if said:
+                self._say(f"the Ray cluster on {self.access.hostname} can be reached again")
+            said = False
+            await self._use(*stream)
+            outage = Backoff()
 
     async def until_ready(self, timeout: float) -> None:
         """Wait for the stream; TimeoutError if it does not come in time."""
@@ -175,7 +194,7 @@ class Head:
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self.access.job_id is not None:
-            stream, lines = await asyncio.to_thread(open_relay, self._connection, self.access)
+            stream, lines = await _in_thread(open_relay, self._connection, self.access)
             received, writer = await asyncio.open_connection(sock=stream, limit=relay.LONGEST_LINE)
             reader = asyncio.StreamReader() if lines else received
             if lines:
@@ -187,17 +206,32 @@ class Head:
         await reader.readuntil(relay.HELLO)
         return reader, writer
 
-    async def _keep(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Use a stream until it ends. A payload's cluster may end while its node, and so the stream, stays."""
+    async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Use a stream until it ends."""
         self._multiplexer = relay.Multiplexer(reader, writer)
-        running = asyncio.ensure_future(self._multiplexer.run())
         self._ready.set()
         try:
-            while not running.done():
-                await asyncio.wait([running], timeout=_CHECK)
-                with contextlib.suppress(OSError):
-                    await asyncio.to_thread(self._find, False)
+            await self._multiplexer.run()
         finally:
             self._ready.clear()
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+
+
+async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """As `asyncio.to_thread`, but the end of the loop does not wait for a function that hangs."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(call: Callable[[], None]) -> None:
+        if not future.done():
+            call()
+
+    def run() -> None:
+        try:
+            call = partial(future.set_result, function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - who waits gets it
+            call = partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            loop.call_soon_threadsafe(settle, call)
+
+    threading.Thread(target=run, name="rayslurm-access", daemon=True).start()
+    return await future

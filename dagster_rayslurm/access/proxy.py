@@ -1,7 +1,8 @@
 """An HTTP proxy on the loopback address that adds Ray's token, for browsers and tools that know no tokens.
 
-Its URL begins with a secret path, so that web pages, which the user's browser shows, do not reach it. On Linux it also serves
-processes of its own user only, so that another user gets nothing even with the URL, which may be among a command's arguments.
+Its URL begins with a secret path, so that web pages, which the user's browser shows, do not reach it; a tool that writes URLs
+into its output may send the secret as a header instead. On Linux it also serves processes of its own user only, so that another
+user gets nothing even with the URL, which may be among a command's arguments.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _REQUEST = re.compile(rb"([A-Z]{1,20}) (/[\x21-\x7e]*) HTTP/1\.[01]")
 # Headers that the proxy sets itself, those for proxies, and those that would tell Ray or another service's server a secret:
 # cookies of 127.0.0.1 are sent to each of its ports.
 _DROPPED = frozenset(
-    b"authorization connection cookie host keep-alive proxy-authorization proxy-connection referer x-ray-authorization".split()
+    b"authorization connection cookie host keep-alive proxy-authorization proxy-connection referer x-ray-authorization "
+    b"x-rayslurm-secret".split()
 )
+SECRET_HEADER = "X-Rayslurm-Secret"
 
 
 class Upstream(Protocol):
@@ -67,7 +70,12 @@ def rewritten(head: bytes, secret: str, token: str, port: int) -> bytes | Answer
     if request is None:
         return _BAD
     method, target = request.groups()
-    given, slash, path = target[1:].partition(b"/")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+    given = headers.get(SECRET_HEADER.lower().encode())
+    if given is not None:
+        slash, path = b"/", target[1:]
+    else:
+        given, slash, path = target[1:].partition(b"/")
     if not hmac.compare_digest(given.partition(b"?")[0], secret.encode()):
         return _FORBIDDEN
     if not slash:

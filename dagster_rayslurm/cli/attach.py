@@ -44,7 +44,7 @@ done <"$environ"
 """
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command()
 @ident_argument
 @click.option("--python", is_flag=True, help="Python instead of a shell.")
 @cluster_options

@@ -114,7 +114,7 @@ def _facts(records: Sequence[Record]) -> dict[str, Any]:
             at = time.strftime("%H:%M:%S", time.localtime(record["at"]))
             facts.setdefault("phases", []).append(f"{at} {record['phase']}: {record['message']}")
         context = record.get("context") if kind in ("context", "end") else None
-        for name in ("ray_version", "ray_address", "dashboard_url", "python_version"):
+        for name in ("ray_version", "ray_address", "python_version"):
             if context and context.get(name):
                 facts[name] = context[name]
         if context and context.get("nodes"):

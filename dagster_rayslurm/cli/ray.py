@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import html
+import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +20,7 @@ import click
 
 from ..access.find import Found, NoCluster, choose
 from ..access.head import ClusterEnded
+from ..access.proxy import SECRET_HEADER
 from ..access.serve import serve, served
 from ..backends.listing import named
 from .common import one_sentence_errors
@@ -139,9 +142,12 @@ for _name, _help in {
 
 
 def _ray_job(name: str, arguments: list[str], url: str) -> int:
-    """Run `ray job` with this machine's Ray; returns its exit code. The URL is in its environment, not in its arguments."""
+    """Run `ray job` with this machine's Ray; returns its exit code. It prints its address, so the secret goes as a header."""
+    if importlib.util.find_spec("ray") is None:
+        raise click.ClickException("Ray's job client is not installed here; run: pip install 'dagster-rayslurm[ray]'")
     environ = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
-    environ["RAY_API_SERVER_ADDRESS"] = url
+    address, _, secret = url.rpartition("/")
+    environ |= {"RAY_API_SERVER_ADDRESS": address, "RAY_JOB_HEADERS": json.dumps({SECRET_HEADER: secret})}
     program = [sys.executable, "-m", "ray.scripts.scripts", "job", name, *arguments]
     try:
         process = subprocess.Popen(program, env=environ)

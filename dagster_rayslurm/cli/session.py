@@ -119,7 +119,8 @@ def start(name: str | None, idle_timeout: int | None, as_json: bool, **options: 
         one = _find(str(done.job_id), _sessions(Layout.here(resource.local_base)))
     if as_json:
         return print_json(one.row)
-    click.echo(f"the session {one.row['key']} is up in Slurm job {done.job_id}; enter it with `rayslurm attach {one.row['key']}`")
+    key = one.row["key"]
+    click.echo(f"the session {key} is up in Slurm job {done.job_id}; `rayslurm attach {key}`, `rayslurm dashboard {key}`")
 
 
 @session.command()

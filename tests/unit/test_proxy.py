@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.access.peer import owner
-from dagster_rayslurm.access.proxy import Answer, Proxy, rewritten
+from dagster_rayslurm.access.proxy import SECRET_HEADER, Answer, Proxy, rewritten
 
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 PEER, HERE = ("127.0.0.1", 54321), ("127.0.0.1", 8265)
@@ -42,6 +42,14 @@ def test_a_request_gets_the_token_and_keeps_its_other_headers() -> None:
     sent = {"host": "127.0.0.1:8265", "connection": "close", "authorization": "Bearer t0ken", "content-length": "3"}
     assert headers(head) == sent
     assert b"s3cret" not in head
+
+
+def test_the_secret_may_be_a_header_which_does_not_go_on() -> None:
+    head = rewritten(request("GET /api/jobs/ HTTP/1.1", f"{SECRET_HEADER}: s3cret"), "s3cret", "t", 1)
+    assert isinstance(head, bytes) and head.startswith(b"GET /api/jobs/ HTTP/1.1\r\n") and b"s3cret" not in head
+    for wrong in ("", "s3cre", "s3cret2"):
+        answer = rewritten(request("GET /s3cret/api/jobs/ HTTP/1.1", f"{SECRET_HEADER}: {wrong}"), "s3cret", "t", 1)
+        assert isinstance(answer, Answer) and answer.status.startswith("403")
 
 
 def test_a_websocket_is_let_through() -> None:
