@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from .breaking import answers, nodes_are_idle
 NODES = ("c1", "c2")
 BASE = "/home/dev/doctor"
 _FAKE = "/home/dev/fake-programs"
+# umount(8) reads /proc/self/mountinfo, which is empty for a process of another pid namespace.
+_MOUNTS = ("--mount", "--pid")
 
 
 class Bench:
@@ -80,11 +82,11 @@ class Bench:
             yield
 
     @contextmanager
-    def inside(self, service: str, spaces: str, do: str, undo: str) -> Iterator[None]:
-        """A command of this machine's root in namespaces of a container, such as "-mp" for mounts (nsenter(1))."""
+    def inside(self, service: str, spaces: Sequence[str], do: str, undo: str) -> Iterator[None]:
+        """A command of this machine's root in namespaces of a container, such as "--net" (nsenter(1))."""
         asked = ["docker", "inspect", "--format={{.State.Pid}}", self.stack.container(service)]
         pid = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-        enter = ["nsenter", "--target", pid, spaces, "sh", "-c"]
+        enter = ["nsenter", "--target", pid, *spaces, "sh", "-c"]
         subprocess.run([*enter, do], check=True, capture_output=True)
         try:
             yield
@@ -98,7 +100,7 @@ class Bench:
             for service in services:
                 self.sh(service, f"mkdir -p {path}")
                 mount = f"mount -t tmpfs -o {options} tmpfs {path}"
-                stack.enter_context(self.inside(service, "-mp", mount, f"umount -l {path}"))
+                stack.enter_context(self.inside(service, _MOUNTS, mount, f"umount -l {path}"))
                 if owner and "ro" not in options.split(","):
                     self.sh(service, f"chown {owner} {path}")
             yield
@@ -109,13 +111,13 @@ class Bench:
         with contextlib.ExitStack() as stack:
             for service in services:
                 do, undo = (f"mount -o remount,{each} {path}" for each in (options, back))
-                stack.enter_context(self.inside(service, "-mp", do, undo))
+                stack.enter_context(self.inside(service, _MOUNTS, do, undo))
             yield
 
     def blocked(self, service: str, other: str) -> contextlib.AbstractContextManager[None]:
         """A container cannot connect to the ports of another one that a runtime uses; Slurm's own are open."""
         rule = f"ipproto tcp dport 10000-32767 to {self.stack.ip(other)} prohibit"
-        return self.inside(service, "-n", f"ip rule add {rule}", f"ip rule del {rule}")
+        return self.inside(service, ["--net"], f"ip rule add {rule}", f"ip rule del {rule}")
 
     @contextmanager
     def slurm(self, do: str, undo: str) -> Iterator[None]:

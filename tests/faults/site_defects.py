@@ -96,7 +96,7 @@ def own_sshd(*options: str) -> Seed:
 
 
 def small_base(options: str) -> Seed:
-    return lambda bench, _: bench.mounted(BASE, options, "edge")
+    return lambda bench, _: bench.mounted(BASE, f"{options},mode=700", "edge")
 
 
 def on_nodes(path: str, options: str, owner: str = "dev") -> Seed:
