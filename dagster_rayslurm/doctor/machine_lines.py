@@ -31,7 +31,7 @@ def edge_lines(facts: Mapping[str, Any], skew: float, margin: float) -> list[Lin
     return [
         *_shell(facts["shell"]),
         _clock("clock", "the edge node", "this machine", skew, margin),
-        *_base(machine, ""),
+        *_base(machine, "", skew),
         *_variables(machine, ""),
         *_limits(machine, ""),
         *_programs(machine, ""),
@@ -42,7 +42,7 @@ def node_lines(machine: Mapping[str, Any], skew: float, margin: float, node: str
     """The lines about a compute node, called `node`."""
     where = f"{node}: "
     lines = [_clock(f"{where}clock", node, "the edge node", skew, margin)]
-    lines += _base(machine, where)
+    lines += _base(machine, where, skew)
     lines += _scratch(machine["directories"]["tmp"], where)
     lines += _shared_memory(machine["directories"]["shm"], where)
     lines += [*_limits(machine, where), *_variables(machine, where), *_programs(machine, where), *_name(machine, where)]
@@ -72,8 +72,11 @@ def _clock(name: str, machine: str, other: str, skew: float, margin: float) -> L
     return ok(name, f"{machine} and {other} differ by less than {certain + 1:.0f} s")
 
 
-def _base(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
-    """The base directory: it can be written, nobody else can, there is space, and programs may run there."""
+def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]:
+    """The base directory: it can be written, nobody else can, there is space, and programs may run there.
+
+    If this machine's clock is `skew` seconds ahead, files seem to be that old: this says nothing of the file server.
+    """
     name, base = f"{where}base directory", machine["directories"]["base"]
     path, choose = base["path"], "choose another SlurmResource.remote_base, of your own and shared with the compute nodes"
     space = _space(base)
@@ -90,8 +93,9 @@ def _base(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
         yield failure(name, what, f"run there: chmod go-w {path}")
     else:
         yield ok(name, path + ("" if base["exists"] else " (not there yet, can be made)"))
-    if abs(base.get("clock", 0.0)) > _SKEW:
-        what = f"the clock of the file server of {path} differs by {base['clock']:.0f} s"
+    late = base.get("clock", 0.0)
+    if min(abs(late), abs(late + skew)) > _SKEW:
+        what = f"the clock of the file server of {path} differs by {abs(late):.0f} s"
         yield warning(f"{where}file server clock", what, "tell the site; nothing here depends on it, but make and rsync do")
     if base["noexec"]:
         what = f"the file system of {path} is mounted noexec, so no program in it can be started"

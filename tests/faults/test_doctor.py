@@ -23,11 +23,15 @@ def bench(stack: Stack) -> Iterator[Bench]:
     assert stack.exec("edge", ["squeue", "--me", "--noheader"], user="dev") == ""
 
 
+def bad(report: dict[str, Any]) -> list[dict[str, str]]:
+    """The lines that are no praise."""
+    return [line for line in report["lines"] if line["verdict"] in ("warning", "failure")]
+
+
 def complaints(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Name and verdict of the lines that are no praise, without the names of nodes; each once."""
-    bad = [line for line in report["lines"] if line["verdict"] in ("warning", "failure")]
-    assert all(line["remedy"] for line in bad), bad
-    return sorted({(line["name"].rpartition(": ")[2], line["verdict"]) for line in bad})
+    assert all(line["remedy"] for line in bad(report)), bad(report)
+    return sorted({(line["name"].rpartition(": ")[2], line["verdict"]) for line in bad(report)})
 
 
 @pytest.mark.parametrize("defect", ALL, ids=lambda defect: defect.name.replace(" ", "-").replace("/", ""))
@@ -35,7 +39,7 @@ def test_a_defect_is_named_by_its_line(defect: Defect, bench: Bench, tmp_path: P
     changed = {name: value and value.replace("{dir}", str(tmp_path)) for name, value in defect.variables.items()}
     with defect.seed(bench, tmp_path):
         report = bench.doctor(*defect.arguments, **changed)
-    assert complaints(report) == [(defect.line, defect.verdict)], report["lines"]
+    assert complaints(report) == [(defect.line, defect.verdict)], bad(report)
 
 
 def test_there_are_forty_defects_with_names_of_their_own() -> None:
@@ -64,7 +68,7 @@ def test_a_healthy_site_gives_no_alarm(variant: str, bench: Bench) -> None:
     arguments, script = HEALTHY[variant]
     with bench.undone("edge", script or "true", _BACK):
         report = bench.doctor(*arguments)
-    assert complaints(report) == [], report["lines"]
+    assert complaints(report) == [], bad(report)
     assert [row["partition"] for row in report["partitions"]] == ["compute*", "gpu", "all"]
     assert [row["GPUs"] for row in report["partitions"]] == ["", "2 fake", "2 fake"]
 
