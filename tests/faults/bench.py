@@ -81,10 +81,10 @@ class Bench:
 
     @contextmanager
     def inside(self, service: str, spaces: str, do: str, undo: str) -> Iterator[None]:
-        """A command of this machine's root in namespaces of a container, such as "-mp" for mounts (nsenter(1))."""
+        """A command of this machine's root in namespaces of a container, such as "-m -p" for mounts (nsenter(1))."""
         asked = ["docker", "inspect", "--format={{.State.Pid}}", self.stack.container(service)]
         pid = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-        enter = ["nsenter", "--target", pid, spaces, "sh", "-c"]
+        enter = ["nsenter", "--target", pid, *spaces.split(), "sh", "-c"]
         subprocess.run([*enter, do], check=True, capture_output=True)
         try:
             yield
@@ -98,7 +98,7 @@ class Bench:
             for service in services:
                 self.sh(service, f"mkdir -p {path}")
                 mount = f"mount -t tmpfs -o {options} tmpfs {path}"
-                stack.enter_context(self.inside(service, "-mp", mount, f"umount -l {path}"))
+                stack.enter_context(self.inside(service, "-m -p", mount, f"umount -l {path}"))
                 if owner and "ro" not in options.split(","):
                     self.sh(service, f"chown {owner} {path}")
             yield
@@ -109,7 +109,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             for service in services:
                 do, undo = (f"mount -o remount,{each} {path}" for each in (options, back))
-                stack.enter_context(self.inside(service, "-mp", do, undo))
+                stack.enter_context(self.inside(service, "-m -p", do, undo))
             yield
 
     def blocked(self, service: str, other: str) -> contextlib.AbstractContextManager[None]:

@@ -270,7 +270,7 @@ SIMULATED = (
         "warning",
         program("scontrol", '$real "$@" | sed s,accounting_storage/slurmdbd,accounting_storage/none,'),
     ),
-    Defect("a runtime that needs user namespaces", "containers", "warning", program("podman", "exit 1")),
+    Defect("a runtime that needs user namespaces", "containers", "warning", program("unshare", "exit 1")),
     Defect(
         "a wrong clock on the nodes",
         "clock",
