@@ -143,7 +143,7 @@ def _of_session(one: Entry) -> str:
     python = manifest.ask_command[0] if manifest is not None and manifest.ask_command else ""
     if os.path.isabs(python):  # Otherwise bash, which activates an environment; the runtime's PATH has it then.
         lines.append(f'export PATH={shlex.quote(os.path.dirname(python))}:"$PATH"\n')
-    return text + "".join(lines)
+    return f"{text}{''.join(lines)}cd || exit\n"
 
 
 def _step(one: Entry) -> list[str]:
