@@ -113,16 +113,21 @@ def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
 
 
 class Head:
-    """Keeps a stream to the head of one Ray cluster, for many connections to its ports.
+    """Keeps a stream to the head of one Ray cluster, for many connections to one of its ports.
 
     `find` says where the cluster is, and raises ClusterEnded when it has ended; its argument says whether the head is out of
     reach. `say` is called with a sentence when the stream is lost, and when it is there again.
     """
 
     def __init__(
-        self, connection: Connection, access: ClusterAccess, find: Callable[[bool], ClusterAccess], say: Callable[[str], None]
+        self,
+        connection: Connection,
+        access: ClusterAccess,
+        find: Callable[[bool], ClusterAccess],
+        say: Callable[[str], None],
+        port: int,
     ) -> None:
-        self.access = access
+        self.access, self._port = access, port
         self._connection, self._find, self._say = connection, find, say
         self._multiplexer: relay.Multiplexer | None = None
         self._ready = asyncio.Event()
@@ -172,12 +177,12 @@ class Head:
         await asyncio.wait_for(self._ready.wait(), timeout)
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Send `first` to the dashboard, then copy both ways between it and a client until the dashboard closes.
+        """Send `first` to the port, then copy both ways between it and a client until the server closes.
 
         Returns False, and leaves the client as it is, if there came no answer to a GET, which may be sent again.
         """
         assert self._multiplexer is not None
-        stream = await self._multiplexer.open(self.access.dashboard_port or 0)
+        stream = await self._multiplexer.open(self._port)
         try:
             await stream.write(first)
             if first.startswith(_REPEATABLE):

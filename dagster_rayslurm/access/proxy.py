@@ -60,8 +60,10 @@ _BAD = Answer("400 Bad Request", "This is no request that the proxy understands.
 _FORBIDDEN = Answer("403 Forbidden", "Use the URL that `rayslurm dashboard` prints, as the user who runs it.")
 
 
-def rewritten(head: bytes, secret: str, token: str, port: int) -> bytes | Answer:
-    """The head of a request for the dashboard, which is on the head node's `port`, or the answer to a refused one. Pure.
+def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = True) -> bytes | Answer:
+    """The head of a request for the service on the head node's `port`, or the answer to a refused one. Pure.
+
+    Without `strips` the service expects the secret at the beginning of its paths.
 
     Each request has a connection of its own, as only the head of the first request on a connection is read.
     """
@@ -79,7 +81,9 @@ def rewritten(head: bytes, secret: str, token: str, port: int) -> bytes | Answer
     if not hmac.compare_digest(given.partition(b"?")[0], secret.encode()):
         return _FORBIDDEN
     if not slash:
-        return Answer("302 Found", "The dashboard is one slash away.", f"/{secret}/")
+        return Answer("302 Found", "The page is one slash away.", f"/{secret}/")
+    if not strips:
+        path = target[1:]
     kept, upgrade = [], b""
     for line in lines:
         name, colon, value = line.partition(b":")
@@ -97,11 +101,12 @@ def rewritten(head: bytes, secret: str, token: str, port: int) -> bytes | Answer
 
 
 class Proxy:
-    """Serves one cluster's dashboard on the loopback address of this machine."""
+    """Serves a port of one cluster's head node on the loopback address of this machine."""
 
-    def __init__(self, upstream: Upstream, token: str, dashboard_port: int) -> None:
-        self._upstream, self._token, self._dashboard_port = upstream, token, dashboard_port
-        self._secret = secrets.token_urlsafe(24)
+    def __init__(self, upstream: Upstream, token: str, port: int, secret: str | None = None) -> None:
+        """With `secret` the service knows it, and expects it at the beginning of its paths."""
+        self._upstream, self._token, self._port, self._strips = upstream, token, port, secret is None
+        self._secret = secret or secrets.token_urlsafe(24)
         self._server: asyncio.Server | None = None
         self.url = ""  # Set by `start`; without a slash at the end, as tools append paths to it.
 
@@ -134,7 +139,7 @@ class Proxy:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.TimeoutError):
             return _BAD
-        request = rewritten(head, self._secret, self._token, self._dashboard_port)
+        request = rewritten(head, self._secret, self._token, self._port, self._strips)
         if isinstance(request, Answer):
             return request
         for _ in range(_TRIES):  # The stream may break under a request, and comes again.

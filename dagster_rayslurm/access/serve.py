@@ -1,4 +1,4 @@
-"""Serve a cluster's dashboard until it ends: for a command that does nothing else, or beside a block of code."""
+"""Serve a port of a cluster's head node until it ends: for a command that does nothing else, or beside a block of code."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
+from ..runtime.protocol.spec import ClusterAccess
 from .find import Found, look_again
 from .head import Head
 from .proxy import Proxy
@@ -16,12 +18,31 @@ from .proxy import Proxy
 _FIRST_TIMEOUT = 90.0  # Seconds in which the first stream to the head must come.
 
 
-async def serve(found: Found, say: Callable[[str], None], ready: Callable[[str], Any], port: int = 0) -> None:
-    """Serve until the cluster ends, which raises ClusterEnded. `ready` is called with the URL once the cluster is reached."""
-    access = found.access
+@dataclass(frozen=True)
+class Service:
+    """What listens on a port of the head node's loopback address; see `Proxy`."""
+
+    port: int
+    token: str
+    secret: str | None = None
+
+
+def dashboard_of(access: ClusterAccess) -> Service:
+    """The dashboard of a cluster that has one."""
     assert access.dashboard_port is not None  # `choose` refuses clusters without dashboard.
-    head = Head(found.connection, access, look_again(found), say)
-    proxy = Proxy(head, access.token, access.dashboard_port)
+    return Service(access.dashboard_port, access.token)
+
+
+async def serve(
+    found: Found, say: Callable[[str], None], ready: Callable[[str], Any], port: int = 0, service: Service | None = None
+) -> None:
+    """Serve until the cluster ends, which raises ClusterEnded. `ready` is called with the URL once the cluster is reached.
+
+    The service is the dashboard if none is named.
+    """
+    service = service or dashboard_of(found.access)
+    head = Head(found.connection, found.access, look_again(found), say, service.port)
+    proxy = Proxy(head, service.token, service.port, service.secret)
     await proxy.start(port)
     running = asyncio.ensure_future(head.run())
     try:
@@ -40,11 +61,11 @@ async def serve(found: Found, say: Callable[[str], None], ready: Callable[[str],
 
 
 @contextlib.contextmanager
-def served(found: Found, say: Callable[[str], None]) -> Iterator[str]:
-    """The URL of a cluster's dashboard inside the block; raises ClusterEnded if it cannot be reached."""
+def served(found: Found, say: Callable[[str], None], service: Service | None = None) -> Iterator[str]:
+    """The URL of a service, or of the cluster's dashboard, inside the block; raises ClusterEnded if it cannot be reached."""
     url: Future[str] = Future()
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve(found, say, url.set_result))
+    task = loop.create_task(serve(found, say, url.set_result, service=service))
 
     def run() -> None:
         try:

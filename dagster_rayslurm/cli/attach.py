@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,9 @@ from typing import Any
 
 import click
 
+from ..access.find import Found
+from ..access.head import ClusterEnded
+from ..access.serve import Service, served
 from ..backends.listing import Entry, Kind
 from ..backends.sessions.request import send_request
 from ..edge import slurm
@@ -25,7 +30,9 @@ from .options import cluster_options
 from .ps import entry, ident_argument
 
 # Files in the directory of the run or session.
-_SCRIPT, _TOKEN = "attach.sh", "attach.token"
+_SCRIPT, _TOKEN, _JUPYTER = "attach.sh", "attach.token", "attach.jupyter.json"
+_PORTS = range(20000, 32000)  # Outside of the ephemeral range of Linux (ip(7)).
+_NOT_THERE = 127  # The exit code of a shell that does not find a command.
 
 # Takes the environment of a process over, but for what belongs to that process alone.
 _TAKE_OVER = """\
@@ -47,9 +54,10 @@ done <"$environ"
 @click.command()
 @ident_argument
 @click.option("--python", is_flag=True, help="Python instead of a shell.")
+@click.option("--jupyter", is_flag=True, help="JupyterLab there, at a URL of this machine.")
 @cluster_options
 @click.argument("command", metavar="[-- COMMAND…]", nargs=-1, type=click.UNPROCESSED)
-def attach(ident: str, python: bool, command: tuple[str, ...]) -> None:
+def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) -> None:
     """Open a shell on the head node of a run, session or job: `ray.init()` reaches its Ray cluster there.
 
     It has the payload's environment, token and working directory. Behind `--` a command runs instead of a shell. The exit code is
@@ -60,8 +68,37 @@ def attach(ident: str, python: bool, command: tuple[str, ...]) -> None:
         if one.over or one.state in ("pending", "starting"):
             raise ValueError(f"{one.name} is {one.state}, so there is nothing to enter; `rayslurm ps` shows when it runs")
         words = list(command) or (["python"] if python else [])
-        code = one.connection.interact([*_step(one), *_shell(one, words)])
+        code = _jupyter(one) if jupyter else one.connection.interact([*_step(one), *_shell(one, words)])
     sys.exit(code)
+
+
+def _jupyter(one: Entry) -> int:
+    """Run JupyterLab on the head node, and serve it here; its token and the secret of the URL are in a file, not in arguments."""
+    if not one.clusters:
+        raise ValueError(f"{one.name} has no Ray cluster, through which JupyterLab would be reached; it is {one.state}")
+    path, way = next(iter(one.clusters.items()))
+    service = Service(secrets.choice(_PORTS), secrets.token_hex(24), secrets.token_urlsafe(24))
+    server = {
+        "ip": "127.0.0.1",
+        "port": service.port,
+        "port_retries": 0,
+        "base_url": f"/{service.secret}/",
+        "open_browser": False,
+    }
+    config = f"{one.directory}/{_JUPYTER}"
+    one.connection.write(config, json.dumps({"ServerApp": server, "IdentityProvider": {"token": service.token}}).encode())
+    try:
+        with served(Found(one, path, way), lambda text: click.echo(f"rayslurm: {text}", err=True), service) as url:
+            click.echo(f"{url}/lab")
+            code = one.connection.interact([*_step(one), *_shell(one, ["jupyter", "lab", f"--config={config}"])])
+    except ClusterEnded as error:
+        raise ValueError(str(error)) from None
+    finally:
+        with contextlib.suppress(OSError):
+            one.connection.remove(config)
+    if code == _NOT_THERE:
+        raise ValueError(f"JupyterLab is not in the environment of {one.name}; install `jupyterlab` there")
+    return code
 
 
 def _shell(one: Entry, words: Sequence[str]) -> list[str]:
@@ -106,7 +143,7 @@ def _of_session(one: Entry) -> str:
     python = manifest.ask_command[0] if manifest is not None and manifest.ask_command else ""
     if os.path.isabs(python):  # Otherwise bash, which activates an environment; the runtime's PATH has it then.
         lines.append(f'export PATH={shlex.quote(os.path.dirname(python))}:"$PATH"\n')
-    return text + "".join(lines)
+    return f"{text}{''.join(lines)}cd || exit\n"
 
 
 def _step(one: Entry) -> list[str]:

@@ -99,7 +99,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             for service in services:
                 self.sh(service, f"mkdir -p {path}")
-                mount = f"mount -t tmpfs -o {options} tmpfs {path}"
+                mount = f"mount -t tmpfs -o mode=755,{options} tmpfs {path}"
                 stack.enter_context(self.inside(service, _MOUNTS, mount, f"umount -l {path}"))
                 if owner and "ro" not in options.split(","):
                     self.sh(service, f"chown {owner} {path}")

@@ -1,7 +1,6 @@
 """Tests: a running Ray cluster on Slurm is within reach of its user, and of nobody else."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -30,18 +29,13 @@ while not (data / "go").exists():
 RAY_MEMORY = {"mem": "2500M"}
 
 
-def environment(site: Site) -> dict[str, str]:
-    own = {name: value for name, value in site.stack.env.items() if name.startswith("SLURM_EDGE_NODE_")}
-    return {**os.environ, **own, "RAYSLURM_REMOTE_BASE": site.base, "RAYSLURM_BASE": "/nonexistent"}
-
-
 @contextmanager
 def dashboard(site: Site, target: str, directory: Path) -> Iterator[tuple[str, "subprocess.Popen[str]", Path]]:
     """The URL that `rayslurm dashboard` prints, its process, and what it says."""
     said = directory / "said"
     with said.open("w") as errors:
         command = [sys.executable, "-m", "dagster_rayslurm.cli", "dashboard", target]
-        process = subprocess.Popen(command, env=environment(site), stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(command, env=site.environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
@@ -55,11 +49,6 @@ def dashboard(site: Site, target: str, directory: Path) -> Iterator[tuple[str, "
 def get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=60) as answer:
         return json.load(answer)
-
-
-def rayslurm(site: Site, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "dagster_rayslurm.cli", *arguments]
-    return subprocess.run(command, env=environment(site), capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("way", ["tcp", "srun"])
@@ -89,17 +78,17 @@ def test_the_dashboard_and_jobs_of_a_running_step(
         with pytest.raises(urllib.error.HTTPError, match="403"):
             get(url.replace(secrets[2], "x" * len(secrets[2])) + "api/version")
 
-        done = rayslurm(site, "job", "submit", "asset_under_test", "--", "python", "-c", "print(6*7)")
+        done = site.rayslurm("job", "submit", "asset_under_test", "--", "python", "-c", "print(6*7)")
         assert done.returncode == 0 and "42" in done.stdout, done
-        assert rayslurm(site, "job", "submit", job, "--", "python", "-c", "raise SystemExit(3)").returncode != 0
-        top = json.loads(rayslurm(site, "top", job, "--json").stdout)
+        assert site.rayslurm("job", "submit", job, "--", "python", "-c", "raise SystemExit(3)").returncode != 0
+        top = json.loads(site.rayslurm("top", job, "--json").stdout)
         assert len(top["nodes"]) == 2 and top["totals"]["CPU"] == 2 and not top["never"]
 
         site.sh('touch "$1/data/go"', site.base)
         running.result()
         assert wait_until(lambda: process.poll() is not None, 30), said.read_text()
         assert process.returncode == 0 and said.read_text().count("has ended") == 1, said.read_text()
-    refused = rayslurm(site, "dashboard", job)
+    refused = site.rayslurm("dashboard", job)
     assert refused.returncode == 1 and refused.stderr.startswith("Error: ") and refused.stderr.count("\n") == 1
 
 

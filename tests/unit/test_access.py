@@ -127,7 +127,7 @@ def test_a_stream_that_was_lost_comes_again_and_the_end_is_told_once(tmp_path: P
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         way = access(server.sockets[0].getsockname()[1])
         path = run_dir(tmp_path, "1a2b3c4d-train-aa", way)
-        head = Head(HERE, way, look_again(chosen(tmp_path, "train")), said.append)
+        head = Head(HERE, way, look_again(chosen(tmp_path, "train")), said.append, way.dashboard_port or 0)
         running = asyncio.ensure_future(head.run())
 
         async def ask() -> bytes:

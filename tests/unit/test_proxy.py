@@ -52,6 +52,13 @@ def test_the_secret_may_be_a_header_which_does_not_go_on() -> None:
         assert isinstance(answer, Answer) and answer.status.startswith("403")
 
 
+def test_a_service_that_knows_the_secret_gets_the_path_as_it_is() -> None:
+    head = rewritten(request("GET /s3cret/lab?x HTTP/1.1"), "s3cret", "t", 1, strips=False)
+    assert isinstance(head, bytes) and head.startswith(b"GET /s3cret/lab?x HTTP/1.1\r\n")
+    refused = rewritten(request("GET /lab?x HTTP/1.1"), "s3cret", "t", 1, strips=False)
+    assert isinstance(refused, Answer) and refused.status.startswith("403")
+
+
 def test_a_websocket_is_let_through() -> None:
     head = rewritten(request("GET /s/logs HTTP/1.1", "Upgrade: websocket", "Connection: keep-alive, Upgrade"), "s", "t", 1)
     assert headers(head)["connection"] == "Upgrade" and headers(head)["upgrade"] == "websocket"
