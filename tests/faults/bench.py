@@ -7,8 +7,10 @@ import json
 import os
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
@@ -19,6 +21,8 @@ from dagster_rayslurm.ssh.pool import close_connections
 from ..conftest import wait_until
 from ..stack.access import Stack
 from .breaking import answers, nodes_are_idle
+from .lagging import Lag, lagging
+from .mounts import shown
 
 NODES = ("c1", "c2")
 BASE = "/home/dev/doctor"
@@ -103,6 +107,21 @@ class Bench:
                 stack.enter_context(self.inside(service, _MOUNTS, mount, f"umount -l {path}"))
                 if owner and "ro" not in options.split(","):
                     self.sh(service, f"chown {owner} {path}")
+            yield
+
+    @contextmanager
+    def seen_late(self, lag: Lag) -> Iterator[None]:
+        """The base directory is on a file system where the compute nodes see changes late."""
+        owner = int(self.sh("edge", "id -u dev"))
+        self.sh("edge", f"install -d -o dev {BASE}")
+        with tempfile.TemporaryDirectory(dir="/tmp") as name, contextlib.ExitStack() as stack:
+            source = Path(name) / "source"
+            source.mkdir(mode=0o700)
+            os.chown(source, owner, owner)
+            for service in ("edge", *NODES):
+                each = Lag() if service == "edge" else lag
+                view = stack.enter_context(lagging(source, Path(name) / service, each))
+                stack.enter_context(shown(self.stack, service, view, BASE))
             yield
 
     @contextmanager

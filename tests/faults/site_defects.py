@@ -19,6 +19,7 @@ from pathlib import Path
 from ..connections.sshd import Sshd
 from .bench import BASE, NODES, Bench
 from .breaking import paused, stopped, without_munge
+from .lagging import Lag
 
 Seed = Callable[[Bench, Path], AbstractContextManager[object]]
 
@@ -35,6 +36,7 @@ class Defect:
     Attributes:
         line: name of the line; a node's name in front of it may be any.
         variables: variables of the edge node that differ, without their prefix; `{dir}` is a directory of the test's.
+        thorough: whether only the thorough tests seed it, because it takes long.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Defect:
     seed: Seed = nothing
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)
+    thorough: bool = False
 
 
 def start_up(text: str) -> Seed:
@@ -160,7 +163,6 @@ LOGIN = (
     Defect("a key that is not authorized", "authentication", seed=key_file(0o600), variables={"KEY_PATH": "{dir}/key"}),
     Defect("a key that others can read", "authentication", seed=key_file(0o644), variables={"KEY_PATH": "{dir}/key"}),
     Defect("no key", "authentication", variables={"KEY_PATH": "{dir}/none"}),
-    Defect("a wrong user", "authentication", variables={"USER": "nobody-here"}),
     Defect("start-up files that exit", "login shell", seed=start_up("echo expired; exit 3")),
     Defect(
         "no login shell",
@@ -169,13 +171,12 @@ LOGIN = (
     ),
     Defect("no Python on the edge node", "login shell", seed=lambda b, _: b.moved("/usr/bin/python3", "edge")),
     Defect("start-up files that print", "login shell", "warning", start_up("echo 'Welcome! Quota: 3 GB'")),
-    Defect("slow start-up files", "login shell", "warning", start_up("sleep 6")),
+    Defect("slow start-up files", "login shell", "warning", start_up("sleep 6"), thorough=True),
     Defect("no forwarding", "forwarding", "warning", own_sshd("AllowTcpForwarding no")),
 )
 
 EDGE = (
     Defect("a wrong clock on the edge node", "clock", seed=ahead(600, "edge")),
-    Defect("a base directory in a foreign place", "base directory", arguments=("--remote-base=/root/base",)),
     Defect("a base directory that is a file", "base directory", seed=sh(f"touch {BASE}", f"rm {BASE}")),
     Defect(
         "a base directory of another user",
@@ -191,11 +192,9 @@ EDGE = (
     Defect("PYTHONPATH", "variables", "warning", start_up("export PYTHONPATH=/home/dev/old-ray")),
     Defect("a proxy for all addresses", "variables", "warning", start_up("export http_proxy=http://proxy:3128")),
     Defect("options of Slurm in variables", "variables", "warning", start_up("export SBATCH_EXPORT=NONE SQUEUE_USERS=root")),
-    Defect("a Ray address", "variables", "warning", start_up("export RAY_ADDRESS=10.0.0.1:6379")),
     Defect("a TMPDIR that is not there", "variables", "warning", start_up("export TMPDIR=/local/scratch/dev")),
     Defect("few open files", "ulimits", seed=start_up("ulimit -n 256")),
     Defect("few processes", "ulimits", "warning", start_up("ulimit -u 2000")),
-    Defect("small files", "ulimits", seed=start_up("ulimit -f 100000")),
     Defect("little virtual memory", "ulimits", seed=start_up("ulimit -v 16000000")),
     Defect("no environment", "environment", arguments=("--env=/opt/none",)),
     Defect(
@@ -203,12 +202,6 @@ EDGE = (
         "environment",
         seed=sh("python3 -m venv --without-pip /scratch/empty", "rm -rf /scratch/empty"),
         arguments=("--env=/scratch/empty",),
-    ),
-    Defect(
-        "an environment whose Python is gone",
-        "environment",
-        seed=sh("mkdir -p /scratch/gone/bin && ln -s /none/python /scratch/gone/bin/python", "rm -rf /scratch/gone"),
-        arguments=("--env=/scratch/gone",),
     ),
     Defect(
         "an environment that cannot be activated",
@@ -220,10 +213,10 @@ EDGE = (
 
 SLURM = (
     Defect("no squeue", "Slurm programs", seed=lambda b, _: b.moved("/usr/bin/squeue", "edge")),
-    Defect("slurmctld is down", "slurmctld", seed=lambda b, _: stopped(b.stack, "slurmctld")),
-    Defect("slurmctld hangs", "slurmctld", seed=lambda b, _: paused(b.stack, "slurmctld")),
+    Defect("slurmctld is down", "slurmctld", seed=lambda b, _: stopped(b.stack, "slurmctld"), thorough=True),
+    Defect("slurmctld hangs", "slurmctld", seed=lambda b, _: paused(b.stack, "slurmctld"), thorough=True),
     Defect("no munge on the edge node", "munge", seed=lambda b, _: without_munge(b.stack, "edge")),
-    Defect("slurmdbd is down", "accounting", "warning", lambda b, _: stopped(b.stack, "slurmdbd")),
+    Defect("slurmdbd is down", "accounting", "warning", lambda b, _: stopped(b.stack, "slurmdbd"), thorough=True),
     Defect(
         "no account",
         "account",
@@ -267,7 +260,6 @@ SLURM = (
     Defect("no GPUs of this type", "GPUs", arguments=("--partition=gpu", "--gpus-per-node=1", "--gpu-type=a100")),
     Defect("nodes with less memory", "node size", arguments=("--mem=64G",)),
     Defect("a feature that no node has", "test submission", arguments=("--constraint=infiniband",)),
-    Defect("no such reservation", "test submission", arguments=("--reservation=mine",)),
 )
 
 SIMULATED = (
@@ -277,7 +269,7 @@ SIMULATED = (
         "warning",
         program("sbatch", 'case "$*" in --version) echo slurm 20.02.7;; *) exec $real "$@";; esac'),
     ),
-    Defect("a slow slurmctld", "slurmctld", "warning", program("scontrol", 'sleep 6; exec $real "$@"')),
+    Defect("a slow slurmctld", "slurmctld", "warning", program("scontrol", 'sleep 6; exec $real "$@"'), thorough=True),
     Defect(
         "no accounting",
         "accounting",
@@ -300,6 +292,14 @@ PROBED = (
         "shared base directory",
         seed=on_nodes("/scratch", "size=1m"),
         arguments=("--remote-base=/scratch/base", *PROBE),
+    ),
+    Defect(
+        "a file system that shows changes late",
+        "visibility",
+        "warning",
+        lambda b, _: b.seen_late(Lag(size=10, least=8)),
+        PROBE,
+        thorough=True,
     ),
     Defect(
         "an environment on the edge node only",
@@ -348,7 +348,7 @@ PROBED = (
         ),
         PROBE,
     ),
-    Defect("a busy partition", "probe", "warning", _busy, (*PROBE, "--wait=2")),
+    Defect("a busy partition", "probe", "warning", _busy, (*PROBE, "--wait=2"), thorough=True),
 )
 
 ALL = (*LOGIN, *EDGE, *SLURM, *SIMULATED, *PROBED)

@@ -34,7 +34,9 @@ def complaints(report: dict[str, Any]) -> list[tuple[str, str]]:
     return sorted({(line["name"].rpartition(": ")[2], line["verdict"]) for line in bad(report)})
 
 
-@pytest.mark.parametrize("defect", ALL, ids=lambda defect: defect.name.replace(" ", "-").replace("/", ""))
+@pytest.mark.parametrize(
+    "defect", [pytest.param(each, id=each.name, marks=[pytest.mark.thorough] * each.thorough) for each in ALL]
+)
 def test_a_defect_is_named_by_its_line(defect: Defect, bench: Bench, tmp_path: Path) -> None:
     changed = {name: value and value.replace("{dir}", str(tmp_path)) for name, value in defect.variables.items()}
     with defect.seed(bench, tmp_path):
