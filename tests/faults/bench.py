@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -173,11 +173,6 @@ class Bench:
             f"mv {conf}.before {conf} && scontrol reconfigure",
         ):
             yield
-
-
-def variables(**names: str | None) -> Mapping[str, str | None]:
-    """Variables of the edge node, without their prefix."""
-    return names
 
 
 def environ_of(stack: Stack) -> dict[str, str]:

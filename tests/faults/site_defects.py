@@ -123,7 +123,7 @@ def both(*seeds: Seed) -> Seed:
 
 
 @contextlib.contextmanager
-def _busy(bench: Bench, _: Path):  # type: ignore[no-untyped-def]
+def busy(bench: Bench, _: Path):  # type: ignore[no-untyped-def]
     """Another user's jobs on all nodes of the partition."""
     bench.stack.exec("edge", ["sbatch", "-N2", "--exclusive", "--output=/dev/null", "--wrap=srun sleep 300"], user="other")
     try:
@@ -348,7 +348,7 @@ PROBED = (
         ),
         PROBE,
     ),
-    Defect("a busy partition", "probe", "warning", _busy, (*PROBE, "--wait=2"), thorough=True),
+    Defect("a busy partition", "probe", "warning", busy, (*PROBE, "--wait=2"), thorough=True),
 )
 
 ALL = (*LOGIN, *EDGE, *SLURM, *SIMULATED, *PROBED)

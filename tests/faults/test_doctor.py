@@ -1,16 +1,21 @@
 """Tests: `rayslurm doctor` names each defect of a site by its line and by no other, and says nothing of a healthy site."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 
 from dagster_rayslurm import SlurmQueueConfig, SlurmResource, SSHConnectionResource
+from dagster_rayslurm.ssh.pool import close_connections
 
 from ..stack.access import Stack
-from .bench import BASE, Bench
-from .site_defects import ALL, Defect
+from .bench import BASE, Bench, environ_of
+from .site_defects import ALL, Defect, busy
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -19,6 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 def bench(stack: Stack) -> Iterator[Bench]:
     bench = Bench(stack)
     yield bench
+    close_connections()
     stack.exec("edge", ["rm", "-rf", BASE])
     assert stack.exec("edge", ["squeue", "--me", "--noheader"], user="dev") == ""
 
@@ -63,6 +69,22 @@ _BACK = """
 usermod --shell /bin/bash dev
 if [ -d /opt/slurm ]; then mv /opt/slurm/* /usr/bin/; rm -rf /opt/slurm /etc/profile.d/slurm.sh; fi
 """
+
+
+def test_a_healthy_site_gives_no_alarm_to_the_ssh_program(bench: Bench) -> None:
+    assert complaints(bench.doctor("--probe", CLIENT="openssh")) == []
+
+
+def test_an_interrupted_probe_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
+    with busy(bench, tmp_path):
+        command = [Path(sys.executable).with_name("rayslurm"), "doctor", "--probe", f"--remote-base={BASE}"]
+        process = subprocess.Popen(command, env=environ_of(bench.stack), stdout=PIPE, stderr=PIPE, text=True)
+        assert process.stderr is not None and "is waiting for" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == 1 and "Traceback" not in said
+        assert bench.stack.exec("edge", ["squeue", "--user=dev", "--noheader"]) == ""
+        assert bench.sh("edge", f"ls {BASE}/runs") == ""
 
 
 @pytest.mark.parametrize("variant", HEALTHY)

@@ -19,6 +19,7 @@ from dagster_rayslurm import SlurmQueueConfig, SlurmResource, SSHConnectionResou
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.doctor import Line, Verdict, Wanted
 from dagster_rayslurm.doctor.account import forbids, parse_associations
+from dagster_rayslurm.doctor.collect import examine
 from dagster_rayslurm.doctor.machine_lines import edge_lines
 from dagster_rayslurm.doctor.partitions import parse_partitions
 from dagster_rayslurm.doctor.probe_lines import NO_PYTHON, ended_lines, probe_lines
@@ -26,6 +27,7 @@ from dagster_rayslurm.doctor.resource import resource_text
 from dagster_rayslurm.doctor.slurm_lines import Slurm, slurm_lines
 from dagster_rayslurm.edge import machine, site
 from dagster_rayslurm.edge.environment import PROBE
+from dagster_rayslurm.environments import InheritedEnvironment
 
 from ..conftest import wait_until
 
@@ -109,6 +111,18 @@ def test_a_change_is_named(name: str) -> None:
         assert complaints(slurm_lines(facts, wanted(**queue))) == [expected]
 
 
+def test_a_wrong_clock_is_not_the_file_servers() -> None:
+    def said(late: float, skew: float) -> list[tuple[str, str]]:
+        facts = copy.deepcopy(SURVEY)
+        facts["machine"]["directories"]["base"]["clock"] = late
+        return complaints(edge_lines(facts, skew, 0.0))
+
+    assert said(-600.0, 600.0) == [("clock", "failure")]
+    assert said(-60.0, 0.0) == [("file server clock", "warning")]
+    assert said(0.0, 60.0) == [("clock", "warning")]  # The file server's is as wrong.
+    assert said(1.0, 0.0) == []
+
+
 def test_busy_and_cloud_nodes_are_no_alarm() -> None:
     for state in ("alloc", "mix", "comp", "plnd", "idle~", "alloc#", "resv", "mix-"):
         facts = copy.deepcopy(SURVEY)
@@ -165,6 +179,16 @@ def test_limits_of_associations() -> None:
     queue = SlurmQueueConfig(num_nodes=2, gpus_per_node=2, gpu_type="a100", time_limit="12:00:00")
     assert forbids(row, queue, 43200.0) == []
     assert len(forbids(row, queue.having(num_nodes=3, gpus_per_node=2), 90000.0)) == 3
+
+
+def test_without_ssh_and_without_slurm(tmp_path: Path) -> None:
+    here = SlurmResource(ssh=None, remote_base=str(tmp_path / "base"))
+    report = examine(Wanted(here, InheritedEnvironment()), 0, 0.0, print)
+    missing = [line for line in report.lines if line.name == "Slurm programs"]
+    assert [line.verdict for line in missing] == [Verdict.FAILURE] and "sbatch" in missing[0].text
+    names = {line.name for line in report.lines}
+    assert {"login", "base directory", "disk space", "Python"} <= names and not {"slurmctld", "nodes", "accounting"} & names
+    assert report.resource == "" and report.partitions == []
 
 
 # ---- Compute nodes
