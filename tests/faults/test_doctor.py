@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import SlurmQueueConfig, SlurmResource, SSHConnectionResource
+from dagster_rayslurm.ssh.openssh import control_path
 from dagster_rayslurm.ssh.pool import close_connections
 
+from ..connections.fixtures import end_master
 from ..stack.access import Stack
 from .bench import BASE, Bench, environ_of
 from .site_defects import ALL, Defect, busy
@@ -38,6 +40,11 @@ def complaints(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Name and verdict of the lines that are no praise, without the names of nodes; each once."""
     assert all(line["remedy"] for line in bad(report)), bad(report)
     return sorted({(line["name"].rpartition(": ")[2], line["verdict"]) for line in bad(report)})
+
+
+def pasted(report: dict[str, Any]) -> Any:
+    """The resource that can be pasted."""
+    return eval(report["resource"], {each.__name__: each for each in (SlurmQueueConfig, SlurmResource, SSHConnectionResource)})
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,9 @@ if [ -d /opt/slurm ]; then mv /opt/slurm/* /usr/bin/; rm -rf /opt/slurm /etc/pro
 
 
 def test_a_healthy_site_gives_no_alarm_to_the_ssh_program(bench: Bench) -> None:
-    assert complaints(bench.doctor("--probe", CLIENT="openssh")) == []
+    report = bench.doctor("--probe", CLIENT="openssh")
+    end_master(control_path(pasted(report).ssh))
+    assert complaints(report) == [], bad(report)
 
 
 def test_an_interrupted_probe_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
@@ -99,7 +108,6 @@ def test_a_healthy_site_gives_no_alarm(variant: str, bench: Bench) -> None:
 
 def test_the_resource_can_be_pasted(bench: Bench) -> None:
     report = bench.doctor("--partition=gpu", "--gpus-per-node=2")
-    names = {each.__name__: each for each in (SlurmQueueConfig, SlurmResource, SSHConnectionResource)}
-    resource = eval(report["resource"], names)
+    resource = pasted(report)
     assert resource.queue.partition == "gpu" and resource.queue.gpus_per_node == 2
     assert resource.ssh.host == "127.0.0.1" and resource.remote_base == BASE
