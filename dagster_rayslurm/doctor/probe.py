@@ -27,6 +27,7 @@ from .probe_lines import NO_PYTHON, ended_lines, probe_lines
 
 _SECONDS = 120.0  # Seconds that the job waits for the edge node, at most.
 _LAG_PATIENCE = 60.0  # Seconds until a change of a file must be seen by the other side.
+_OWN_END = 3.0  # Seconds in which the job may end by itself once it was told to.
 _SHOWN = 2000  # Most bytes of a log that explain a failure.
 _PROGRAM, _OPTIONS = "machine.py", "options.json"
 # Starts the program by the first Python there is: an old one will do. {run_dir} is the shell's $1.
@@ -60,15 +61,15 @@ def run_probe(
         except StartError as error:
             sentence, _, remedy = str(error).partition("; ")
             return [failure("probe", sentence, remedy or "check the queue's fields")]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                cancel_named(connection, request.job_name, _Silent())
+            raise
         job_id = int(job.job_id)
         try:
             return _follow(connection, run_dir, request, job_id, wanted, began, patience, say)
         finally:
-            wait_until_gone(connection, job_id, patience=_stop(connection, run_dir))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            cancel_named(connection, request.job_name, _Silent())
-        raise
+            wait_until_gone(connection, job_id)
     finally:
         with contextlib.suppress(OSError):
             connection.remove(run_dir)
@@ -155,6 +156,8 @@ def _follow(
         time.sleep(pause)
         pause = min(1.5 * pause, 5.0)
     measured = connection.call(site.reach_and_measure, run_dir, complete, _LAG_PATIENCE, repeat=False, timeout=2 * _LAG_PATIENCE)
+    connection.write(os.path.join(run_dir, machine.STOP), b"1")
+    wait_until_gone(connection, job_id, patience=_OWN_END)
     return probe_lines(complete, measured, wanted, time.monotonic() - began)
 
 
@@ -163,14 +166,6 @@ def _rows(connection: Connection, job_id: int) -> list[QueueRow]:
         return list(fetch_queue(connection).components(job_id))
     except SlurmUnanswered:
         return []
-
-
-def _stop(connection: Connection, run_dir: str) -> float:
-    """Tell the job to end; returns how long it may take."""
-    with contextlib.suppress(OSError):
-        connection.write(os.path.join(run_dir, machine.STOP), b"1")
-        return 3.0
-    return 0.0
 
 
 def _ended(connection: Connection, run_dir: str, job_id: int) -> list[Line]:

@@ -348,7 +348,7 @@ PROBED = (
         ),
         PROBE,
     ),
-    Defect("a busy partition", "probe", "warning", busy, (*PROBE, "--wait=2"), thorough=True),
+    Defect("a busy partition", "probe", "warning", busy, (*PROBE, "--wait=2")),
 )
 
 ALL = (*LOGIN, *EDGE, *SLURM, *SIMULATED, *PROBED)
