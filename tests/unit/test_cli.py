@@ -78,7 +78,10 @@ def test_a_wrong_variable_is_one_sentence(monkeypatch: pytest.MonkeyPatch, base:
 
 
 def test_help_needs_no_dagster_and_names_each_command() -> None:
-    program = "import sys\nfrom dagster_rayslurm.cli import main\nmain(['--help'], standalone_mode=False)\nprint('dagster' in sys.modules)"
+    program = (
+        "import sys; from dagster_rayslurm.cli import main; "
+        "main(['--help'], standalone_mode=False); print('dagster' in sys.modules)"
+    )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said.endswith("False\n")
     context = click.Context(main)
