@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -42,7 +43,7 @@ def test_an_ambiguous_or_unknown_run_is_explained(kept: Path, base: Path) -> Non
     (other / "status.json").write_bytes((kept / "status.json").read_bytes())
     for name, says in (("nope", "no run, session or job"), (kept.name[:4], "2 runs, sessions or jobs")):
         answer = invoke(base, "logs", name)
-        assert answer.exit_code == 1 and says in answer.output and "rayslurm ps" in answer.output
+        assert answer.exit_code == 1 and says in answer.output and ("rayslurm ps" in answer.output or kept.name in answer.output)
 
 
 def test_a_run_without_a_record_is_explained(base: Path) -> None:
@@ -74,3 +75,16 @@ def test_a_wrong_variable_is_one_sentence(monkeypatch: pytest.MonkeyPatch, base:
         (line,) = done.stderr.splitlines()
         assert done.exit_code == 1 and line.startswith("Error: SSHConnectionResource.host: ") and "pydantic" not in line
         assert "; SSHConnectionResource.user: " in line
+
+
+def test_help_needs_no_dagster_and_names_each_command() -> None:
+    program = (
+        "import sys; from dagster_rayslurm.cli import main; "
+        "main(['--help'], standalone_mode=False); print('dagster' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.endswith("False\n")
+    context = click.Context(main)
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        assert command is not None and command.name == name and f"  {name} " in said

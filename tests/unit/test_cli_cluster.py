@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from dagster_rayslurm.cli import main
-from dagster_rayslurm.cli.cluster import Cluster, all_cluster_options, find_cluster
+from dagster_rayslurm.cli.cluster import Cluster, find_cluster
+from dagster_rayslurm.cli.options import all_cluster_options
 
 TOML = """
 default = "small"
