@@ -1,26 +1,26 @@
 """Run Ray-backed Dagster assets on this machine or on a Slurm cluster. Begin with `compute.ComputeResource`."""
 
-from dagster._core.libraries import DagsterLibraryRegistry
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .compute import ComputeResource
-from .config import ExecutionMode, SessionConfig
-from .environments import (
-    CommandEnvironment,
-    ContainerEnvironment,
-    InheritedEnvironment,
-    PackedEnvironment,
-    PixiEnvironment,
-    PreDeployedEnvironment,
-    UvEnvironment,
-)
-from .errors import CompletedRun, RunFailure
-from .launchers import BashLauncher, Launcher, RayLauncher
-from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
-from .ssh.config import SSHConnectionResource
+if TYPE_CHECKING:
+    from .compute import ComputeResource
+    from .config import ExecutionMode, SessionConfig
+    from .environments import (
+        CommandEnvironment,
+        ContainerEnvironment,
+        InheritedEnvironment,
+        PackedEnvironment,
+        PixiEnvironment,
+        PreDeployedEnvironment,
+        UvEnvironment,
+    )
+    from .errors import CompletedRun, RunFailure
+    from .launchers import BashLauncher, Launcher, RayLauncher
+    from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+    from .ssh.config import SSHConnectionResource
 
 __version__ = "0.1.0"
-
-DagsterLibraryRegistry.register("dagster-rayslurm", __version__, is_dagster_package=False)
 
 __all__ = [
     "BashLauncher",
@@ -44,3 +44,14 @@ __all__ = [
     "UvEnvironment",
     "__version__",
 ]
+
+_MODULES = ("compute", "config", "environments", "errors", "launchers", "slurm.config", "ssh.config")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public classes when one is first used (PEP 562): the `rayslurm` command starts without them, and so Dagster."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for each in map(import_module, (f"{__name__}.{module}" for module in _MODULES)):
+        globals().update({public: vars(each)[public] for public in __all__ if public in vars(each)})
+    return globals()[name]

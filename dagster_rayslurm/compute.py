@@ -10,14 +10,18 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import dagster as dg
+from dagster._core.libraries import DagsterLibraryRegistry
 from dagster_pipes import PipesExtras
 
+from . import __version__
 from .compute_fields import ComputeFields, Context, Payloads
 from .config import ExecutionMode, explain, has_variables
 from .environments import Environment, PreDeployedEnvironment, path_on_cluster
 from .errors import CompletedRun
 from .launchers import Launcher
 from .slurm.config import HetComponent, SlurmQueueConfig
+
+DagsterLibraryRegistry.register("dagster-rayslurm", __version__, is_dagster_package=False)
 
 P = ParamSpec("P")
 R = TypeVar("R")

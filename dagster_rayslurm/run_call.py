@@ -36,6 +36,7 @@ from .environments import (
     resolve_environment,
 )
 from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
+from .execution import terminal
 from .execution.run import execute, start_errors
 from .launchers import Launcher, RayLauncher
 from .plan import Plan, by_component, check_slurm_mode, make_plan, merge, session_queue
@@ -68,6 +69,21 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
     # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
     return execute(op_context, plan, backend, resource, extras)
+
+
+def submit(
+    resource: ComputeFields, name: str, log: logging.Logger, detach: bool = False, **arguments: Any
+) -> terminal.Finished | terminal.Detached:
+    """Run the payload of one call from a terminal, without Dagster; `name` stands for the step. Raises `RunFailure`."""
+    if unused := _unused_fields(resource, arguments.get("environment") or resource.environment):
+        log.info(f"[rayslurm] local mode does not use {unused}")
+    with _configuration_errors():
+        # Without Dagster nobody misses a result, so the exit code alone decides.
+        plan, backend = _prepare(Call(resource, uses_pipes=False, **arguments), secrets.token_hex(6))
+    if not detach:
+        return terminal.run_in_terminal(name, plan, backend, resource, log)
+    terminal.refuse_to_detach(resource)
+    return terminal.start_detached(name, plan, backend, resource, log)
 
 
 def example(resource: ComputeFields, **arguments: Any) -> str:

@@ -49,6 +49,15 @@ CORE = {
         "test_dagster_is_killed[slurm-session-running]",
         "test_dagster_is_killed[slurm-unrecorded]",
     ),
+    "faults/test_doctor.py": (
+        "test_a_defect_is_named_by_its_line[a changed host key]",
+        "test_a_defect_is_named_by_its_line[a full disk]",
+        "test_a_defect_is_named_by_its_line[a partition that is down]",
+        "test_a_defect_is_named_by_its_line[no account]",
+        "test_a_defect_is_named_by_its_line[start-up files that print]",
+        "test_a_defect_is_named_by_its_line[the nodes cannot reach each other]",
+        "test_a_healthy_site_gives_no_alarm[two nodes with GPUs]",
+    ),
     "faults/test_full_disk.py": ("test_the_shared_file_system_is_full[slurm]",),
     "faults/test_jobs.py": (
         "test_a_health_check_fails_on_one_node",
@@ -99,6 +108,8 @@ CORE = {
         "test_an_environment_without_ray",
         "test_what_the_cluster_does_not_have",
     ),
+    "slurm/test_dashboard.py": ("test_the_dashboard_and_jobs_of_a_running_step[tcp]",),
+    "slurm/test_terminal_on_slurm.py": ("test_a_run_is_left_found_again_entered_and_followed",),
     "slurm/test_environments.py": (
         "test_a_lock_file_is_enough",
         "test_nodes_have_copies",

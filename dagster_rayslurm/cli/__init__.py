@@ -1,26 +1,52 @@
-"""The `rayslurm` command: shows run directories and sessions, ends sessions, and checks the edge node; starts no payloads."""
+"""The `rayslurm` command."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterator
-from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import click
 
 from .. import __version__
-from ..backends.base import Layout
-from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
-from ..ssh.base import Connection
-from ..ssh.pool import connection_to
-from .env import env
-from .session import edge_node, json_option, one_sentence_errors, prefix_option, print_table, session
+from .options import all_cluster_options
+
+# By command: the module that has it, which is imported when the command is called, and what `rayslurm --help` says of it.
+_COMMANDS = {
+    "attach": ("attach", "Open a shell on the head node of a run, session or job."),
+    "cancel": ("logs", "End a run, session or job."),
+    "check": ("doctor", "Examine a cluster: warnings and failures only."),
+    "dashboard": ("ray", "Show the Ray dashboard of a run, asset, session or job."),
+    "doctor": ("doctor", "Examine a cluster, and name what to mend."),
+    "env": ("env", "Make the environment of payloads on the cluster."),
+    "job": ("ray", "Submit jobs to a Ray cluster that runs, and look at them."),
+    "logs": ("logs", "Print the output of a run."),
+    "ps": ("ps", "List runs, sessions and jobs."),
+    "script": ("submit", "Print the batch script of a command."),
+    "session": ("session", "Start, look at and stop warm sessions."),
+    "show": ("ps", "Show a run, session or job."),
+    "submit": ("submit", "Run a command on the cluster, with a Ray cluster around it."),
+    "top": ("top", "Watch a Ray cluster."),
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Commands that are imported when they are called: Dagster's import takes longer than some of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f".{_COMMANDS[cmd_name][0]}", __package__), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="rayslurm")
 @click.option(
     "--base",
@@ -29,113 +55,10 @@ from .session import edge_node, json_option, one_sentence_errors, prefix_option,
     envvar="RAYSLURM_BASE",
     help="Base directory, `local_base` of the ComputeResource.",
 )
+@all_cluster_options
 @click.pass_context
 def main(context: click.Context, base: str) -> None:
-    """Look at the runs of dagster-rayslurm, and at the cluster."""
+    """Run commands on a Slurm cluster, and look at what runs there: runs, sessions and jobs."""
+    from ..backends.base import Layout
+
     context.obj = Layout(Path(base).expanduser())
-
-
-main.add_command(session)
-main.add_command(env)
-
-
-@main.command()
-@json_option
-@click.pass_obj
-def runs(layout: Layout, as_json: bool) -> None:
-    """List the run directories that were kept or are in use."""
-    rows = [_summary(path) for path in _by_age(layout)]
-    if not as_json:
-        since = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"])) if row["at"] else "" for row in rows]
-        cells = ([row["run"], row["state"], at, row["says"]] for row, at in zip(rows, since, strict=True))
-        return print_table(cells, "run", "state", "since", "says")
-    for row in rows:
-        click.echo(json.dumps(row))
-
-
-@main.command()
-@click.argument("run")
-@click.pass_obj
-def show(layout: Layout, run: str) -> None:
-    """Print the phases and the end of a run, one JSON object per line."""
-    for record in _records(_find(layout, run) / JOURNAL):
-        click.echo(json.dumps(record, ensure_ascii=False))
-
-
-@main.command()
-@click.argument("run")
-@click.pass_obj
-def logs(layout: Layout, run: str) -> None:
-    """Print the output of a run's payload."""
-    for record in _records(_find(layout, run) / STDIO):
-        click.echo(record["d"], nl=False, err=record["s"] == "stderr")
-
-
-def _find(layout: Layout, run: str) -> Path:
-    """The only run directory whose name begins with `run`; an error of the command if there is none, or several."""
-    found = [path for path in _by_age(layout) if path.name.startswith(run)]
-    if len(found) != 1:
-        what = "no run" if not found else f"{len(found)} runs"
-        raise click.ClickException(f"{what} in {layout.runs} begins with {run!r}; `rayslurm runs` lists them")
-    return found[0]
-
-
-def _by_age(layout: Layout) -> list[Path]:
-    """The run directories, the oldest first. Directories that a cleanup removes meanwhile are left out."""
-    found = []
-    for path in layout.runs.glob("*"):
-        with suppress(FileNotFoundError):
-            if path.is_dir():
-                found.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(found)]
-
-
-def _records(path: Path) -> Iterator[Record]:
-    reader = LineReader()
-    try:
-        with path.open("rb") as file:
-            while data := file.read(2**20):
-                yield from reader.feed(data)
-    except OSError as error:
-        raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _summary(run_dir: Path) -> dict[str, Any]:
-    try:
-        status = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        status = {}
-    state, says = status.get("state", "unknown"), status.get("message", "")
-    return {"run": run_dir.name, "state": state, "at": status.get("at"), "says": says}
-
-
-@main.command()
-@prefix_option
-def check(prefix: str) -> None:
-    """Log in to the edge node that the environment names, and ask for its Slurm."""
-    with one_sentence_errors():
-        ssh = edge_node(prefix)
-        connection = connection_to(ssh)
-        seconds = _seconds(connection)
-        click.echo(f"{connection.place}: logged in with {ssh.client} in {seconds:.2f} s")
-        click.echo(f"a command takes {1000 * _seconds(connection):.0f} ms")
-        click.echo(f"home directory: {connection.home()}")
-        click.echo(f"Slurm: {_run(connection, 'sinfo', '--version')}")
-        click.echo(f"partitions: {', '.join(_run(connection, 'sinfo', '--noheader', '--format=%P (%D nodes)').splitlines())}")
-
-
-def _seconds(connection: Connection) -> float:
-    """The seconds that a trivial command takes on the edge node; for the first command, with the login."""
-    started = time.perf_counter()
-    connection.run(["true"])
-    return time.perf_counter() - started
-
-
-def _run(connection: Connection, *command: str) -> str:
-    """The output of a command on the edge node; raises `OSError` if it does not exist there, or fails."""
-    done = connection.run(command, timeout=60)
-    if done.returncode == 127:
-        raise OSError(f"{command[0]} is not on the PATH that a non-interactive login has on {connection.place}; add it there")
-    if done.returncode:
-        raise OSError(f"{' '.join(command)} failed on {connection.place}: {done.stderr.decode('utf-8', 'replace').strip()}")
-    return done.stdout.decode("utf-8", "replace").strip()

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import click
-import dagster as dg
 
-from ..compute import ComputeResource
-from ..config import resolve_variables
 from ..edge import base_directory
 from ..edge import environment as edge
 from ..environments import CommandEnvironment, ContainerEnvironment, Environment, SentEnvironment
@@ -23,7 +17,9 @@ from ..environments.check import facts_of
 from ..environments.send import fetch, recipe_for, send_environment
 from ..run_call import EnvironmentSite, environment_site
 from ..ssh.base import Progress
-from .session import json_option, one_sentence_errors, print_table
+from .cluster import the_cluster
+from .common import json_option, one_sentence_errors, print_json, print_table
+from .options import all_cluster_options, cluster_options
 
 _DAY = 86400.0
 _LEAST_AGE = 3600.0  # Seconds for which `prune` leaves an environment alone, because a run may be about to name it.
@@ -43,45 +39,13 @@ class _Log:
 
 
 @click.group()
-@click.option(
-    "--from",
-    "source",
-    required=True,
-    envvar="RAYSLURM_FROM",
-    metavar="MODULE:RESOURCE",
-    help="The ComputeResource: a name in a module, or the key of a resource in the module's Definitions.",
-)
-@click.pass_context
-def env(context: click.Context, source: str) -> None:
+@all_cluster_options
+def env() -> None:
     """Make the environment of payloads on the cluster, and look at those that are there."""
 
-    def site() -> EnvironmentSite:
-        return environment_site(resource_from(source))
 
-    context.obj = site
-
-
-Site = Callable[[], EnvironmentSite]
-
-
-def resource_from(source: str) -> ComputeResource:
-    """The resource MODULE:RESOURCE, with variables resolved; raises `ValueError` if there is none."""
-    module_name, colon, name = source.partition(":")
-    if not colon or not name:
-        raise ValueError(f"--from {source}: write MODULE:RESOURCE, such as study.definitions:compute")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"--from {source}: {module_name} cannot be imported: {error}") from None
-    found = getattr(module, name, None)
-    for value in vars(module).values():
-        if not isinstance(found, ComputeResource) and isinstance(value, dg.Definitions):
-            found = (value.resources or {}).get(name)
-    if not isinstance(found, ComputeResource):
-        raise ValueError(f"--from {source}: neither {module_name} nor its Definitions have a ComputeResource {name!r}")
-    return resolve_variables(found, name)
+def _site() -> EnvironmentSite:
+    return environment_site(the_cluster().resource)
 
 
 def _sent(site: EnvironmentSite) -> Environment:
@@ -94,11 +58,11 @@ def _sent(site: EnvironmentSite) -> Environment:
 
 
 @env.command()
-@click.pass_obj
-def build(site_of: Site) -> None:
+@cluster_options
+def build() -> None:
     """Fetch and build on this machine what the cluster's platform needs, and send nothing."""
     with one_sentence_errors():
-        site = site_of()
+        site = _site()
         environment = _sent(site)
         if isinstance(environment, (CommandEnvironment, ContainerEnvironment)):
             return click.echo(f"{type(environment).__name__} needs nothing that is fetched or built on this machine")
@@ -108,11 +72,11 @@ def build(site_of: Site) -> None:
 
 
 @env.command()
-@click.pass_obj
-def push(site_of: Site) -> None:
+@cluster_options
+def push() -> None:
     """Make the environment on the cluster, unless it is there; prints its path."""
     with one_sentence_errors():
-        site = site_of()
+        site = _site()
         environment = _sent(site)
         with _progress() as progress:
             found = send_environment(site.connection, environment, site.base, _Log(), site.queues, progress)
@@ -136,16 +100,16 @@ def _progress() -> Iterator[Progress | None]:
 
 
 @env.command("list")
+@cluster_options
 @json_option
-@click.pass_obj
-def list_environments(site_of: Site, as_json: bool) -> None:
+def list_environments(as_json: bool) -> None:
     """List the environments that were made on the cluster."""
     with one_sentence_errors():
-        site = site_of()
+        site = _site()
         rows: list[dict[str, Any]] = site.connection.call(edge.made, site.base, repeat=True, timeout=_TIMEOUT)
         if as_json:
             for row in rows:
-                click.echo(json.dumps(row))
+                print_json(row)
             return
         cells = []
         for row in rows:
@@ -157,11 +121,11 @@ def list_environments(site_of: Site, as_json: bool) -> None:
 
 
 @env.command()
-@click.pass_obj
-def check(site_of: Site) -> None:
+@cluster_options
+def check() -> None:
     """Look at the environment as a run does before it submits anything; makes nothing."""
     with one_sentence_errors():
-        site = site_of()
+        site = _site()
         located = send_environment(site.connection, site.environment, site.base, _Log(), site.queues, make=False)
         path, facts = facts_of(site.connection, located, site.ray, True, site.cache_dir)
         click.echo(f"path: {path}")
@@ -171,12 +135,12 @@ def check(site_of: Site) -> None:
 
 
 @env.command()
+@cluster_options
 @click.option("--days", type=click.IntRange(min=0), help="Days without use; by default the resource's retention_days.")
-@click.pass_obj
-def prune(site_of: Site, days: int | None) -> None:
+def prune(days: int | None) -> None:
     """Remove environments that were not used for long, and that no run or session names."""
     with one_sentence_errors():
-        site = site_of()
+        site = _site()
         age = max((site.retention_days if days is None else days) * _DAY, _LEAST_AGE)
         removed = site.connection.call(base_directory.sweep_environments, site.base, age, repeat=True, timeout=_TIMEOUT)
         for path in removed:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import posixpath
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,53 +16,25 @@ from ..backends.sessions.local import end_session
 from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..backends.sessions.registry import Generation, list_generations
 from ..backends.sessions.request import send_request
-from ..config import resolve_variables
-from ..errors import StartError, one_sentence
+from ..config import ExecutionMode
+from ..errors import StartError
+from ..execution.terminal import Finished
+from ..plan import merge
+from ..run_call import submit
 from ..runtime.protocol.messages import Operation
 from ..slurm.refusals import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
-from ..ssh.base import Connection, expand_home, is_rooted
-from ..ssh.config import SSHConnectionResource
+from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
-from ..ssh.pool import connection_to
+from .cluster import changed, find_cluster, the_cluster
+from .common import duration, json_option, one_sentence_errors, print_json, print_table, print_values, terminal_log
+from .options import all_cluster_options, cluster_options
+from .submit import allocation_options, loaded, queue_of
 
 _THREADS = 8  # Maximum number of sessions that are asked for their description at the same time.
 _OVER = (SessionState.ENDED, SessionState.DEAD)  # States of sessions that have ended; `list` shows them only with `--all`.
 _DESCRIBED = ("running", "waiting", "served", "idle", "time_left")  # What only the session itself knows.
 _COLUMNS = ("session", "state", "job", "node", "run", "wait", "served", "idle", "left")
-
-prefix_option = click.option(
-    "--prefix", default="SLURM_EDGE_NODE_", show_default=True, help="What the variables of the edge node begin with."
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
-
-
-def edge_node(prefix: str) -> SSHConnectionResource:
-    """The login to the edge node, from the environment variables that begin with a prefix; raises `ValueError` as they do."""
-    return resolve_variables(SSHConnectionResource.from_env(prefix), "SSHConnectionResource")
-
-
-@contextmanager
-def one_sentence_errors() -> Iterator[None]:
-    """Turn a `ValueError`, `OSError` or `StartError` inside the block into a one-sentence error of the command, which exits."""
-    try:
-        yield
-    except ValueError as error:
-        raise click.ClickException(one_sentence(error)) from None
-    except (OSError, StartError) as error:
-        raise click.ClickException(str(error)) from None
-
-
-def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) -> None:
-    """Print a table; cells appear literally, without rich's markup. `options` are those of `rich.table.Table`."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(*headers, **options)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    Console().print(table)
 
 
 @dataclass
@@ -97,82 +65,108 @@ class Session:
 
 
 @click.group()
-@prefix_option
-@click.option(
-    "--remote-base",
-    default="~/.dagster_rayslurm",
-    show_default=True,
-    envvar="RAYSLURM_REMOTE_BASE",
-    help="Base directory on the cluster, `remote_base` of the SlurmResource.",
-)
-@click.pass_context
-def session(context: click.Context, prefix: str, remote_base: str) -> None:
-    """Look at warm sessions: those of this machine, and of the cluster if environment variables name its edge node."""
-    context.obj = (context.obj, prefix, remote_base)
+@all_cluster_options
+def session() -> None:
+    """Look at warm sessions: those of this machine, and of the cluster if one is configured."""
 
 
 @session.command("list")
 @click.option("--all", "everything", is_flag=True, help="Also those that have ended and still have a directory.")
 @json_option
+@cluster_options
 @click.pass_obj
-def list_sessions(source: tuple[Layout, str, str], everything: bool, as_json: bool) -> None:
+def list_sessions(layout: Layout, everything: bool, as_json: bool) -> None:
     """List the sessions: what they do, and how long they will last."""
     with one_sentence_errors():
-        found = [each for each in _sessions(*source) if everything or each.row["state"] not in _OVER]
+        found = [each for each in _sessions(layout) if everything or each.row["state"] not in _OVER]
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(Session.refresh, found))
     rows = [each.row for each in found if everything or each.row["state"] not in _OVER]
     if not as_json:
         return print_table(map(_cells, rows), *_COLUMNS)
     for row in rows:
-        click.echo(json.dumps(row))
+        print_json(row)
+
+
+@session.command()
+@click.option("--name", help="Name of the session.  [default: the resource's]")
+@click.option("--idle-timeout", type=click.IntRange(1), metavar="SECONDS", help="Ends without work.  [default: the resource's]")
+@allocation_options
+@json_option
+@cluster_options
+def start(name: str | None, idle_timeout: int | None, as_json: bool, **options: Any) -> None:
+    """Start a session with a warm Ray cluster for interactive work, and wait until it is up; `rayslurm attach` enters it.
+
+    It is the session that assets of the same resource use, if no option changes it, and ends when it was idle for too long.
+    """
+    with one_sentence_errors():
+        cluster = the_cluster()
+        changes = {"name": name, "idle_timeout": idle_timeout, "num_nodes": options["nodes"], "time_limit": options["time_limit"]}
+        changes = {field: value for field, value in changes.items() if value is not None}
+        resource = changed(
+            cluster.resource,
+            mode=ExecutionMode.SLURM_SESSION.value,
+            enable_cluster_reuse=True,
+            session=changed(cluster.resource.session, **changes),
+            slurm=changed(cluster.slurm, queue=merge(cluster.slurm.queue, queue_of(options))),
+        )
+        environment = loaded(resource, options["load_env"])
+        done = submit(resource, "session-start", terminal_log(as_json), payload_path=["true"], environment=environment)
+        if not isinstance(done, Finished) or done.failure is not None:
+            raise ValueError(
+                done.failure.description if isinstance(done, Finished) and done.failure else "the session has not started"
+            )
+        one = _find(str(done.job_id), _sessions(Layout.here(resource.local_base)))
+    if as_json:
+        return print_json(one.row)
+    key = one.row["key"]
+    click.echo(f"the session {key} is up in Slurm job {done.job_id}; `rayslurm attach {key}`, `rayslurm dashboard {key}`")
 
 
 @session.command()
 @click.argument("ident", metavar="ID")
 @json_option
+@cluster_options
 @click.pass_obj
-def show(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
+def show(layout: Layout, ident: str, as_json: bool) -> None:
     """Show one session: ID is its cluster id, its job id, or how its name begins."""
     with one_sentence_errors():
-        one = _find(ident, _sessions(*source))
+        one = _find(ident, _sessions(layout))
         one.refresh()
     shown = {**one.description, **one.row}
     if as_json:
-        return click.echo(json.dumps(shown))
-    cells = [(name.replace("_", " "), _lines(value)) for name, value in shown.items() if value not in (None, [], {}, "")]
-    print_table(cells, show_header=False, box=None, padding=(0, 2, 0, 0))
+        return print_json(shown)
+    print_values(shown)
 
 
 @session.command()
 @click.argument("ident", metavar="ID")
 @json_option
+@cluster_options
 @click.pass_obj
-def stop(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
+def stop(layout: Layout, ident: str, as_json: bool) -> None:
     """End one session and all its payloads, and wait until the end is confirmed: ID as for `show`."""
     with one_sentence_errors():
-        one = _find(ident, _sessions(*source), alive=True)
+        one = _find(ident, _sessions(layout), alive=True)
         name = f"{one.row['key']} on {one.row['place']}"
         if isinstance(one.connection, LocalConnection):
             end_session(one.generation)
         elif not end_generations(one.connection, [one.generation]):
             raise click.ClickException(f"the session {name} had ended already")
     if as_json:
-        return click.echo(json.dumps({**one.row, "state": SessionState.ENDED}))
+        return print_json({**one.row, "state": SessionState.ENDED})
     click.echo(f"ended the session {name}" + (f", Slurm job {one.row['job_id']}" if one.row["job_id"] else ""))
 
 
-def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
-    """The sessions of this machine, and of the Slurm cluster if environment variables name its edge node."""
+def _sessions(layout: Layout) -> list[Session]:
+    """The sessions of this machine, and of the cluster if one is configured."""
     here = LocalConnection()
     found = [Session(here, each, {**_row(here, each, SessionState.UP), "job_id": None}) for each in list_local_sessions(layout)]
-    if f"{prefix.rstrip('_')}_HOST" not in os.environ:
+    cluster = find_cluster()
+    if cluster is None:
         return found
-    ssh = edge_node(prefix)
-    if not is_rooted(remote_base):
-        raise ValueError(f'--remote-base: {remote_base!r} is relative; write an absolute path, or one that begins with "~/"')
-    connection = connection_to(ssh)
-    generations = list_generations(connection, posixpath.normpath(expand_home(connection, remote_base)))
+    connection = cluster.connection
+    generations = list_generations(connection, cluster.base)
     snapshot = fetch_queue(connection) if generations else None
     for each in generations:
         job = job_of(each, snapshot) if snapshot else None
@@ -228,20 +222,4 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     state = f"{row['state']} ({row['reason']})" if row["reason"] else str(row["state"])
     name = f"{row['key']}\n{row['cluster_id'] or ''}".rstrip() + (f" #{row['generation']}" if row["generation"] > 1 else "")
     numbers = ("" if row[column] is None else str(row[column]) for column in ("running", "waiting", "served"))
-    return [name, state, row["job_id"] or "", row["node"] or "", *numbers, _duration(row["idle"]), _duration(row["time_left"])]
-
-
-def _duration(seconds: float | None) -> str:
-    """Seconds as H:MM:SS or M:SS; "" for None."""
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(int(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _lines(value: Any) -> str:
-    """A value of a session's description as text: a list has one line per item."""
-    if isinstance(value, dict):
-        return "  ".join(f"{name} {item}" for name, item in value.items() if item is not None)
-    return "\n".join(map(_lines, value)) if isinstance(value, list) else str(value)
+    return [name, state, row["job_id"] or "", row["node"] or "", *numbers, duration(row["idle"]), duration(row["time_left"])]

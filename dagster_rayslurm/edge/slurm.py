@@ -75,12 +75,25 @@ def environment(keep: "Sequence[str]") -> "dict[str, str]":
     asked once for its PATH.
     """
     environ = without_options(login_environment(), keep)
-    path = environ.get("PATH", os.defpath)
-    if not shutil.which("sbatch", path=path):
-        if not _login_path:
-            _login_path.append(os.path.dirname(shutil.which("sbatch", path=_path_of_login_shell(environ)) or ""))
-        environ["PATH"] = path + ":" + _login_path[0] if _login_path[0] else path
+    environ["PATH"] = search_path(environ)
     return environ
+
+
+def command_line(command: "Sequence[str]") -> "list[str]":
+    """The command as `run` would run it, for a shell of the same user: with the same PATH, and without variables for options."""
+    kept = environment(())
+    removed = ["--unset=" + name for name in sorted(os.environ) if _OPTIONS.fullmatch(name) and name not in kept]
+    return ["env", *removed, "PATH=" + kept.get("PATH", os.defpath), *command]
+
+
+def search_path(environ: "Mapping[str, str]") -> str:
+    """The PATH on which Slurm's programs are looked for."""
+    path = environ.get("PATH", os.defpath)
+    if shutil.which("sbatch", path=path):
+        return path
+    if not _login_path:
+        _login_path.append(os.path.dirname(shutil.which("sbatch", path=_path_of_login_shell(environ)) or ""))
+    return path + ":" + _login_path[0] if _login_path[0] else path
 
 
 def _path_of_login_shell(environ: "Mapping[str, str]") -> str:

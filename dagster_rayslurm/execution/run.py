@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from dagster_pipes import PipesContextData
 
 from ..backends.base import Backend, Layout, Register, RunningPayload, deferred_interrupts, delayed_interrupts
+from ..backends.ownership import Ownership
 from ..compute_fields import ComputeFields
 from ..edge.base_directory import sweep_runs
 from ..errors import CompletedRun, FailureKind, RunFailure, StartError
@@ -47,70 +49,23 @@ def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resourc
     home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
     with start_errors():
-        _sweep(backend, home, resource.retention_days)
+        sweep_old_files(backend, home, resource.retention_days)
         launch = reattach_or_new(context, next(iter(plans.values())), backend, home)
     if None in plans:
         plans = {None: launch.plan}
     writers = sum(each.uses_pipes for each in plans.values())
     pipes = RecordPipes(context, max(1, writers))
+    run = PayloadRun(context.log, backend, resource, launch, plans, lambda: _mark_canceling(context))
     with pipes.session(extras, writers > 0) as session:
-        try:
-            run, metadata = _run_once(context, plans, backend, resource, launch, pipes)
-        except RunFailure as failure:
-            again = second_try(failure, plan, backend, resource.on_unhealthy, context.log)
-            if not again:
-                raise
-            nonce = secrets.token_hex(6)
-            plans = {name: replace(each, payload=replace(each.payload, nonce=nonce)) for name, each in plans.items()}
-            with start_errors():
-                launch = launch.again(nonce, backend, home)
-            try:
-                run, metadata = _run_once(context, plans, backend, resource, launch, pipes)
-            except RunFailure as second:
-                remember(second.unhealthy, backend, context.log)
-                raise
-            metadata = {**metadata, "Unhealthy nodes": "; ".join(map(str, failure.unhealthy))}
+        metadata = run.complete(
+            pipes.pipes_context,
+            pipes.handler,
+            # A throwaway handler checks each result of a component, so that Dagster does not get the result yet.
+            check=lambda each: dg.PipesMessageHandler(context, pipes).handle_message(each),
+        )
     outputs = sorted(path for path in run.outputs.rglob("*") if path.is_file())
     running = run.first.running
     return CompletedRun(session, metadata, running.cluster_id, running.job_id, outputs)
-
-
-def _run_once(
-    context: dg.OpExecutionContext,
-    plans: Mapping[Any, Plan],
-    backend: Backend,
-    resource: ComputeFields,
-    launch: Launch,
-    pipes: Any,
-) -> tuple[PayloadRun, Metadata]:
-    """Run plans, which may have to be tried again on other nodes, to the end; returns the run, which succeeded, and its metadata.
-
-    Raises RunFailure.
-    """
-    run = PayloadRun(context, backend, resource, launch, plans)
-    # A throwaway handler checks each result of a component, so that Dagster does not get the result yet.
-    merger = ReportMerger(pipes.handler, plans, lambda each: dg.PipesMessageHandler(context, pipes).handle_message(each))
-    plan: Any = plans.get(None, plans)
-    run.follow(
-        lambda register: backend.start(plan, run.run_dir, pipes.pipes_context, launch.step, register),
-        lambda component: pipes.handler if component is None else merger.of(component),
-    )
-    for component, error in merger.hand_over():
-        run.payloads[component].follower.messages.refuse(error, run.payloads[component].evidence)
-    judged = {component: run.judge(each) for component, each in run.payloads.items()}
-    verdict = judge_components(judged)
-    own = {component: each.metadata(resource.mode) for component, each in run.payloads.items()}
-    metadata = metadata_of_all(own, judged, resource.mode, run.first.running.job_id)
-    kept = run.clean_up(verdict)
-    unhealthy = unhealthy_nodes([row for each in run.payloads.values() for row in each.unhealthy])
-    if verdict.kind is not None:
-        metadata = {**failures_metadata(judged, kept), **metadata}
-        causes = unhealthy if verdict.kind == FailureKind.CLUSTER_START else ()
-        raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry, causes)
-    if unhealthy:  # Nodes without which the cluster started, as `min_nodes` allows.
-        metadata["Unhealthy nodes"] = "; ".join(map(str, unhealthy))
-        remember(unhealthy, backend, context.log)
-    return run, metadata
 
 
 @contextmanager
@@ -160,25 +115,91 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """One run from its start to its verdict."""
+    """One run from its start to its verdict. It knows nothing of Dagster but its log."""
 
-    context: dg.OpExecutionContext
+    log: Any
     backend: Backend
     resource: ComputeFields
     launch: Launch
     plans: Mapping[Any, Plan]  # By component, in the order of the components in the job.
+    on_interrupt: Callable[[], None] = lambda: None  # Called when a person has pressed Ctrl-C.
     payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
     outputs_left: bool = False  # Whether some output files could not be copied, and are only in the run directory.
 
-    def __post_init__(self) -> None:
-        self.run_dir = str(self.backend.layout.runs / self.launch.name)
-        self.outputs = Layout.here(self.resource.local_base).outputs / self.launch.name
-        self._owner = self.launch.step.owner
+    @property
+    def run_dir(self) -> str:
+        """The run directory where the payloads run."""
+        return str(self.backend.layout.runs / self.launch.name)
+
+    @property
+    def outputs(self) -> Path:
+        """The directory on this machine that gets the output files."""
+        return Path(Layout.here(self.resource.local_base).outputs, self.launch.name)
+
+    @property
+    def _owner(self) -> Ownership:
+        return self.launch.step.owner
+
+    @property
+    def _plan(self) -> Any:
+        """The plan of the only payload, or the plans by component."""
+        return self.plans.get(None, self.plans)
 
     @property
     def first(self) -> FollowedPayload:
         """The payload that started first."""
         return next(iter(self.payloads.values()))
+
+    def complete(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Metadata:
+        """Run the payloads to the end, once more if unhealthy nodes prevented it and the resource says so; returns the metadata.
+
+        `handler` gets Pipes messages. With components their results are checked first, each by `check`, and handed over together.
+        Raises RunFailure for all but a success.
+        """
+        try:
+            return self._complete_once(context, handler, check)
+        except RunFailure as failure:
+            if not second_try(failure, self._plan, self.backend, self.resource.on_unhealthy, self.log):
+                raise
+            causes = failure.unhealthy
+        self._start_over()
+        try:
+            metadata = self._complete_once(context, handler, check)
+        except RunFailure as failure:
+            remember(failure.unhealthy, self.backend, self.log)
+            raise
+        return {**metadata, "Unhealthy nodes": "; ".join(map(str, causes))}
+
+    def _start_over(self) -> None:
+        """Take a new run directory in place of one whose payloads never started."""
+        nonce = secrets.token_hex(6)
+        self.plans = {name: replace(each, payload=replace(each.payload, nonce=nonce)) for name, each in self.plans.items()}
+        with start_errors():
+            self.launch = self.launch.again(nonce, self.backend, Layout.here(self.resource.local_base))
+        self.payloads, self.outputs_left = {}, False
+
+    def _complete_once(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Metadata:
+        merger = ReportMerger(handler, self.plans, check)
+        self.follow(
+            lambda register: self.backend.start(self._plan, self.run_dir, context, self.launch.step, register),
+            lambda component: handler if component is None else merger.of(component),
+        )
+        for component, error in merger.hand_over():
+            self.payloads[component].follower.messages.refuse(error, self.payloads[component].evidence)
+        judged = {component: self.judge(each) for component, each in self.payloads.items()}
+        verdict = judge_components(judged)
+        own = {component: each.metadata(self.resource.mode) for component, each in self.payloads.items()}
+        metadata = metadata_of_all(own, judged, self.resource.mode, self.first.running.job_id)
+        kept = self.clean_up(verdict)
+        unhealthy = unhealthy_nodes([row for each in self.payloads.values() for row in each.unhealthy])
+        if verdict.kind is not None:
+            metadata = {**failures_metadata(judged, kept), **metadata}
+            causes = unhealthy if verdict.kind == FailureKind.CLUSTER_START else ()
+            raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry, causes)
+        if unhealthy:  # Nodes without which the cluster started, as `min_nodes` allows.
+            metadata["Unhealthy nodes"] = "; ".join(map(str, unhealthy))
+            remember(unhealthy, self.backend, self.log)
+        return metadata
 
     def follow(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> None:
         """Start the payloads, follow them to their ends, and release them whatever happens.
@@ -212,7 +233,7 @@ class PayloadRun:
                 self.launch.forget()
             may_run_on = self.launch.step.reattached and not self.payloads
             if not may_run_on and not self._keeps_run_dir(failed=True):
-                _discard(self.backend.connection, self.run_dir)
+                discard(self.backend.connection, self.run_dir)
             raise
         finally:
             self._release()
@@ -259,7 +280,7 @@ class PayloadRun:
             self._dir_of(component),
             plan.payload.nonce,
             handler,
-            self.context.log,
+            self.log,
             self.backend.cadence,
             self.resource.connection_loss_timeout,
             running.requeue,
@@ -288,11 +309,11 @@ class PayloadRun:
 
     def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> None:
         """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period."""
-        payloads, log = list(self.payloads.values()), self.context.log
+        payloads, log = list(self.payloads.values()), self.log
         for each in payloads:
             each.evidence.interrupted = True
         if isinstance(interrupt, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
-            _mark_canceling(self.context)
+            self.on_interrupt()
         if not payloads:
             return
         log.warning(f"[rayslurm] ending the payload{'s' * (len(payloads) > 1)}: {type(interrupt).__name__}")
@@ -324,7 +345,7 @@ class PayloadRun:
             return
         failure = _superseded(self._owner.new_owner)
         if not isinstance(error, Exception):
-            self.context.log.warning(f"[rayslurm] {failure.description}")
+            self.log.warning(f"[rayslurm] {failure.description}")
             raise error
         raise failure from None
 
@@ -336,7 +357,7 @@ class PayloadRun:
             for component, plan in self.plans.items():
                 if plan.secret_env and self._owner.new_owner is None:
                     # The runtime removes secrets when it starts; a runtime that never started leaves them.
-                    _discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
+                    discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
         """Fetch output files and warn of missing ones; returns why some are only in the run directory, or None."""
@@ -348,7 +369,7 @@ class PayloadRun:
         except OSError as error:
             problem = f"its outputs cannot be brought back: {error}"
         for warning in _missing_output_warnings(end, succeeded):
-            self.context.log.warning(f"[rayslurm] {payload.label}{warning}")
+            self.log.warning(f"[rayslurm] {payload.label}{warning}")
         if problem is None and end["outputs_failed"]:
             copy = f"an output could not be copied to {outputs}"
             problem = f"{copy}, and stays in the run directory: {end['outputs_failed'][0]}"
@@ -424,13 +445,13 @@ def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
     return warnings
 
 
-def _discard(connection: Connection, path: str) -> None:
+def discard(connection: Connection, path: str) -> None:
     """Remove a file or directory; if that fails, a later sweep removes it."""
     with suppress(OSError):
         connection.remove(path)
 
 
-def _sweep(backend: Backend, home: Layout, retention_days: float) -> None:
+def sweep_old_files(backend: Backend, home: Layout, retention_days: float) -> None:
     """Remove files older than `retention_days` on this machine and where payloads run; at most once an hour per process."""
     now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:

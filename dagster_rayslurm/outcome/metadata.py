@@ -37,8 +37,10 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
         metadata["Ray version"] = context["ray_version"]
         metadata["Ray cluster was warm"] = bool(context["warm"])
         metadata["Ray bring-up (s)"] = round(context["bring_up"], 2)
-        if context.get("dashboard_url") and context.get("kept_warm"):  # Another cluster ends with the run.
-            metadata["Ray dashboard"] = dg.MetadataValue.url(context["dashboard_url"])
+        if context.get("dashboard_url"):
+            warm = context.get("kept_warm")  # Another cluster ends with the run.
+            said = f"`rayslurm dashboard {cluster_id}` while the session lasts" if warm else "was there until the run ended"
+            metadata["Ray dashboard"] = dg.MetadataValue.md(said) if warm else said
         metadata["Nodes"] = _nodes_table(context, node_usage)
     elif context.get("hostname"):
         metadata["Node"] = context["hostname"]

@@ -1,4 +1,4 @@
-"""`python -I runtime.pyz run DIR | node DIR | part DIR | session DIR | serve DIR | ask DIR | ray-node ORDER | health …`."""
+"""`python -I runtime.pyz run DIR | node DIR | part DIR | session DIR | serve DIR | ask DIR | relay | ray-node … | health …`."""
 
 # Types stand in comments, because an older Python must parse this file to say that it is too old. Each role imports what it
 # needs when it begins: a start takes about 0.13 s, most of it imports.
@@ -185,6 +185,10 @@ def main(argv):  # type: (list[str]) -> int
         from .protocol import rpc
 
         return rpc.main(argv[1])
+    if role == "relay":
+        from .protocol import relay
+
+        return relay.main()
     if role not in _ROLES:
         sys.exit(__doc__)
 

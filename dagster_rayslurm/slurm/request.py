@@ -142,6 +142,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _INVISIBLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONG_OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(=.*)?")
 
+FROM_TERMINAL = "submit"  # Stands for the id of the Dagster run where `rayslurm submit` started the payload.
+
 _NAME_PREFIX = "rayslurm-"
 _MAX_STEP = 40  # Most characters of the step's key in a job name.
 _MAX_COMMENT = 500  # Most bytes of a job's comment; slurmctld refuses strings of more than 1024 (tried on 22.05 and 24.11).
@@ -272,7 +274,7 @@ def is_job_of(name: str, nonce: str) -> bool:
 
 def job_comment(run_id: str, step_key: str, partition_key: str | None) -> str:
     """A comment that names the Dagster run, step and partition of a job, in one line of at most 500 bytes."""
-    words = ["dagster run", run_id, "step", step_key]
+    words = ["rayslurm submit", step_key] if run_id == FROM_TERMINAL else ["dagster run", run_id, "step", step_key]
     if partition_key is not None:
         words += ["partition", partition_key]
     line = _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", " ".join(words)).encode()
@@ -309,6 +311,19 @@ def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
 # ---- The batch script
 
 LOG = "slurm.log"  # File in the run directory with the output of the batch script and of Slurm.
+
+
+def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str]:
+    """An srun that starts one task on the head node of a job that runs; None for the job's first node."""
+    # Without --overlap the step would wait for the CPUs that the job's own step holds. Without --mem=0 it would request
+    # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
+    # (tried on Slurm 22.05 and 24.11).
+    return [
+        *("srun", "--overlap", f"--jobid={job_id}", *(["--het-group=0"] if heterogeneous else [])),
+        *("--nodes=1", "--ntasks=1", *([f"--nodelist={node}"] if node else [])),
+        *("--mem=0", "--cpu-bind=none", "--mpi=none", "--quiet"),
+    ]
+
 
 _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")  # A line of the file `exit`: job id, restart count and exit code of srun.
 
@@ -377,7 +392,7 @@ def render_script(
     for number, component in enumerate(request.components):
         lines += ["#SBATCH hetjob"] if number else []
         resets = _resets(component, request.components[number - 1]) if number else ()
-        lines += [f"#SBATCH {option}" for option in (*resets, *_component_options(component))]
+        lines += [f"#SBATCH {option}" for option in (*resets, *sbatch_options(component))]
     lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit"]
     for name, value in check_environment(site, "SlurmResource.site").items():
         lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
@@ -396,7 +411,7 @@ def parse_exit(data: bytes, job_id: int) -> int | None:
     return next((code for restart, code in reversed(ends) if restart == last), None)
 
 
-def _component_options(request: JobRequest) -> Iterator[str]:
+def sbatch_options(request: JobRequest) -> Iterator[str]:
     """The options of a job or of one component; sbatch does not pass most of them on to further components."""
     yield "--ntasks-per-node=1"
     for each in SBATCH_FIELDS:

@@ -268,6 +268,11 @@ class SharedQueue:
             self._busy = False
 
 
+def squeue_command() -> list[str]:
+    """The squeue whose output `parse_squeue` reads."""
+    return [*_SQUEUE, f"--format={_FORMAT}"]
+
+
 def fetch_queue(connection: Connection) -> QueueSnapshot:
     """The queue right now, from a `squeue` of its own, for the few decisions that must not rest on the shared snapshot."""
     _, snapshot = _ask(connection)
@@ -278,7 +283,7 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
 def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
     """The cluster's time at the call, and the queue if there is a newer answer; `shared` as for `edge.slurm.queue`."""
     try:
-        done = run_slurm(connection, [*_SQUEUE, f"--format={_FORMAT}"], timeout=_TIMEOUT, function=slurm.queue, options=shared)
+        done = run_slurm(connection, squeue_command(), timeout=_TIMEOUT, function=slurm.queue, options=shared)
     except TimeoutError as error:
         raise SlurmUnanswered(str(error)) from None
     if done.returncode:

@@ -34,11 +34,14 @@ _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
 
 class ConnectionFailed(ConnectionError):
-    """A connection cannot be made or has broken; if `temporary`, a later try with the same configuration may succeed."""
+    """A connection cannot be made or has broken; if `temporary`, a later try with the same configuration may succeed.
 
-    def __init__(self, sentence: str, temporary: bool = True) -> None:
+    `subject` is the part of a login that failed: "network", "host key", "authentication" or "login shell".
+    """
+
+    def __init__(self, sentence: str, temporary: bool = True, subject: str = "network") -> None:
         super().__init__(sentence)
-        self.temporary = temporary
+        self.temporary, self.subject = temporary, subject
 
 
 class ServerBusy(ConnectionFailed):
@@ -90,6 +93,13 @@ class Connection(ABC):
         """A stream to `host:port`, an address that the machine can reach. By SSH it just ends if nothing listens there."""
 
     @abstractmethod
+    def stream(self, command: Sequence[str]) -> socket.socket:
+        """Standard input and output of a command that is started now, and whose end ends the stream; no shell reads its words.
+
+        What it writes to standard error may appear in the stream. If it cannot be started, the stream ends.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Log out. The next use of the connection logs in again."""
 
@@ -134,6 +144,10 @@ class Connection(ABC):
         if code is None:
             raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended")
         return Completed(code, out, err)
+
+    def interact(self, command: Sequence[str]) -> int:
+        """Run a command with this process's terminal, or its standard input and output, and return its exit code."""
+        raise OSError(f"{self.place}: this connection has no terminals; {shlex.join(command)[:200]} cannot be run")
 
     def home(self) -> str:
         """The home directory of the user who is logged in."""

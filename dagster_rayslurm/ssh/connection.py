@@ -11,10 +11,11 @@ import itertools
 import os
 import re
 import secrets
+import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any, Protocol, TypeVar
@@ -69,6 +70,10 @@ class Transport(Protocol):
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
         """Copy bytes between a client and an address that the server reaches; `ConnectionGone` if nothing was copied."""
+        ...
+
+    def interact(self, command: str) -> int:
+        """Run a command in the login shell with the terminal of this process; returns its exit code."""
         ...
 
     def close(self) -> None: ...
@@ -192,6 +197,14 @@ def _resolve(future: Future[Any], header: dict[str, Any], values: list[Any]) -> 
         future.set_result(tuple(values) if header["tuple"] else values[0])
 
 
+def _pump(client: socket.socket, channel: Stream) -> None:
+    """Send what the client writes, and then end the command."""
+    with contextlib.suppress(OSError, EOFError):
+        while data := client.recv(_BUFFER):
+            channel.sendall(data)
+    channel.close()
+
+
 class SSHConnection(Connection):
     """Files and commands of an edge node, by SSH. All threads share one login and one agent.
 
@@ -296,6 +309,22 @@ class SSHConnection(Connection):
         threading.Thread(target=self._tunnel, args=(host, port, client), name="rayslurm-tunnel", daemon=True).start()
         return stream
 
+    def stream(self, command: Sequence[str]) -> socket.socket:
+        stream, client = socket.socketpair()
+        arguments = ("exec " + shlex.join(command), client)
+        threading.Thread(target=self._run_on_stream, args=arguments, name="rayslurm-stream", daemon=True).start()
+        return stream
+
+    def _run_on_stream(self, command: str, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError, EOFError, Refused):  # A failure ends the stream.
+            with self._lock:
+                transport = self._logged_in()
+            channel = next(iter(transport.start(command)))
+            with contextlib.closing(channel):
+                threading.Thread(target=_pump, args=(client, channel), name="rayslurm-stream", daemon=True).start()
+                while data := channel.recv(_BUFFER):
+                    client.sendall(data)
+
     def _tunnel(self, host: str, port: int, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError, EOFError, Refused):  # A failure ends the stream.
             for last in (False, True):
@@ -309,6 +338,14 @@ class SSHConnection(Connection):
                     with self._lock:
                         if self._transport is transport:
                             self._log_out()
+
+    def interact(self, command: Sequence[str]) -> int:
+        with self._lock:
+            transport = self._logged_in()
+        try:
+            return transport.interact(shlex.join(command))
+        except Refused:
+            raise errors.no_sessions(self.ssh) from None
 
     def close(self) -> None:
         with self._lock:

@@ -17,12 +17,12 @@ def address(ssh: SSHConnectionResource) -> str:
     return f"{ssh.user}@{ssh.host}:{ssh.port}" if ssh.user else f"{ssh.host}:{ssh.port}"
 
 
-def failed(ssh: SSHConnectionResource, sentence: str, temporary: bool = False) -> ConnectionFailed:
-    return ConnectionFailed(f"SSH to {address(ssh)}: {sentence}", temporary)
+def failed(ssh: SSHConnectionResource, sentence: str, temporary: bool = False, subject: str = "network") -> ConnectionFailed:
+    return ConnectionFailed(f"SSH to {address(ssh)}: {sentence}", temporary, subject)
 
 
 def _failure(
-    sentence: str, temporary: bool = False, kind: type[ConnectionFailed] = ConnectionFailed
+    sentence: str, temporary: bool = False, kind: type[ConnectionFailed] = ConnectionFailed, subject: str = "network"
 ) -> Callable[..., ConnectionFailed]:
     """A function that returns the exception; `{said}` in the sentence is the detail in parentheses, or nothing."""
 
@@ -30,7 +30,7 @@ def _failure(
         jump = address(ssh.jump_host or ssh)
         said = detail and f" ({detail})"
         text = sentence.format(ssh=ssh, detail=detail, said=said, file=known_hosts_path(ssh), jump=jump, **more)
-        return kind(f"SSH to {address(ssh)}: {text}", temporary)
+        return kind(f"SSH to {address(ssh)}: {text}", temporary, subject)
 
     return make
 
@@ -56,31 +56,46 @@ jump_refused = _failure(
 )
 host_key_unknown = _failure(
     'its host key is not in {file} and host_key_checking is "strict"; compare the key with what the site publishes and add it '
-    "there{said}"
+    "there{said}",
+    subject="host key",
 )
 host_key_changed = _failure(
     "its host key is not the one in {file}; somebody may be listening in, so nothing was sent: ask the site, and if the key was "
-    "renewed, remove the old line{said}"
+    "renewed, remove the old line{said}",
+    subject="host key",
 )
-host_key_revoked = _failure("its host key is marked @revoked in {file}; do not use this server before the site has renewed it")
-host_key_not_pinned = _failure("its host key is not the one in `host_key`; nothing was sent: ask the site for its key{said}")
+host_key_revoked = _failure(
+    "its host key is marked @revoked in {file}; do not use this server before the site has renewed it", subject="host key"
+)
+host_key_not_pinned = _failure(
+    "its host key is not the one in `host_key`; nothing was sent: ask the site for its key{said}", subject="host key"
+)
 login_refused = _failure(
     "the server refused the login with {detail}{offered}; check `user`, `key_path` and that the public key is in "
-    "~/.ssh/authorized_keys there, or `password`"
+    "~/.ssh/authorized_keys there, or `password`",
+    subject="authentication",
 )
 prompt_unanswered = _failure(
     "the server asks {detail!r}, which nobody can answer here; log in once by hand and let this use that login: set "
-    'client="openssh" and require_existing_master=True, then type: {command}'
+    'client="openssh" and require_existing_master=True, then type: {command}',
+    subject="authentication",
 )
-no_master = _failure("no master connection is open and require_existing_master is set; type: {detail}", temporary=True)
+no_master = _failure(
+    "no master connection is open and require_existing_master is set; type: {detail}", temporary=True, subject="authentication"
+)
 no_sessions = _failure(
-    "the server opens no session on this connection (MaxSessions is 0, or others use them all); ask the site", temporary=True
+    "the server opens no session on this connection (MaxSessions is 0, or others use them all); ask the site",
+    temporary=True,
+    subject="login shell",
 )
 no_shell = _failure(
     "the login shell ended before it ran anything{detail}; the account needs a shell that takes `-c COMMAND` (neither a "
-    "restricted shell nor a ForceCommand) and start-up files that do not exit"
+    "restricted shell nor a ForceCommand) and start-up files that do not exit",
+    subject="login shell",
 )
-no_python = _failure("{ssh.python} does not run there{said}; name a Python 3.6 or newer of the server as `python`")
+no_python = _failure(
+    "{ssh.python} does not run there{said}; name a Python 3.6 or newer of the server as `python`", subject="login shell"
+)
 no_client = _failure('client="openssh" needs the `ssh` program, which is not on PATH; install openssh-client')
 
 

@@ -8,8 +8,10 @@ import os
 import random
 import socket
 import stat
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from .base import Connection, Submit
@@ -33,6 +35,19 @@ class LocalConnection(Connection):
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
         stream = socket.create_connection((host, port), timeout)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return stream
+
+    def interact(self, command: Sequence[str]) -> int:
+        with contextlib.suppress(KeyboardInterrupt):
+            return subprocess.call(list(command))
+        return 130
+
+    def stream(self, command: Sequence[str]) -> socket.socket:
+        stream, other = socket.socketpair()
+        with other:
+            fd = other.fileno()
+            process = subprocess.Popen(command, stdin=fd, stdout=fd, stderr=fd, start_new_session=True)
+        threading.Thread(target=process.wait, name="rayslurm-stream", daemon=True).start()
         return stream
 
     def close(self) -> None: ...

@@ -105,7 +105,9 @@ def check_files(ssh: SSHConnectionResource) -> None:
             # ssh(1) ignores a key that other users can read.
             if status.st_uid == os.getuid() and status.st_mode & 0o077:
                 mode = stat.S_IMODE(status.st_mode)
-                raise errors.failed(hop, f"others can read the key {key} (mode {mode:04o}); run: chmod 600 {key}")
+                raise errors.failed(
+                    hop, f"others can read the key {key} (mode {mode:04o}); run: chmod 600 {key}", subject="authentication"
+                )
         if hop.certificate_path:
             _check_readable(hop, str(certificate_path(hop)), "certificate_path")
         if hop.known_hosts_file and os.path.exists(known_hosts):
@@ -113,13 +115,14 @@ def check_files(ssh: SSHConnectionResource) -> None:
 
 
 def _check_readable(ssh: SSHConnectionResource, path: str, name: str) -> None:
+    subject = "host key" if name == "known_hosts_file" else "authentication"
     try:
         _text(path, 1)
     except FileNotFoundError:
-        raise errors.failed(ssh, f"{path} does not exist; check `{name}`") from None
+        raise errors.failed(ssh, f"{path} does not exist; check `{name}`", subject=subject) from None
     except OSError as error:
         raise errors.failed(
-            ssh, f"{path} cannot be read ({error.strerror}); check `{name}` and the file's owner and mode"
+            ssh, f"{path} cannot be read ({error.strerror}); check `{name}` and the file's owner and mode", subject=subject
         ) from None
 
 
@@ -142,10 +145,12 @@ def load_key(ssh: SSHConnectionResource, path: str) -> Any | None:
                 raise ValueError
             key.load_certificate(certificate)
         except (ValueError, UnsupportedAlgorithm):
-            raise errors.failed(ssh, f"{certificate} is not a certificate for the key {path}; check `certificate_path`") from None
+            raise errors.failed(
+                ssh, f"{certificate} is not a certificate for the key {path}; check `certificate_path`", subject="authentication"
+            ) from None
         if loaded.valid_before < time.time():
             ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(loaded.valid_before))
-            raise errors.failed(ssh, f"the certificate {certificate} ended {ended}; have it renewed")
+            raise errors.failed(ssh, f"the certificate {certificate} ended {ended}; have it renewed", subject="authentication")
     return key
 
 
@@ -158,13 +163,19 @@ def _unlock(ssh: SSHConnectionResource, path: str, passphrase: str | None) -> An
         with contextlib.suppress(OSError, IndexError, StopIteration):
             public = _text(f"{path}.pub").split()[1]
             return next(key for key in agent_keys() if key.get_base64() == public)
-        raise errors.failed(ssh, f"the key {path} is locked; give `key_passphrase`, or add the key to an agent") from None
+        raise errors.failed(
+            ssh, f"the key {path} is locked; give `key_passphrase`, or add the key to an agent", subject="authentication"
+        ) from None
     except (UnsupportedAlgorithm, UnknownKeyType):
         return None
     except (ValueError, paramiko.SSHException) as error:
         if passphrase and "PRIVATE KEY-----" in _text(path) and "format" not in str(error).lower():
-            raise errors.failed(ssh, f"`key_passphrase` does not open the key {path}; check it") from None
-        raise errors.failed(ssh, f"{path} is not a private key that can be read; check `key_path`") from None
+            raise errors.failed(
+                ssh, f"`key_passphrase` does not open the key {path}; check it", subject="authentication"
+            ) from None
+        raise errors.failed(
+            ssh, f"{path} is not a private key that can be read; check `key_path`", subject="authentication"
+        ) from None
 
 
 def check_keys(ssh: SSHConnectionResource) -> None:
@@ -265,7 +276,9 @@ def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise errors.failed(ssh, f"the known hosts cannot be read ({error}); check `known_hosts_file`") from None
+            raise errors.failed(
+                ssh, f"the known hosts cannot be read ({error}); check `known_hosts_file`", subject="host key"
+            ) from None
     return keys
 
 
@@ -298,5 +311,7 @@ def _learn(ssh: SSHConnectionResource, shown: str) -> None:
             file.write(f"{_host_name(ssh.host, ssh.port)} {shown}\n".encode())
     except OSError as error:
         raise errors.failed(
-            ssh, f"its new host key cannot be kept ({error}); make that file writable, or name another as `known_hosts_file`"
+            ssh,
+            f"its new host key cannot be kept ({error}); make that file writable, or name another as `known_hosts_file`",
+            subject="host key",
         ) from None

@@ -28,6 +28,7 @@ from .config import SSHConnectionResource, certificate_path, key_path, known_hos
 from .connection import Refused
 from .local import locked, private_dir
 from .login import Prompts, asks_password, check_files, check_keys, login_slot
+from .terminal import has_terminal
 
 # Largest number of master connections to one server. A further one is opened when the others allow no more sessions.
 _MAX_MASTERS = 8
@@ -131,6 +132,9 @@ class OpenSSHTransport:
             failure = _start_failure(self.ssh, _text(stderr)) if code == 255 else None
             if isinstance(failure, ConnectionGone):
                 raise failure
+
+    def interact(self, command: str) -> int:
+        return subprocess.call(multiplexed(self.path, "-tt" if has_terminal() else "-T", "--", "host", command))
 
     def close(self) -> None:
         """Do nothing: other processes may use the master, and a master that nobody uses ends by itself."""

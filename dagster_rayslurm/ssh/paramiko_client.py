@@ -16,7 +16,7 @@ from typing import Any
 
 import paramiko
 
-from . import errors, login
+from . import errors, login, terminal
 from .base import ConnectionFailed
 from .config import SSHConnectionResource, key_path
 from .connection import Refused
@@ -186,7 +186,9 @@ def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
     if path:
         key = login.load_key(ssh, path)
         if key is None:
-            raise errors.failed(ssh, f'the key {path} is of a kind that paramiko does not know; use client="openssh"')
+            raise errors.failed(
+                ssh, f'the key {path} is of a kind that paramiko does not know; use client="openssh"', subject="authentication"
+            )
         yield f"the key {path}", key
         return
     for key in login.agent_keys()[:_MAX_AGENT_KEYS]:
@@ -267,6 +269,15 @@ class ParamikoTransport:
             thread.start()
             _copy(channel.recv, client.sendall, lambda: client.shutdown(socket.SHUT_WR))
             thread.join()
+
+    def interact(self, command: str) -> int:
+        try:
+            with contextlib.closing(self._open("session")) as channel:
+                return terminal.relay(channel, command)
+        except paramiko.ChannelException:
+            raise Refused from None
+        except (paramiko.SSHException, EOFError) as error:
+            raise errors.gone(self.ssh, str(error)) from None
 
     def open_tcp(self, target: SSHConnectionResource) -> Any:
         """A channel to the SSH server behind this jump host."""

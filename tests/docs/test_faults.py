@@ -9,6 +9,7 @@ TABLE = (TESTS.parent / "docs" / "faults.md").read_text()
 NAMED = set(re.findall(r"`([a-z]+/test_\w+\.py::test_\w+)`", TABLE))
 ELSEWHERE = {
     "faults/test_injection.py",  # Each kind of text has a test there; the table tells what holds for all of them.
+    "faults/test_doctor.py",  # Its faults are defects of a site, each with the line that names it.
     "faults/test_jobs.py",
     "faults/test_sessions.py",
 }

@@ -3,12 +3,14 @@
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import click
 import dagster as dg
 import pytest
 
@@ -19,7 +21,7 @@ from ..stack.access import Stack
 ROOT = Path(__file__).parents[2]
 PAGES = (
     *("README.md", "docs/sessions.md", "docs/components.md", "docs/containers.md", "docs/edge_node.md"),
-    *("docs/node_health.md", "docs/pixi.md"),
+    *("docs/node_health.md", "docs/pixi.md", "docs/terminal.md"),
 )
 README = "".join((ROOT / page).read_text() for page in PAGES)
 STACK = (ROOT / "stack" / "README.md").read_text()
@@ -200,11 +202,16 @@ def test_the_session_settings_of_the_readme_are_those_there_are() -> None:
 def test_the_commands_that_are_shown_exist() -> None:
     from dagster_rayslurm.cli import main
 
-    for words in re.findall(r"^\$ rayslurm ([a-z]+(?: (?:list|show|stop))?)", README, re.MULTILINE):
-        command: Any = main
-        for word in words.split():
-            command = getattr(command, "commands", {}).get(word, command)
-        assert command.name == words.split()[-1], words
+    shown = [line for page in PAGES for line in re.findall(r"^\$ rayslurm (.*)", (ROOT / page).read_text(), re.MULTILINE)]
+    assert len(shown) > 20
+    for line in shown:
+        command: click.Command = main
+        context, words = click.Context(main), shlex.split(line, comments=True)
+        while isinstance(command, click.Group):
+            found = command.get_command(context, words[0])
+            assert found is not None, line
+            command, words = found, words[1:]
+        command.make_context(command.name, words, context)  # Refuses options that there are not.
 
 
 def test_the_commands_and_modules_that_are_named_exist() -> None:

@@ -20,7 +20,7 @@ from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, to_json
 STUB_CLUSTER = '''
 class StubCluster:
     """A warm Ray cluster; it is up when `ready` is set."""
-    ready, environment, key, leaks = False, {}, "", {}
+    ready, environment, key, leaks, dashboard_port, token = False, {}, "", {}, None, ""
     def start(self): pass
     def end(self): pass
     def prestart(self): pass

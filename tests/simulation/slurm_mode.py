@@ -221,7 +221,7 @@ def execute(step: Any, attempt: Attempt, backend: Any, plan: Plan, cluster: Clus
     with start_errors():
         plan = replace(plan, payload=replace(plan.payload, nonce=cluster.world.random.randbytes(6).hex()))
         launch = reattach.reattach_or_new(context, plan, backend, Layout(Path(home)))
-    run = PayloadRun(context, backend, resource, launch, {None: launch.plan})
+    run = PayloadRun(context.log, backend, resource, launch, {None: launch.plan})
     run.follow(lambda register: backend.start(launch.plan, run.run_dir, pipes, launch.step, register), lambda _: handler)
     judged = run.judge(run.first)
     attempt.verdict = judged.verdict

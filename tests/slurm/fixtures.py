@@ -118,6 +118,20 @@ class Site:
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode()
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of a terminal that works on this site."""
+        own = {name: value for name, value in self.stack.env.items() if name.startswith("SLURM_EDGE_NODE_")}
+        more = {"RAYSLURM_REMOTE_BASE": self.base, "RAYSLURM_ENV_PATH": self.env_path, "RAYSLURM_BASE": "/nonexistent"}
+        return {**os.environ, **own, **more}
+
+    def rayslurm(self, *arguments: str, directory: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        """Run the command in a process of its own."""
+        command = [sys.executable, "-m", "dagster_rayslurm.cli", *arguments]
+        return subprocess.run(
+            command, env=self.environment, cwd=directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        )
+
     def jobs(self) -> list[str]:
         """Ids of the user's jobs that are not over."""
         return self.sh("squeue --me --noheader --format=%A").split()

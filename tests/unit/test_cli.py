@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -26,10 +27,10 @@ def invoke(base: Path, *arguments: str) -> Any:
 
 
 def test_runs_are_listed_shown_and_their_output_printed(kept: Path, base: Path) -> None:
-    assert kept.name[:12] in invoke(base, "runs").output
-    row = json.loads(invoke(base, "runs", "--json").output)
-    assert row["run"] == kept.name and row["state"] == "ended"
-    records = [json.loads(line) for line in invoke(base, "show", kept.name[:8]).output.splitlines()]
+    assert kept.name[:12] in invoke(base, "ps", "--all").output
+    row = json.loads(invoke(base, "ps", "--all", "--json").stdout)
+    assert row["name"] == kept.name and row["state"] == "ended" and invoke(base, "ps", "--json").stdout == ""
+    records = [json.loads(line) for line in invoke(base, "show", kept.name[:8], "--json").output.splitlines()]
     types = [record["type"] for record in records if record["type"] != "usage"]
     assert types == ["start", "context", "phase", "end"] and records[-1]["exit_code"] == 5
     logs = invoke(base, "logs", kept.name)
@@ -37,16 +38,18 @@ def test_runs_are_listed_shown_and_their_output_printed(kept: Path, base: Path) 
 
 
 def test_an_ambiguous_or_unknown_run_is_explained(kept: Path, base: Path) -> None:
-    (base / "runs" / f"{kept.name}x").mkdir()
-    for name, says in (("nope", "no run"), (kept.name[:4], "2 runs")):
+    other = base / "runs" / f"{kept.name}x"
+    other.mkdir()
+    (other / "status.json").write_bytes((kept / "status.json").read_bytes())
+    for name, says in (("nope", "no run, session or job"), (kept.name[:4], "2 runs, sessions or jobs")):
         answer = invoke(base, "logs", name)
-        assert answer.exit_code == 1 and says in answer.output and "rayslurm runs" in answer.output
+        assert answer.exit_code == 1 and says in answer.output and ("rayslurm ps" in answer.output or kept.name in answer.output)
 
 
 def test_a_run_without_a_record_is_explained(base: Path) -> None:
     (base / "runs" / "empty").mkdir(parents=True)
     assert "cannot be read: No such file" in invoke(base, "show", "empty").output
-    assert json.loads(invoke(base, "runs", "--json").output)["state"] == "unknown"
+    assert json.loads(invoke(base, "ps", "--all", "--json").stdout)["state"] == "unknown"
 
 
 def test_the_command_is_installed() -> None:
@@ -59,7 +62,7 @@ def test_messages_of_runs_are_not_markup(base: Path) -> None:
     run.mkdir(parents=True)
     (base / "runs" / "no run").write_text("")
     (run / "status.json").write_text(json.dumps({"state": "ended", "at": 1.0, "message": "it wants [/this] and [red]"}))
-    listed = invoke(base, "runs")
+    listed = invoke(base, "ps", "--all")
     assert listed.exit_code == 0, listed.exception
     assert "[/this]" in listed.output and "[red]" in listed.output and "no run" not in listed.output
 
@@ -72,3 +75,16 @@ def test_a_wrong_variable_is_one_sentence(monkeypatch: pytest.MonkeyPatch, base:
         (line,) = done.stderr.splitlines()
         assert done.exit_code == 1 and line.startswith("Error: SSHConnectionResource.host: ") and "pydantic" not in line
         assert "; SSHConnectionResource.user: " in line
+
+
+def test_help_needs_no_dagster_and_names_each_command() -> None:
+    program = (
+        "import sys; from dagster_rayslurm.cli import main; "
+        "main(['--help'], standalone_mode=False); print('dagster' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.endswith("False\n")
+    context = click.Context(main)
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        assert command is not None and command.name == name and f"  {name} " in said

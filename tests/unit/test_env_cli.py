@@ -102,8 +102,8 @@ def test_a_container_needs_nothing_of_this_machine(invoke: Invoke, cluster: Clus
     ("words", "resource", "problem"),
     [
         (["push"], "prepared", "PreDeployedEnvironment, which is not sent; give it a UvEnvironment"),
-        (["push"], "other", "have a ComputeResource 'other'"),
-        (["list"], "", "write MODULE:RESOURCE, such as study.definitions:compute"),
+        (["push"], "other", "int is neither a ComputeResource nor Definitions"),
+        (["list"], "nothing", "there is no resource 'nothing'; there are 'in_definitions'"),
         (["check"], "prepared", "there is no directory /opt/x"),
     ],
 )
@@ -114,4 +114,7 @@ def test_what_it_cannot_do(invoke: Invoke, words: list[str], resource: str, prob
 
 def test_a_module_that_is_not_there() -> None:
     failed = CliRunner().invoke(main, ["env", "--from", "nowhere.at_all:compute", "list"])
-    assert failed.exit_code == 1 and "nowhere.at_all cannot be imported: No module named 'nowhere'" in failed.output
+    assert (
+        failed.exit_code == 1
+        and "nowhere.at_all cannot be imported: ModuleNotFoundError: No module named 'nowhere'" in failed.output
+    )

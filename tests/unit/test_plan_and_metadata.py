@@ -151,10 +151,10 @@ def test_what_was_granted_stands_beside_what_was_used() -> None:
     assert not {"Granted and used", "Node hours", "Memory efficiency (%)"} & set(local)
 
 
-def test_the_link_to_a_dashboard_that_has_ended_is_not_shown() -> None:
-    assert "Ray dashboard" not in run_metadata(END, "local", "c1")
+def test_the_command_for_a_dashboard_is_shown_as_long_as_it_lasts() -> None:
+    assert run_metadata(END, "local", "c1")["Ray dashboard"] == "was there until the run ended"
     kept = {**END, "context": {**END["context"], "kept_warm": True}}
-    assert run_metadata(kept, "slurm-session", "c1")["Ray dashboard"].value == "http://127.0.0.1:1"
+    assert run_metadata(kept, "slurm-session", "c1")["Ray dashboard"].value.startswith("`rayslurm dashboard c1`")
 
 
 def test_a_run_without_an_end_has_the_figures_of_its_last_sample() -> None:

@@ -362,7 +362,7 @@ def run_of(tmp_path: Path) -> PayloadRun:
     plans = plans_of(components)
     log = logging.getLogger("test")
     launch = Launch(Step("r", "s", None, log), plans["a"], "name")
-    return PayloadRun(SimpleNamespace(log=log), backend, resource, launch, plans)  # type: ignore[arg-type]
+    return PayloadRun(log, backend, resource, launch, plans)
 
 
 def test_the_last_line_is_shown_if_another_component_never_starts(tmp_path: Path, capsys: Any) -> None:

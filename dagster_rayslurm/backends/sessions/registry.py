@@ -107,11 +107,14 @@ def list_generations(connection: Connection, base: str, key: str = "*", newest: 
     try:
         found = connection.call(sessions.generations, base, key, newest, repeat=True, timeout=_TIMEOUT)
     except PermissionError as error:
+        if error.filename is None:
+            raise  # A connection over SSH has named the place and the directory.
         raise PermissionError(f"{connection.place}: {error.filename} {error.strerror}") from None
-    return sorted((_generation(base, each) for each in found), key=lambda each: (each.key, each.number))
+    return sorted((generation_of(base, each) for each in found), key=lambda each: (each.key, each.number))
 
 
-def _generation(base: str, found: dict[str, Any]) -> Generation:
+def generation_of(base: str, found: dict[str, Any]) -> Generation:
+    """The generation that `edge.sessions.generations` has found below a base directory."""
     key, number, files = found["session"], found["number"], found["files"]
     announcement = parse_announcement(files[SESSION])
     text = files[JOB_ID].strip() if announcement is None else announcement.job_id

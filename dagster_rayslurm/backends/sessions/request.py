@@ -18,6 +18,7 @@ from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import JOURNAL, SECRETS, SESSION, LineReader
 from ...runtime.protocol.rpc import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
 from ...runtime.protocol.spec import Announcement
+from ...slurm.request import step_on_head
 from ...slurm.shared_queue import run_slurm
 from ...ssh.base import Connection, ConnectionFailed, ConnectionLost
 from ..base import delayed_interrupts
@@ -90,14 +91,8 @@ def _send_by_tcp(connection: Connection, announcement: Announcement, request: Ma
 def _send_by_srun(
     connection: Connection, announcement: Announcement, request: Mapping[str, Any], program: Sequence[str], name: str
 ) -> dict[str, Any]:
-    # Without --overlap the step would wait for the CPUs that the session's own step holds. Without --mem=0 it would request
-    # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
-    # (tried on Slurm 22.05 and 24.11).
-    command = [
-        *("srun", "--overlap", f"--jobid={announcement.job_id}", *(["--het-group=0"] if announcement.heterogeneous else [])),
-        *("--nodes=1", "--ntasks=1", f"--nodelist={announcement.hosts[0]}"),
-        *("--mem=0", "--cpu-bind=none", "--mpi=none", "--quiet", "--chdir=/", *program),
-    ]
+    step = step_on_head(announcement.job_id, announcement.heterogeneous, announcement.hosts[0])
+    command = [*step, "--chdir=/", *program]
     try:
         done = run_slurm(connection, command, json.dumps(request).encode(), timeout=_SRUN_TIMEOUT)
     except (ConnectionLost, TimeoutError) as error:

@@ -97,6 +97,7 @@ class Operation(TextEnum):
     CANCEL = "cancel"  # End a payload.
     DESCRIBE = "describe"  # Answer with the state of the runtime, and change nothing.
     STOP = "stop"  # End all payloads and the runtime.
+    RELAY = "relay"  # Hand this connection to a relay, through which the client reaches ports of the head node.
     YIELD = "yield"  # End the runtime if it is idle, because another Slurm job waits for its nodes.
 
 

@@ -28,6 +28,7 @@ PAYLOAD = "payload.json"  # Start record of the payload (`PayloadSpec`).
 SECRETS = "secrets.json"  # Secret environment variables of the payload; the runtime deletes the file once it has read them.
 CONTEXT = "pipes_context.json"  # The context of Dagster Pipes for the payload.
 SESSION = "session.json"  # The announcement of a warm session: the port and the key by which to reach it.
+CLUSTER = "cluster.json"  # How to reach the payload's Ray cluster (`ClusterAccess`); only while the payload runs on it.
 CANCEL = "cancel.json"  # The request to cancel the payload; empty as long as there is none.
 LOCK = "lock"  # Locked while the Dagster process lives that follows the payload; only in a session on its machine.
 EXIT = "exit"  # The exit code of `srun`, written by the batch script.

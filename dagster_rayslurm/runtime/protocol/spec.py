@@ -151,6 +151,23 @@ class RuntimeSpec:
 
 
 @dataclass(frozen=True)
+class ClusterAccess:
+    """How the user who owns a Ray cluster reaches its dashboard. It has secrets, so only this user may read it."""
+
+    cluster_id: str
+    hostname: str  # Of the head node.
+    dashboard_port: Optional[int]  # On the loopback address of the head node; None without dashboard.
+    token: str  # Ray's own, for the header `Authorization`; empty without authentication.
+    pid: int  # Of the runtime on the head node.
+    job_id: Optional[str] = None  # None without Slurm; then the loopback address is that of this machine.
+    heterogeneous: bool = False  # Whether the job has several components, the one with the head node first.
+    hosts: List[str] = field(default_factory=list)  # Names and addresses of the head node, the likeliest first.
+    port: int = 0  # On which the head's runtime takes the request for a relay.
+    key: str = ""  # For this request, hex.
+    relay: List[str] = field(default_factory=list)  # The command of a relay, for srun.
+
+
+@dataclass(frozen=True)
 class Announcement:
     """How to reach a session, and its state; the session writes both into `session.json`."""
 
@@ -168,6 +185,7 @@ class Announcement:
     pid: int = 0
     # Nodes that failed a health check, each with `node`, `check` and `found`.
     unhealthy: List[Dict[str, str]] = field(default_factory=list)
+    access: Optional[ClusterAccess] = None  # To the warm Ray cluster; None until it is up, or without one.
 
 
 class SpecError(ValueError):

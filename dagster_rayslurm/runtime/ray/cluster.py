@@ -116,6 +116,16 @@ class RayCluster:
         where = {"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": self._dashboard_url}
         return {**ray_environment(self.spec, self._ray.token_path), **{name: value for name, value in where.items() if value}}
 
+    @property
+    def dashboard_port(self) -> Optional[int]:
+        """The dashboard's port on the loopback address of this node; None without dashboard, and until the cluster is ready."""
+        return self._ray.ports.dashboard if self._dashboard_url else None
+
+    @property
+    def token(self) -> str:
+        """The token of this cluster; empty without authentication."""
+        return self._ray.token if self.spec.auth == "token" else ""
+
     def facts(self) -> Dict[str, Any]:
         """Version, addresses, start time and nodes of the cluster, for the payload's metadata."""
         return {
@@ -259,9 +269,8 @@ class RayCluster:
         up = "Ray %s is up on %s" % (self.ray_version, membership.in_words(self.state.nodes, self.spec))
         if self.spec.dashboard:
             self._dashboard_url = "http://127.0.0.1:%d" % self._ray.ports.dashboard
-            up += ", dashboard: %s on %s" % (self._dashboard_url, head["hostname"])
         self._ray.ready = True
         self._bring_up = self.loop.now() - self._started
         self._deadline.cancel()
-        self.tell(self, membership.Say("cluster-ready", up))
+        self.tell(self, membership.Say(membership.CLUSTER_READY, up))
         self.prestart()

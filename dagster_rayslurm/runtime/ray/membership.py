@@ -20,8 +20,8 @@ Node = Dict[str, Any]  # One row of Ray's node table; see `internals.node_table`
 Nodes = Dict[str, Node]  # Ray's node table: its rows by Ray's id of the node.
 
 
-# Name of the phase in which a payload waits for resources that no node of its Ray cluster can ever grant.
-UNSCHEDULABLE = "unschedulable"
+# Names of the phases in which a cluster is up, and in which a payload waits for resources that no node of it can ever grant.
+CLUSTER_READY, UNSCHEDULABLE = "cluster-ready", "unschedulable"
 
 
 class Report(TextEnum):

@@ -186,6 +186,7 @@ class RayNode:
         self._attempt = 0
         self._over = False
         self.token_path = self.scratch.join("ray.token")
+        self.token = _token(self.runtime, self.key)
 
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
         """Run the health checks, if there are any, and start Ray on this node.
@@ -305,7 +306,7 @@ class RayNode:
         shutil.rmtree(temp_dir, ignore_errors=True)
         os.mkdir(temp_dir, 0o700)
         with open(self.token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(_token(self.runtime, self.key))
+            file.write(self.token)
         gcs = self._gcs or join_host_port(self._address or "127.0.0.1", self.ports.gcs)
         if head:
             self.on_event({"event": Report.STARTING, "gcs": gcs})
@@ -351,7 +352,9 @@ class RayNode:
 
     def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
         """`environ` with the variables for Ray's daemons on this node, which its workers inherit."""
-        wanted = {**environ, **self.runtime.worker_env, **self.environ}
+        # The command of a job that `ray job submit` starts finds the environment's `python`, as payloads do.
+        path = os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
+        wanted = {**environ, "PATH": path, **self.runtime.worker_env, **self.environ}
         return {name: value for name, value in wanted.items() if value is not None}
 
     def _write_shim(self) -> str:

@@ -93,6 +93,7 @@ class RequestServer(Listener):
     ) -> None:
         self._supervisor = supervisor
         self._path = os.path.join(session_dir, SESSION)
+        self._closed = False
         self._accepted_ids: Set[str] = set()
         self._withdrawn: Set[str] = set()
         # 0 lets the kernel choose a port. A firewall may close that port to other nodes, but clients on this node reach it.
@@ -116,6 +117,7 @@ class RequestServer(Listener):
     def close(self) -> None:
         """Take no more requests, and say so in the announcement."""
         self._server.close()
+        self._closed = True
         with contextlib.suppress(OSError):  # Clients also learn the end of the session from Slurm or the kernel.
             self._announce(self._read(), self._announcement.closing or "it has ended")
 
@@ -136,8 +138,12 @@ class RequestServer(Listener):
             said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
             print(said, file=sys.stderr, flush=True)
         idle = served > 0 and not self._supervisor.payloads
+        cluster = self._supervisor.cluster
+        up = cluster is not None and cluster.ready and not self._closed
+        access = self._supervisor.relays.access(cluster) if up and cluster is not None else None
+        unhealthy = list(self._supervisor.unhealthy)
         self._announcement = said_now = replace(
-            self._announcement, closing=closing, served=served, idle=idle, unhealthy=list(self._supervisor.unhealthy)
+            self._announcement, closing=closing, served=served, idle=idle, unhealthy=unhealthy, access=access
         )
         if found.get("cluster_id", said_now.cluster_id) != said_now.cluster_id:
             self._supervisor.drain("another session stands in its place in %s" % os.path.dirname(self._path))

@@ -32,8 +32,9 @@ from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RaySpec, RuntimeSpec,
 from ..ray.agent import NodeAgent, simulate
 from ..ray.cluster import RayCluster
 from ..ray.internals import installed_version
-from ..ray.membership import UNSCHEDULABLE, Action, NodeLost, Say, nodes_expected
+from ..ray.membership import CLUSTER_READY, UNSCHEDULABLE, Action, NodeLost, Say, nodes_expected
 from ..ray.ray_node import granted_defaults
+from .access import Relays, remove_access
 from .queue import Closing, Misfit, Next, Queue, capacities_of, misfit
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Supervisor:
             self.machine, environ, _ = shares[0]
             if spec.components:
                 self._address, self.spec = "127.0.0.1", simulate(self.workers, spec, shares, self.scratch)
+        self.relays = Relays(loop, self.spec, self.machine.hostname, allocation)
         shared = self.log_dir if allocation is not None else None
         self.agent = NodeAgent(loop, self.spec, self.machine, self.scratch, environ, shared=shared)
         self.is_session = spec.idle_timeout is not None
@@ -294,7 +296,8 @@ class Supervisor:
             where = self._in_words(self.spec.ray)
             payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, where))
         elif self.cluster is not None and spec.uses_ray:
-            payload.phase("cluster-ready", "the warm Ray cluster %s is up" % self.spec.cluster_id)
+            said = "the warm Ray cluster %s is up" % self.spec.cluster_id
+            payload.phase(CLUSTER_READY, said + _dashboard_hint(payload, self.cluster))
         for share in self._shares if spec.uses_ray else self._shares[:1]:
             if share.remark:
                 payload.phase("cluster-start", share.remark)
@@ -364,6 +367,8 @@ class Supervisor:
         fabric = fabric_in_words(spec, payload.environ)
         if fabric:
             payload.phase("fabric", fabric)
+        if cluster is not None:
+            self.relays.write(payload.run_dir, cluster)
         env = payload_environment(spec, payload.environ, sys.executable, payload.run_dir, messages, ray_env, worker_env)
         shared, workers = is_warm and self.is_session, self.workers if self.workers.members and cluster is not None else None
         sampler = self.agent.sampler(spec.nonce, cluster is not None, shared, lambda: self._foreign_pids(payload))
@@ -376,6 +381,7 @@ class Supervisor:
         if self.spec.requeue and not payload.ending.terminated and self.spec.meeting is None:
             with contextlib.suppress(OSError, SpecError):
                 take_secrets(payload.run_dir, keep=False)  # Slurm will not run this job again, so nobody needs them.
+        remove_access(payload.run_dir)
         self.queue = self.queue.removed(payload, payload.ending.ran_to_exit, self.loop.now())
         cluster = self._fresh.pop(payload.spec.nonce, None)
         if cluster is not None:
@@ -397,7 +403,8 @@ class Supervisor:
         if isinstance(action, Say):
             for payload in payloads:  # What cannot be scheduled matters to running payloads with Ray only.
                 if action.phase != UNSCHEDULABLE or (payload.spec.uses_ray and payload.pid is not None):
-                    payload.phase(*action)
+                    hint = _dashboard_hint(payload, cluster) if action.phase == CLUSTER_READY else ""
+                    payload.phase(action.phase, action.message + hint)
         elif isinstance(action, NodeLost):
             if is_warm:  # A payload's next cluster of its own may have the node again.
                 self._lose_node(action.title)
@@ -546,4 +553,11 @@ class Supervisor:
     def _foreign_pids(self, payload: Payload) -> List[int]:
         """Process ids of other payloads, of preload processes and of simulated nodes; these and all below are not this one's."""
         preloading = [] if self._preload_server is None else self._preload_server.pids()
-        return [*(pid for pid in self._driver_pids() if pid != payload.pid), *preloading, *self.workers.pids]
+        return [*(pid for pid in self._driver_pids() if pid != payload.pid), *preloading, *self.workers.pids, *self.relays.pids]
+
+
+def _dashboard_hint(payload: Payload, cluster: RayCluster) -> str:
+    """The end of a line of the Dagster log: the command that shows the dashboard of a payload's cluster, if it has one."""
+    if cluster.dashboard_port is None:
+        return ""
+    return "; dashboard: `rayslurm dashboard %s`" % os.path.basename(payload.run_dir)

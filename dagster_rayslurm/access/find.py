@@ -1,0 +1,115 @@
+"""The Ray cluster of a run, session or job that runs: choose it by name, and look whether it is still there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..backends.listing import Entry, access_in, is_running, json_object, named
+from ..backends.sessions.registry import MOST_BYTES, parse_announcement
+from ..runtime.protocol.record import SESSION, STATUS
+from ..runtime.protocol.spec import ClusterAccess
+from ..slurm.shared_queue import fetch_queue
+from ..slurm.states import TERMINAL
+from ..ssh.base import Connection
+from .head import ClusterEnded
+
+_MOST_NAMES = 8
+
+
+class NoCluster(ValueError):
+    """Raised when no running Ray cluster, or several, have the name that was given; the text is one sentence."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A Ray cluster that runs, with its run or session."""
+
+    entry: Entry
+    path: str  # The file that says how to reach the cluster.
+    access: ClusterAccess
+
+    @property
+    def title(self) -> str:
+        """For sentences, such as "the run 1a2b3c4d-train-0123456789ab"."""
+        return self.entry.title
+
+    @property
+    def connection(self) -> Connection:
+        """The connection to the machine where the cluster was started."""
+        return self.entry.connection
+
+
+def choose(ident: str, entries: Sequence[Entry]) -> Found:
+    """The cluster with dashboard that a name means, see `listing.named`; NoCluster says why there is none. Pure.
+
+    Of a run in which each component has its own cluster, RUN/COMPONENT names one.
+    """
+    matching, component = named(ident, entries), ""
+    if not matching:
+        run, _, component = ident.rpartition("/")
+        matching = named(run, entries)
+    if not matching:
+        names = [each.name for each in entries if each.clusters]
+        there = f"; running there: {_listed(names)}" if names else "; none runs there"
+        raise NoCluster(f"no run, asset, session or Slurm job is called {ident!r}{there}")
+    live = {
+        (way.cluster_id, way.dashboard_port): (Found(each, path, way), _name(each, path))
+        for each in matching
+        for path, way in each.clusters.items()
+        if not component or _name(each, path).endswith(f"/{component}")
+    }
+    if not live:
+        last = matching[-1]
+        raise NoCluster(f"{last.title} has no Ray cluster now: {': '.join(filter(None, (str(last.state), last.says)))}")
+    if len(live) > 1:
+        raise NoCluster(f"{ident!r} names several Ray clusters; say which: {_listed([name for _, name in live.values()])}")
+    ((one, _),) = live.values()
+    if one.access.dashboard_port is None:
+        raise NoCluster(f"the Ray cluster of {one.title} has no dashboard: RayLauncher(dashboard=False)")
+    return one
+
+
+def _name(entry: Entry, path: str) -> str:
+    """The name that means one cluster: that of the entry, with its component if each has its own cluster."""
+    directory = os.path.dirname(path)
+    return entry.name if directory == entry.directory else f"{entry.name}/{os.path.basename(directory)}"
+
+
+def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
+    """A function that reads again how to reach a cluster; it raises ClusterEnded if the cluster has ended, or OSError.
+
+    If its argument is True, the head did not answer, and it is asked whether the job or process is still there.
+    """
+    connection = found.connection
+
+    def read(unreachable: bool) -> ClusterAccess:
+        text, state = connection.read(found.path, 0, MOST_BYTES), ""
+        if os.path.basename(found.path) == SESSION:
+            announcement = parse_announcement(text)
+            access = announcement.access if announcement is not None else None
+        else:
+            access = access_in(json_object(text))
+        if access is not None and access.dashboard_port == found.access.dashboard_port:
+            if unreachable and _is_gone(connection, access):
+                raise ClusterEnded(f"the Ray cluster of {found.title} has ended (its runtime was killed)")
+            return access
+        if os.path.basename(found.path) != SESSION:
+            status = json_object(connection.read(os.path.join(os.path.dirname(found.path), STATUS), 0, MOST_BYTES))
+            state = ": ".join(str(status[key]) for key in ("state", "message") if status.get(key))
+        raise ClusterEnded(f"the Ray cluster of {found.title} has ended" + (f" ({state})" if state else ""))
+
+    return read
+
+
+def _is_gone(connection: Connection, access: ClusterAccess) -> bool:
+    """Whether the runtime lives no more, although a file says how to reach it: the job is over, or the process was killed."""
+    if access.job_id is None:
+        return not is_running(access.pid)
+    row = fetch_queue(connection).job(int(access.job_id))
+    return row is None or row.state in TERMINAL
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")

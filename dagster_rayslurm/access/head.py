@@ -1,0 +1,242 @@
+"""The stream to a relay on the head node: by TCP from the edge node, or by `srun --overlap`; opened again when it was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from ..edge import slurm
+from ..runtime.protocol import relay
+from ..runtime.protocol.messages import Operation
+from ..runtime.protocol.rpc import call
+from ..runtime.protocol.spec import ClusterAccess
+from ..slurm.request import step_on_head
+from ..ssh.base import Backoff, Connection, ConnectionFailed
+
+T = TypeVar("T")
+
+# Seconds in which a TCP connection is made, and the runtime proves its identity.
+_TCP_TIMEOUT = 3.0
+_HEAD_START = 0.7  # Seconds that TCP has before srun begins too: a firewall may drop packets without a word.
+_SRUN_TIMEOUT = 60.0
+_UNREACHABLE = 60.0  # Seconds after which a head is given up although the edge node is in reach.
+_CHECK = 3.0  # Seconds between two looks whether the cluster is still there.
+_REPEATABLE = (b"GET ", b"HEAD ")  # Beginnings of requests without effects and body.
+_MOST_NOISE = 65536  # Bytes that a shell and srun may print before the relay's first line.
+
+
+class ClusterEnded(Exception):
+    """Raised when there is no way to a cluster any more; the text is one sentence."""
+
+
+def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:
+    """A stream to a new relay on the head of a Slurm job, by the way that answers first; and whether it is by srun, as lines.
+
+    Raises ConnectionFailed if the edge node cannot be reached, another OSError if the head cannot.
+    """
+    connection.home()  # A login that fails says why.
+    answers: queue.Queue[tuple[socket.socket, bool] | OSError] = queue.Queue()
+    done = threading.Event()
+
+    def attempt(way: Callable[[], socket.socket], lines: bool) -> None:
+        try:
+            stream = way()
+        except (OSError, ValueError) as error:
+            return answers.put(error if isinstance(error, OSError) else OSError(str(error)))
+        if done.is_set():
+            return stream.close()
+        answers.put((stream, lines))
+
+    def begin(way: Callable[[], socket.socket], lines: bool = False) -> None:
+        threading.Thread(target=attempt, args=(way, lines), name="rayslurm-relay", daemon=True).start()
+
+    ways = [partial(_by_tcp, connection, access, host) for host in access.hosts]
+    for way in ways:
+        begin(way)
+    waiting, by_srun, problem = len(ways), False, OSError("it says no address")
+    deadline = time.monotonic() + _SRUN_TIMEOUT + _TCP_TIMEOUT
+    while waiting or not by_srun:
+        try:
+            answer = answers.get(timeout=max(0.1, deadline - time.monotonic()) if by_srun else _HEAD_START if waiting else 0.01)
+        except queue.Empty:
+            if by_srun:
+                break
+            begin(partial(_by_srun, connection, access), lines=True)
+            waiting, by_srun = waiting + 1, True
+            continue
+        waiting -= 1
+        if not isinstance(answer, OSError):
+            done.set()
+            return answer
+        problem = answer
+    done.set()
+    raise problem
+
+
+def _by_tcp(connection: Connection, access: ClusterAccess, host: str) -> socket.socket:
+    stream = connection.connect(host, access.port, _TCP_TIMEOUT)
+    try:
+        answer = call(stream, access.key, {"op": Operation.RELAY}, _TCP_TIMEOUT)
+        if "relay" not in answer:
+            raise OSError(str(answer.get("message")))
+        stream.settimeout(None)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
+    command = [*step_on_head(str(access.job_id), access.heterogeneous, access.hosts[0]), "--chdir=/", *access.relay]
+    stream = connection.stream(connection.call(slurm.command_line, command, repeat=True, timeout=_SRUN_TIMEOUT))
+    stream.settimeout(_SRUN_TIMEOUT)
+    noise = b""
+    try:
+        while not noise.endswith(relay.HELLO):
+            data = stream.recv(1)
+            if not data or len(noise) > _MOST_NOISE:
+                said = " ".join(noise.decode("utf-8", "replace").split())[-300:]
+                raise OSError(f"srun did not start a relay: {said or 'it said nothing'}")
+            noise += data
+        stream.settimeout(None)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+class Head:
+    """Keeps a stream to the head of one Ray cluster, for many connections to one of its ports.
+
+    `find` says where the cluster is, and raises ClusterEnded when it has ended; its argument says whether the head is out of
+    reach. `say` is called with a sentence when the stream is lost, and when it is there again.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        access: ClusterAccess,
+        find: Callable[[bool], ClusterAccess],
+        say: Callable[[str], None],
+        port: int,
+    ) -> None:
+        self.access, self._port = access, port
+        self._connection, self._find, self._say = connection, find, say
+        self._multiplexer: relay.Multiplexer | None = None
+        self._ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Keep the stream until the cluster has ended, which raises ClusterEnded."""
+        tasks = [asyncio.ensure_future(each) for each in (self._stay_connected(), self._check())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            await next(task for task in tasks if task.done())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _check(self) -> None:
+        """Look whether the cluster is still there: a payload's may end while its node, and so the stream, stays."""
+        while True:
+            await asyncio.sleep(_CHECK)
+            with contextlib.suppress(OSError):
+                self.access = await _in_thread(self._find, False)
+
+    async def _stay_connected(self) -> None:
+        outage, said = Backoff(), False
+        while True:
+            try:
+                stream = await self._open()
+            except OSError as error:
+                unreachable = not isinstance(error, ConnectionFailed)
+                if unreachable and outage.seconds > _UNREACHABLE:
+                    raise ClusterEnded(f"the head node {self.access.hostname} cannot be reached: {error}") from None
+                if not said:
+                    said = True
+                    self._say(f"no way to the Ray cluster on {self.access.hostname}, trying again: {error}")
+                await asyncio.sleep(outage.pause())
+                with contextlib.suppress(OSError):
+                    await _in_thread(self._find, unreachable)
+                continue
+            if said:
+                self._say(f"the Ray cluster on {self.access.hostname} can be reached again")
+            said = False
+            await self._use(*stream)
+            outage = Backoff()
+
+    async def until_ready(self, timeout: float) -> None:
+        """Wait for the stream; TimeoutError if it does not come in time."""
+        await asyncio.wait_for(self._ready.wait(), timeout)
+
+    async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Send `first` to the port, then copy both ways between it and a client until the server closes.
+
+        Returns False, and leaves the client as it is, if there came no answer to a GET, which may be sent again.
+        """
+        assert self._multiplexer is not None
+        stream = await self._multiplexer.open(self._port)
+        try:
+            await stream.write(first)
+            if first.startswith(_REPEATABLE):
+                answer = await stream.read()
+                if not answer:
+                    await stream.close()
+                    return False
+                writer.write(answer)
+        except OSError:
+            await stream.close()
+            return False
+        await relay.copy(stream, reader, writer)
+        return True
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self.access.job_id is not None:
+            stream, lines = await _in_thread(open_relay, self._connection, self.access)
+            received, writer = await asyncio.open_connection(sock=stream, limit=relay.LONGEST_LINE)
+            reader = asyncio.StreamReader() if lines else received
+            if lines:
+                self._reading = asyncio.ensure_future(relay.read_lines(received, reader))
+            return reader, writer
+        ours, theirs = socket.socketpair()  # The cluster is on this machine, and so is its relay.
+        self._own = asyncio.ensure_future(relay.serve(*await asyncio.open_connection(sock=theirs)))
+        reader, writer = await asyncio.open_connection(sock=ours)
+        await reader.readuntil(relay.HELLO)
+        return reader, writer
+
+    async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Use a stream until it ends."""
+        self._multiplexer = relay.Multiplexer(reader, writer)
+        self._ready.set()
+        try:
+            await self._multiplexer.run()
+        finally:
+            self._ready.clear()
+
+
+async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """As `asyncio.to_thread`, but the end of the loop does not wait for a function that hangs."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(call: Callable[[], None]) -> None:
+        if not future.done():
+            call()
+
+    def run() -> None:
+        try:
+            call = partial(future.set_result, function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - who waits gets it
+            call = partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            loop.call_soon_threadsafe(settle, call)
+
+    threading.Thread(target=run, name="rayslurm-access", daemon=True).start()
+    return await future

@@ -1,0 +1,47 @@
+"""Which user of this machine made a connection on the loopback address (proc(5), /proc/net/tcp)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_ESTABLISHED = "01"  # In other states the table may name root, because no process has the connection any more.
+_MAPPED = "0000000000000000FFFF0000"  # An IPv4 address on an IPv6 socket, such as those of Java (RFC 4291, 2.5.5.2).
+
+Address = tuple[str, int]
+
+
+def is_own(peer: Address, here: Address) -> bool:
+    """Whether a process of this user made a connection between IPv4 addresses; True where the system does not tell."""
+    if not os.path.exists(_TABLES[0]):  # As on macOS.
+        return True
+    return owner(peer, here, _rows()) == os.geteuid()
+
+
+def owner(peer: Address, here: Address, rows: Iterable[str]) -> int | None:
+    """The id of the user whose process holds the connection's other end; None if no row of the tables tells. Pure."""
+    ends = [_hex(peer), _hex(here)]
+    for row in rows:
+        words = row.split()
+        if len(words) > 7 and words[3] == _ESTABLISHED and [word.removeprefix(_MAPPED) for word in words[1:3]] == ends:
+            return int(words[7])
+    return None
+
+
+def _hex(address: Address) -> str:
+    packed = int.from_bytes(socket.inet_aton(address[0]), "little" if _LITTLE else "big")
+    return f"{packed:08X}:{address[1]:04X}"
+
+
+_LITTLE = int.from_bytes(b"\1\0", "little") == memoryview(b"\1\0").cast("H")[0]
+
+
+def _rows() -> Iterable[str]:
+    for table in _TABLES:
+        try:
+            with open(table, encoding="ascii") as file:
+                yield from file
+        except OSError:
+            continue

@@ -1,0 +1,90 @@
+"""Serve a port of a cluster's head node until it ends: for a command that does nothing else, or beside a block of code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from ..runtime.protocol.spec import ClusterAccess
+from .find import Found, look_again
+from .head import Head
+from .proxy import Proxy
+
+_FIRST_TIMEOUT = 90.0  # Seconds in which the first stream to the head must come.
+
+
+@dataclass(frozen=True)
+class Service:
+    """What listens on a port of the head node's loopback address; see `Proxy`."""
+
+    port: int
+    token: str
+    secret: str | None = None
+
+
+def dashboard_of(access: ClusterAccess) -> Service:
+    """The dashboard of a cluster that has one."""
+    assert access.dashboard_port is not None  # `choose` refuses clusters without dashboard.
+    return Service(access.dashboard_port, access.token)
+
+
+async def serve(
+    found: Found, say: Callable[[str], None], ready: Callable[[str], Any], port: int = 0, service: Service | None = None
+) -> None:
+    """Serve until the cluster ends, which raises ClusterEnded. `ready` is called with the URL once the cluster is reached.
+
+    The service is the dashboard if none is named.
+    """
+    service = service or dashboard_of(found.access)
+    head = Head(found.connection, found.access, look_again(found), say, service.port)
+    proxy = Proxy(head, service.token, service.port, service.secret)
+    await proxy.start(port)
+    running = asyncio.ensure_future(head.run())
+    try:
+        first = asyncio.ensure_future(head.until_ready(_FIRST_TIMEOUT))
+        await asyncio.wait([running, first], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            await first
+            ready(proxy.url)
+        else:
+            first.cancel()
+        await running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await proxy.close()
+
+
+@contextlib.contextmanager
+def served(found: Found, say: Callable[[str], None], service: Service | None = None) -> Iterator[str]:
+    """The URL of a service, or of the cluster's dashboard, inside the block; raises ClusterEnded if it cannot be reached."""
+    url: Future[str] = Future()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(serve(found, say, url.set_result, service=service))
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:  # noqa: BLE001
+            if not url.done():
+                url.set_exception(error)
+            else:
+                say(str(error))
+        finally:
+            loop.close()
+
+    thread = threading.Thread(target=run, name="rayslurm-proxy", daemon=True)
+    thread.start()
+    try:
+        yield url.result()
+    finally:
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join(5.0)

@@ -1,0 +1,183 @@
+"""What `rayslurm top` shows of a Ray cluster, from the answers of the dashboard's interfaces (tried on Ray 2.60). Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+# Paths of the dashboard, asked for in turn, one at a time: the head answers each from what it has, whatever the number of nodes.
+QUERIES = {
+    "nodes": "/nodes?view=summary",
+    "tasks": "/api/v0/tasks/summarize",
+    "pending": "/api/v0/tasks?detail=1&limit=200&filter_keys=state&filter_predicates=%3D&filter_values=PENDING_NODE_ASSIGNMENT",
+    "groups": "/api/v0/placement_groups?detail=1&limit=200&filter_keys=state&filter_predicates=%3D&filter_values=PENDING",
+    "actors": "/api/v0/actors/summarize",
+    "jobs": "/api/jobs/",
+}
+_MOST_NAMES = 3
+
+Counts = Mapping[str, Mapping[str, int]]  # Numbers by name of a task or class, and by state.
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of a node; memory in MiB."""
+
+    name: str
+    percent: float
+    used: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of the cluster; memory in bytes. What it may use is what Ray was given there."""
+
+    name: str
+    address: str
+    alive: bool
+    head: bool
+    cpu: float  # Percent of the machine.
+    memory: tuple[float, float]  # Used, and total.
+    store: tuple[float, float]
+    gpus: tuple[Gpu, ...]
+    resources: Mapping[str, float]  # Total, by Ray's name of the resource in camel case, as the dashboard writes it.
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is known of a cluster; each answer replaces its part."""
+
+    nodes: tuple[Node, ...] = ()
+    tasks: Counts = field(default_factory=dict)
+    actors: Counts = field(default_factory=dict)
+    jobs: tuple[Mapping[str, Any], ...] = ()
+    pending: tuple[tuple[str, Mapping[str, float]], ...] = ()  # Name and resources of each task that waits for a node.
+    groups: tuple[tuple[str, Sequence[Mapping[str, float]]], ...] = ()  # Name and bundles of each placement group that waits.
+    payloads: tuple[Mapping[str, Any], ...] = ()  # Of a session, in the order of its queue.
+
+    def with_answer(self, query: str, answer: Any) -> Snapshot:
+        """The snapshot after an answer to one of the queries; raises ValueError if it has another form."""
+        try:
+            return replace(self, **{query: _READERS[query](answer)})
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"the dashboard's answer about {query} has another form: {type(error).__name__}: {error}") from None
+
+    @property
+    def totals(self) -> Mapping[str, float]:
+        """The resources of all living nodes."""
+        total: Counter[str] = Counter()
+        for node in self.nodes:
+            if node.alive:
+                total.update(node.resources)
+        return total
+
+    @property
+    def never(self) -> list[str]:
+        """Sentences about tasks and placement groups that ask for what no living node has at all."""
+        alive = [node for node in self.nodes if node.alive]
+        if not alive:
+            return []
+        unmet: dict[str, list[str]] = {}
+        for name, wanted in self.pending:
+            if not any(_holds(node, wanted) for node in alive):
+                unmet.setdefault(_words(wanted), []).append(name)
+        sentences = [f"{_names(names)} waits for {wanted}, which no node has" for wanted, names in sorted(unmet.items())]
+        for name, bundles in self.groups:
+            bad = [bundle for bundle in bundles if not any(_holds(node, bundle) for node in alive)]
+            if bad:
+                sentences.append(f"placement group {name} waits for a bundle of {_words(bad[0])}, which no node has")
+        return sentences
+
+
+def state_counts(counts: Counts) -> Counter[str]:
+    """How many tasks or actors are in each state."""
+    total: Counter[str] = Counter()
+    for each in counts.values():
+        total.update(each)
+    return total
+
+
+def _nodes(answer: Any) -> tuple[Node, ...]:
+    found = []
+    for row in answer["data"]["summary"]:
+        raylet = row.get("raylet") or {}
+        resources = {str(name): float(amount) for name, amount in (raylet.get("resourcesTotal") or {}).items()}
+        own = row.get("cgroupMem") or [row["mem"][0] - row["mem"][1], row["mem"][0]] if row.get("mem") else [0, 0]
+        granted = resources.get("memory", 0.0) + resources.get("objectStoreMemory", 0.0)
+        used, free = float(raylet.get("objectStoreUsedMemory") or 0), float(raylet.get("objectStoreAvailableMemory") or 0)
+        found.append(
+            Node(
+                name=str(row.get("hostname") or raylet.get("nodeManagerHostname") or row.get("ip")),
+                address=str(row.get("ip") or raylet.get("nodeManagerAddress") or ""),
+                alive=raylet.get("state", "ALIVE") == "ALIVE",
+                head=bool(raylet.get("isHeadNode")),
+                cpu=float(row.get("cpu") or 0.0),
+                memory=(float(own[0]), granted or float(own[1])),
+                store=(used, used + free),
+                gpus=tuple(map(_gpu, row.get("gpus") or ())),
+                resources=resources,
+            )
+        )
+    return tuple(sorted(found, key=lambda node: (not node.head, not node.alive, _natural(node.name))))
+
+
+def _gpu(row: Mapping[str, Any]) -> Gpu:
+    percent = float(row.get("utilizationGpu") or 0)
+    return Gpu(str(row.get("name") or "GPU"), percent, float(row.get("memoryUsed") or 0), float(row.get("memoryTotal") or 0))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts node10 behind node9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _counts(answer: Any) -> Counts:
+    summary = answer["data"]["result"]["result"]["node_id_to_summary"]["cluster"]["summary"]
+    return {str(name): {str(state): int(n) for state, n in row["state_counts"].items()} for name, row in summary.items()}
+
+
+def _pending(answer: Any) -> tuple[tuple[str, Mapping[str, float]], ...]:
+    # A task within a placement group waits for its group, which is named itself.
+    rows = [row for row in answer["data"]["result"]["result"] if not row.get("placement_group_id")]
+    return tuple((str(row["name"]), _amounts(row.get("required_resources") or {})) for row in rows)
+
+
+def _groups(answer: Any) -> tuple[tuple[str, Sequence[Mapping[str, float]]], ...]:
+    rows = answer["data"]["result"]["result"]
+    return tuple(
+        (str(row.get("name") or row["placement_group_id"][:12]), [_amounts(each["unit_resources"]) for each in row["bundles"]])
+        for row in rows
+    )
+
+
+def _amounts(resources: Mapping[str, Any]) -> Mapping[str, float]:
+    return {str(name): float(amount) for name, amount in resources.items()}
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    **{"nodes": _nodes, "tasks": _counts, "actors": _counts},
+    **{"jobs": tuple, "pending": _pending, "groups": _groups},
+}
+
+
+def _holds(node: Node, wanted: Mapping[str, float]) -> bool:
+    return all(node.resources.get(name, node.resources.get(_camel(name), 0.0)) >= amount for name, amount in wanted.items())
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(part[:1].upper() + part[1:] for part in rest)
+
+
+def _words(wanted: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(wanted.items())) or "nothing"
+
+
+def _names(names: Iterable[str]) -> str:
+    counted = Counter(names)
+    words = [name if number == 1 else f"{number} {name}" for name, number in counted.most_common(_MOST_NAMES)]
+    return ", ".join(words) + (", …" if len(counted) > _MOST_NAMES else "")

@@ -1,0 +1,246 @@
+"""All runs, sessions and other Slurm jobs of a user on a cluster, and the runs on this machine, whatever started them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..edge import runs as edge_runs
+from ..plan import nonce_of
+from ..runtime.protocol.messages import TextEnum
+from ..runtime.protocol.record import JOURNAL, SESSION, STATUS, decode
+from ..runtime.protocol.spec import ClusterAccess, SpecError, from_fields
+from ..slurm.refusals import most_informative_row, waiting_text
+from ..slurm.request import parse_exit
+from ..slurm.shared_queue import QueueRow, QueueSnapshot, SlurmUnanswered, parse_squeue, squeue_command
+from ..slurm.states import TERMINAL, WAITING
+from ..ssh.base import Connection
+from ..ssh.local import LocalConnection
+from .base import Layout
+from .sessions.listing import SessionState, job_of, state_of
+from .sessions.local import list_sessions
+from .sessions.registry import Generation, generation_of
+
+_TIMEOUT = 120.0  # Seconds for squeue.
+_SHORTEST = 4  # Characters of the beginning of a name that name an entry.
+
+
+class Kind(TextEnum):
+    """What an entry is."""
+
+    RUN = "run"  # One payload: of a Dagster step, or of `rayslurm submit`.
+    SESSION = "session"
+    JOB = "job"  # A Slurm job that belongs to no run or session below the base directory.
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run, session or job."""
+
+    kind: Kind
+    name: str  # Of the run directory, the session or the job.
+    state: str
+    connection: Connection
+    directory: str = ""  # "" for a job.
+    says: str = ""  # The last word of a run, or why a job waits.
+    job_id: str | None = None
+    cluster_id: str | None = None
+    node: str | None = None
+    partition: str | None = None
+    at: float | None = None  # When the state began, or else when the entry last changed.
+    exit_code: int | None = None
+    generation: Generation | None = field(default=None, repr=False)
+    run_id: str = ""  # Of the Dagster run.
+    words: frozenset[str] = frozenset()  # Other names of a run: its step and its assets.
+    clusters: Mapping[str, ClusterAccess] = field(default_factory=dict, repr=False)  # By the path of the file that tells of each.
+
+    @property
+    def title(self) -> str:
+        """For sentences."""
+        return f"the {self.kind.value} {self.name}"
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.state in (*_OVER, *map(str, (SessionState.ENDED, SessionState.DEAD)))
+
+    def row(self) -> dict[str, Any]:
+        """The entry as JSON."""
+        names = ("name", "says", "job_id", "cluster_id", "node", "partition", "at", "exit_code", "directory")
+        shown = {"kind": self.kind.value, **{name: getattr(self, name) for name in names}}
+        return {**shown, "state": str(self.state), "place": self.connection.place}
+
+
+_ENDED, _LOST, _UNKNOWN = "ended", "lost", "unknown"
+_OVER = (_ENDED, _LOST, _UNKNOWN)  # A run is unknown whose runtime has not started, and which has no job: it was not submitted.
+
+
+def list_all(connection: Connection, base: str) -> list[Entry]:
+    """What is below a base directory and in Slurm's queue, by one call; on this machine's own base without Slurm.
+
+    Raises OSError if the cluster or Slurm does not answer.
+    """
+    found = connection.call(edge_runs.listing, base, list(squeue_command()), _TIMEOUT, repeat=True, timeout=_TIMEOUT)
+    code, out, error = found["queue"]
+    if code != 0:
+        said = " ".join(error.split())[-300:] or "it said nothing"
+        raise SlurmUnanswered(f"{connection.place}: squeue did not answer (exit code {code}): {said}")
+    try:
+        snapshot = QueueSnapshot(0.0, parse_squeue(out))
+    except ValueError as problem:
+        raise SlurmUnanswered(f"{connection.place}: {problem}") from None
+    runs = [_run(connection, base, each, snapshot) for each in found["runs"]]
+    sessions = [_session(connection, generation_of(base, each), snapshot) for each in found["sessions"]]
+    known = {each.job_id for each in (*runs, *sessions)}
+    jobs = [_job(connection, row) for row in snapshot.rows if row.is_leader and row.state not in TERMINAL]
+    return [*runs, *sessions, *(each for each in jobs if each.job_id not in known)]
+
+
+def list_here(base: str) -> list[Entry]:
+    """The runs and sessions of the local mode."""
+    here = LocalConnection()
+    runs = [_run(here, base, each, None) for each in edge_runs.runs(os.path.join(base, "runs"))]
+    return [*runs, *(_session(here, each, None) for each in list_sessions(Layout.here(base)))]
+
+
+def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
+    """The entries with a name, job id or cluster id; else those of a Dagster run, step or asset; else those that begin so."""
+    exact = [each for each in entries if ident and ident in (each.name, each.job_id, each.cluster_id)]
+    exact = exact or [each for each in entries if ident and (ident == each.run_id or ident in each.words)]
+    if exact or len(ident) < _SHORTEST:
+        return exact
+    return [each for each in entries if each.name.startswith(ident) or each.run_id.startswith(ident)]
+
+
+def find(ident: str, entries: Sequence[Entry]) -> Entry:
+    """The one entry with a name, see `named`; of a step or asset the newest run. Raises ValueError for none, and for several."""
+    matching = named(ident, entries)
+    # A session and its payloads share a job. Of several generations of a session the newest is meant.
+    sessions = [each for each in matching if each.kind == Kind.SESSION and ident in (each.name, each.job_id, each.cluster_id)]
+    alive = [each for each in matching if not each.over]
+    matching = sessions[-1:] or (alive if len(alive) == 1 else matching)
+    if matching and all(ident in each.words for each in matching):
+        matching = matching[-1:]
+    if len({(each.name, each.kind) for each in matching}) == 1:
+        return matching[-1]
+    if not matching:
+        raise ValueError(f"no run, session or job is called {ident!r}, or begins so; `rayslurm ps --all` lists them")
+    names = ", ".join(sorted(each.name for each in matching)[:5])
+    raise ValueError(f"{len(matching)} runs, sessions or jobs are called {ident!r}, or begin so: {names}; name one of them")
+
+
+# ---- One entry. Pure
+
+
+def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: QueueSnapshot | None) -> Entry:
+    files, name = found["files"], found["name"]
+    status = json_object(files[STATUS])
+    start = decode(files[JOURNAL].partition("\n")[0].encode()) or {}
+    allocation = start.get("allocation") or {}
+    job_id = files["job_id"].strip() or str(allocation.get("job_id") or "") or None
+    number = int(job_id) if job_id is not None and job_id.isdecimal() else None
+    row = snapshot.job(number) if snapshot is not None and number is not None else None
+    state, says = str(status.get("state") or _UNKNOWN), str(status.get("message") or "")
+    if state != _ENDED and number is not None and snapshot is not None:
+        if row is None or row.state in TERMINAL:
+            state, says = _LOST, says or "Slurm no longer knows its job" if row is None else f"Slurm calls its job {row.state}"
+        elif row.state in WAITING:
+            told = most_informative_row(snapshot.components(row.job_id)) or row
+            state, says = "pending", waiting_text(told.reason, told.start, time.time())
+        elif not status:
+            state = "starting"
+    elif state != _ENDED and status and isinstance(connection, LocalConnection) and not is_running(status.get("runtime_pid")):
+        state, says = _LOST, "its runtime was killed"
+    ways = {path: access_in(json_object(text)) for path, text in found["clusters"].items()}
+    clusters = {path: way for path, way in ways.items() if way is not None and state not in _OVER}
+    exit_code = None if number is None else parse_exit(files["exit"].encode(), number)
+    return Entry(
+        Kind.RUN,
+        name,
+        state,
+        connection,
+        os.path.join(base, "runs", name),
+        says,
+        job_id,
+        start.get("cluster_id") or (f"slurm-{nonce_of(name)}" if files["job_id"] else None),
+        start.get("hostname") or (row.nodes if row is not None else "") or None,
+        row.partition if row is not None else None,
+        status.get("at") or found["modified"],
+        exit_code,
+        run_id=found["run_id"],
+        words=frozenset(filter(None, [found["step"], *found["assets"]])),
+        clusters=clusters,
+    )
+
+
+def access_in(content: Any) -> ClusterAccess | None:
+    """How to reach a Ray cluster, from the content of its file; None if it is damaged, or of another version."""
+    try:
+        return from_fields(ClusterAccess, content) if content else None
+    except SpecError:
+        return None
+
+
+def is_running(pid: object) -> bool:
+    """Whether a process of this machine lives."""
+    if not isinstance(pid, int):
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _session(connection: Connection, generation: Generation, snapshot: QueueSnapshot | None) -> Entry:
+    said = generation.announcement
+    if snapshot is None:  # Of this machine: only those that live are listed.
+        row, state = None, SessionState.UP
+    else:
+        row = job_of(generation, snapshot)
+        state = state_of(generation, row)
+    says = (said.closing if said else None) or ""
+    if state == SessionState.PENDING and row is not None and snapshot is not None:
+        told = most_informative_row(snapshot.components(row.job_id)) or row
+        says = waiting_text(told.reason, told.start, time.time())
+    job_id = None if snapshot is None else str(generation.job_id or (row.job_id if row else "")) or None
+    alive = state in (SessionState.UP, SessionState.DRAINING)
+    return Entry(
+        Kind.SESSION,
+        generation.key,
+        state,
+        connection,
+        generation.directory,
+        says,
+        job_id,
+        said.cluster_id if said else None,
+        (said.hostname if said else row.nodes if row else "") or None,
+        row.partition if row else None,
+        row.start if row else None,
+        generation=generation,
+        clusters={f"{generation.directory}/{SESSION}": said.access} if alive and said and said.access else {},
+    )
+
+
+def _job(connection: Connection, row: QueueRow) -> Entry:
+    waiting = row.state in WAITING
+    says = waiting_text(row.reason, row.start, time.time()) if waiting else ""
+    at = row.submit if waiting else row.start
+    return Entry(
+        Kind.JOB, row.name, row.state.lower(), connection, "", says, row.leader_label, None, row.nodes or None, row.partition, at
+    )
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in a file's content; empty if it is damaged, or something else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,176 @@
+"""`rayslurm attach`: a shell on the head node of a run, session or job, in the payload's environment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from ..access.find import Found
+from ..access.head import ClusterEnded
+from ..access.serve import Service, served
+from ..backends.listing import Entry, Kind
+from ..backends.sessions.request import send_request
+from ..edge import slurm
+from ..runtime.protocol.messages import Operation
+from ..runtime.protocol.record import JOURNAL, RUNTIME, STATUS, LineReader
+from ..runtime.protocol.rpc import derive_key
+from ..slurm.request import step_on_head
+from ..ssh.base import Connection
+from ..ssh.terminal import has_terminal
+from .common import one_sentence_errors
+from .options import cluster_options
+from .ps import entry, ident_argument
+
+# Files in the directory of the run or session.
+_SCRIPT, _TOKEN, _JUPYTER = "attach.sh", "attach.token", "attach.jupyter.json"
+_PORTS = range(20000, 32000)  # Outside of the ephemeral range of Linux (ip(7)).
+_NOT_THERE = 127  # The exit code of a shell that does not find a command.
+
+# Takes the environment of a process over, but for what belongs to that process alone.
+_TAKE_OVER = """\
+environ=/proc/{pid}/environ
+if ! [ -r "$environ" ]; then
+    echo "rayslurm: {what} is not on $(hostname), or has just ended" >&2
+    exit 1
+fi
+while IFS= read -r -d '' variable; do
+    case $variable in
+        DAGSTER_PIPES_* | RAY_JOB_CONFIG_JSON_ENV_VAR=* | RAY_OVERRIDE_JOB_RUNTIME_ENV=* | SLURM_* | SLURMD_* | BASH_* | PS1=*) ;;
+        TERM=* | PWD=* | OLDPWD=* | SHLVL=* | _=* | PYTHONUNBUFFERED=*) ;;
+        [A-Za-z_]*=*) export "$variable" 2>/dev/null ;;
+    esac
+done <"$environ"
+"""
+
+
+@click.command()
+@ident_argument
+@click.option("--python", is_flag=True, help="Python instead of a shell.")
+@click.option("--jupyter", is_flag=True, help="JupyterLab there, at a URL of this machine.")
+@cluster_options
+@click.argument("command", metavar="[-- COMMAND…]", nargs=-1, type=click.UNPROCESSED)
+def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) -> None:
+    """Open a shell on the head node of a run, session or job: `ray.init()` reaches its Ray cluster there.
+
+    It has the payload's environment, token and working directory. Behind `--` a command runs instead of a shell. The exit code is
+    that of the shell or command.
+    """
+    with one_sentence_errors():
+        one = entry(ident)
+        if one.over or one.state in ("pending", "starting"):
+            raise ValueError(f"{one.name} is {one.state}, so there is nothing to enter; `rayslurm ps` shows when it runs")
+        words = list(command) or (["python"] if python else [])
+        code = _jupyter(one) if jupyter else one.connection.interact([*_step(one), *_shell(one, words)])
+    sys.exit(code)
+
+
+def _jupyter(one: Entry) -> int:
+    """Run JupyterLab on the head node, and serve it here; its token and the secret of the URL are in a file, not in arguments."""
+    if not one.clusters:
+        raise ValueError(f"{one.name} has no Ray cluster, through which JupyterLab would be reached; it is {one.state}")
+    path, way = next(iter(one.clusters.items()))
+    service = Service(secrets.choice(_PORTS), secrets.token_hex(24), secrets.token_urlsafe(24))
+    server = {
+        "ip": "127.0.0.1",
+        "port": service.port,
+        "port_retries": 0,
+        "base_url": f"/{service.secret}/",
+        "open_browser": False,
+    }
+    config = f"{one.directory}/{_JUPYTER}"
+    one.connection.write(config, json.dumps({"ServerApp": server, "IdentityProvider": {"token": service.token}}).encode())
+    try:
+        with served(Found(one, path, way), lambda text: click.echo(f"rayslurm: {text}", err=True), service) as url:
+            click.echo(f"{url}/lab")
+            code = one.connection.interact([*_step(one), *_shell(one, ["jupyter", "lab", f"--config={config}"])])
+    except ClusterEnded as error:
+        raise ValueError(str(error)) from None
+    finally:
+        with contextlib.suppress(OSError):
+            one.connection.remove(config)
+    if code == _NOT_THERE:
+        raise ValueError(f"JupyterLab is not in the environment of {one.name}; install `jupyterlab` there")
+    return code
+
+
+def _shell(one: Entry, words: Sequence[str]) -> list[str]:
+    """The command on the head node: bash in the payload's environment, or a command there."""
+    if one.kind == Kind.JOB:
+        return list(words) or ["bash", "-i"]
+    script = f"{one.directory}/{_SCRIPT}"
+    one.connection.write(script, _environment(one).encode("utf-8", "surrogateescape"))
+    if words:
+        return ["bash", "-c", '. "$0" && exec "$@"', script, *words]
+    return ["bash", "--rcfile", script, "-i"]
+
+
+def _environment(one: Entry) -> str:
+    """The text of the script that makes the environment."""
+    head = '[ -z "$PS1" ] || ! [ -r ~/.bashrc ] || . ~/.bashrc\n'
+    prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({one.name}) ")}"$PS1"\n'
+    if one.kind == Kind.SESSION:
+        return head + _of_session(one) + prompt
+    pid = _json(one.connection, f"{one.directory}/{STATUS}").get("payload_pid")
+    if not isinstance(pid, int):
+        raise ValueError(f"the payload of {one.name} has not started yet, it is {one.state}; try again when it runs")
+    work = shlex.quote(f"{one.directory}/work")
+    return f"{head}{_TAKE_OVER.format(pid=pid, what='the payload')}cd {work} || exit\n{prompt}"
+
+
+def _of_session(one: Entry) -> str:
+    """The part for a session: the environment of its runtime, and the address and token of its warm Ray cluster."""
+    assert one.generation is not None and one.generation.announcement is not None
+    text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")
+    described = send_request(one.connection, one.generation, {"op": Operation.DESCRIBE})
+    spec, manifest = _json(one.connection, f"{one.directory}/{RUNTIME}"), one.generation.manifest
+    address, key = described.get("address"), spec.get("token_key") or spec.get("control_key")
+    exports: dict[str, Any] = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", **(spec.get("worker_env") or {})}
+    if address:
+        exports["RAY_ADDRESS"] = address
+        exports["RAY_API_SERVER_ADDRESS"] = described.get("dashboard_url")
+        if (spec.get("ray") or {}).get("auth") == "token" and key:
+            one.connection.write(f"{one.directory}/{_TOKEN}", derive_key(key, "ray-token").encode())
+            exports |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{one.directory}/{_TOKEN}"}
+    lines = [f"export {name}={shlex.quote(str(value))}\n" for name, value in exports.items() if value]
+    python = manifest.ask_command[0] if manifest is not None and manifest.ask_command else ""
+    if os.path.isabs(python):  # Otherwise bash, which activates an environment; the runtime's PATH has it then.
+        lines.append(f'export PATH={shlex.quote(os.path.dirname(python))}:"$PATH"\n')
+    return f"{text}{''.join(lines)}cd || exit\n"
+
+
+def _step(one: Entry) -> list[str]:
+    """The srun that starts a command on the head node; nothing on this machine."""
+    if one.job_id is None:
+        return []
+    node, heterogeneous = _head(one)
+    step = step_on_head(one.job_id.partition("+")[0], heterogeneous, node)
+    words = [*step, f"--chdir={one.directory or '/'}", *(["--pty"] if has_terminal() else [])]
+    return list(one.connection.call(slurm.command_line, words, repeat=True, timeout=60))
+
+
+def _head(one: Entry) -> tuple[str | None, bool]:
+    """The head node by Slurm's name, and whether the job is heterogeneous."""
+    if one.generation is not None and one.generation.announcement is not None:
+        said = one.generation.announcement
+        return said.hosts[0], said.heterogeneous
+    if one.kind == Kind.JOB:
+        return None, "+" in (one.job_id or "")
+    start = next(iter(LineReader().feed(one.connection.read(f"{one.directory}/{JOURNAL}", 0, 65536))), {})
+    allocation = start.get("allocation") or {}
+    return next(iter(allocation.get("nodes") or ()), one.node), len(allocation.get("components") or ()) > 1
+
+
+def _json(connection: Connection, path: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(connection.read(path, 0, 1024 * 1024))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,86 @@
+"""What the commands of `rayslurm` share: JSON and tables, errors in one sentence, durations."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from ..errors import RunFailure, StartError, one_sentence
+
+_WIDE = 200  # Characters of a line that goes to a file or another program.
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
+
+
+@contextmanager
+def one_sentence_errors() -> Iterator[None]:
+    """Turn an expected error inside the block into a one-sentence error of the command, which exits with 1."""
+    try:
+        yield
+    except RunFailure as error:
+        raise click.ClickException(error.description or str(error)) from None
+    except ValueError as error:
+        raise click.ClickException(one_sentence(error)) from None
+    except (OSError, StartError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def print_json(row: Mapping[str, Any]) -> None:
+    """Print one JSON object on a line."""
+    click.echo(json.dumps(row, ensure_ascii=False))
+
+
+def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) -> None:
+    """Print a table; cells appear literally, without rich's markup. `options` are those of `rich.table.Table`."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    # People copy the first column, so it is never cut; neither is anything that another program reads.
+    columns = [Column(header, no_wrap=not number, overflow="fold") for number, header in enumerate(headers)]
+    table = Table(*columns, **options)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    shown = os.isatty(1) or "COLUMNS" in os.environ
+    Console(width=None if shown else _WIDE).print(table)
+
+
+def print_values(values: Mapping[str, Any]) -> None:
+    """Print names and values in two columns; values that are None or empty are left out."""
+    shown = [(name.replace("_", " "), value_text(value)) for name, value in values.items() if value not in (None, [], {}, "")]
+    print_table(shown, show_header=False, box=None, padding=(0, 2, 0, 0))
+
+
+def value_text(value: Any) -> str:
+    """A value as text for a table: a list has one line per item."""
+    if isinstance(value, dict):
+        return "  ".join(f"{name} {item}" for name, item in value.items() if item is not None)
+    return "\n".join(map(value_text, value)) if isinstance(value, list) else str(value)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as D-HH:MM:SS, H:MM:SS or M:SS; "" for None."""
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}-{hours % 24:02}:{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def terminal_log(quiet: bool) -> logging.Logger:
+    """A log that goes to the standard error of this command."""
+    log = logging.getLogger("rayslurm.terminal")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    return log

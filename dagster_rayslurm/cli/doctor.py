@@ -1,0 +1,98 @@
+"""`rayslurm doctor`: whether runs will work on a cluster, and what to mend; `rayslurm check` is its short form."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from ..doctor import Line, Verdict, Wanted, has_failure
+from ..doctor.collect import Report, examine
+from ..doctor.partitions import COLUMNS
+from ..environments import PreDeployedEnvironment
+from .cluster import changed, the_cluster
+from .common import one_sentence_errors, print_json, print_table
+from .options import all_cluster_options
+
+_STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red", Verdict.SKIPPED: "dim"}
+_QUEUE = ("partition", "account", "qos", "reservation", "constraint", "gpu_type", "mem", "time_limit")
+_SIZES = ("num_nodes", "cpus_per_node", "gpus_per_node")
+
+
+def _options(command: Any) -> Any:
+    """The options that say which cluster is examined, and for which jobs."""
+    for name in reversed((*_QUEUE, *_SIZES)):
+        kind = click.IntRange(0) if name in _SIZES else click.STRING
+        what = f"`{name}` of the SlurmQueueConfig."
+        command = click.option(f"--{name.replace('_', '-')}", type=kind, help=what)(command)
+    what = "Path of the payloads' environment on the cluster, instead of the resource's."
+    return all_cluster_options(click.option("--env", help=what)(command))
+
+
+def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
+    """What is examined: the cluster's resource, with the options."""
+    cluster = the_cluster()
+    queue = {name: value for name, value in options.items() if value is not None}
+    slurm = changed(cluster.slurm, queue=cluster.slurm.queue.having(**queue))
+    path = env or cluster.resource.pre_deployed_env_path
+    return Wanted(slurm, PreDeployedEnvironment(path=path) if path else cluster.resource.environment)
+
+
+@click.command()
+@_options
+@click.option("--probe", is_flag=True, help="Look at compute nodes as well, by a job of a minute on one node.")
+@click.option("--probe-nodes", type=click.IntRange(1, 16), default=1, help="Nodes of that job; 2 try TCP between nodes.")
+@click.option("--wait", type=click.IntRange(1), default=300, show_default=True, help="Seconds that the job may wait to start.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(env: str | None, probe: bool, probe_nodes: int, wait: int, as_json: bool, **queue: Any) -> None:
+    """Examine a cluster: each line is ok, a warning or a failure with its remedy. Exits with 1 if there is a failure."""
+    nodes = probe_nodes if probe or probe_nodes > 1 else 0
+    with one_sentence_errors():
+        report = examine(_wanted(env, queue), nodes, wait, lambda text: click.echo(text, err=True))
+    (_print_json if as_json else _print)(report)
+    click.get_current_context().exit(int(has_failure(report.lines)))
+
+
+@click.command()
+@_options
+def check(env: str | None, **queue: Any) -> None:
+    """The short form of `doctor`: only warnings and failures, and a line that sums up."""
+    with one_sentence_errors():
+        report = examine(_wanted(env, queue), 0, 0, lambda text: click.echo(text, err=True))
+    _print_lines([line for line in report.lines if line.verdict in (Verdict.WARNING, Verdict.FAILURE)])
+    click.echo(_summary(report.lines))
+    click.get_current_context().exit(int(has_failure(report.lines)))
+
+
+def _print_json(report: Report) -> None:
+    partitions = [dict(zip(COLUMNS, each.cells(), strict=True)) for each in report.partitions]
+    lines = [{**asdict(line), "verdict": line.verdict.value} for line in report.lines]
+    print_json({"lines": lines, "partitions": partitions, "resource": report.resource})
+
+
+def _print(report: Report) -> None:
+    _print_lines(report.lines)
+    click.echo()
+    if report.partitions:
+        print_table([each.cells() for each in report.partitions], *COLUMNS)
+    click.echo(_summary(report.lines))
+    if report.resource:
+        click.echo(f"\n{report.resource}")
+
+
+def _print_lines(lines: list[Line]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        text = Text.assemble((f"{line.verdict.value:8}", _STYLES[line.verdict]), f"{line.name}: {line.text}")
+        console.print(text)
+        if line.remedy:
+            console.print(Text(f"        → {line.remedy}"))
+
+
+def _summary(lines: list[Line]) -> str:
+    counts = [(sum(line.verdict is verdict for line in lines), verdict.value) for verdict in Verdict]
+    return ", ".join(f"{count} {word}" for count, word in counts if count)

@@ -1,0 +1,175 @@
+"""`rayslurm logs` and `cancel`: follow a run, and end a run, session or job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from functools import partial
+
+import click
+
+from ..backends.base import write_cancel_request
+from ..backends.listing import Entry, Kind, list_here
+from ..backends.sessions.listing import end_generations
+from ..backends.sessions.local import end_session
+from ..edge import files as edge_files
+from ..execution.terminal import TerminalPipes, exit_code
+from ..follow import Cadence, Evidence, Follower, follow_all
+from ..outcome import judge
+from ..plan import nonce_of
+from ..runtime.protocol.record import COMPONENTS, JOURNAL, LineReader, component_dir
+from ..slurm.shared_queue import fetch_queue
+from ..slurm.states import TERMINAL
+from ..slurm.submit import wait_until_gone
+from .common import json_option, one_sentence_errors, print_json, terminal_log
+from .options import cluster_options
+from .ps import entry, ident_argument
+
+_CADENCE = Cadence(busy=0.2, idle=2.0, waiting=5.0)
+_CHUNK = 1024 * 1024
+_ASK_INTERVAL = 15.0  # Seconds between two looks into the queue while a record is silent.
+_END_TIMEOUT = 45.0  # Seconds in which a cancelled run ends; then its job is cancelled.
+
+
+@click.command()
+@ident_argument
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run ends, and exit with its exit code.")
+@cluster_options
+def logs(ident: str, follow: bool) -> None:
+    """Print the output of a run. With -f Ctrl-C ends only this command, and the exit code is that of `submit`."""
+    log = terminal_log(quiet=not follow)
+    try:
+        with one_sentence_errors():
+            run = entry(ident)
+            if run.kind != Kind.RUN:
+                raise ValueError(
+                    f"{run.name} is a {run.kind}, and only runs have output; `rayslurm show {run.name}` shows its runs"
+                )
+            followed = [_follower(run, component, log) for component in _components(run)]
+            if not follow:
+                for each in followed:
+                    while each.read_once():
+                        pass
+                    each.finish()
+                return
+            follow_all([(each, partial(_runtime_exit, _Job(run))) for each in followed])
+    except KeyboardInterrupt:
+        click.echo(f"\n[rayslurm] {run.name} goes on", err=True)
+        sys.exit(130)
+    for each in followed:
+        verdict = judge(each.evidence, uses_pipes=False, require_messages=False)
+        if verdict.kind is not None:
+            click.echo(f"Error: {verdict.sentence}", err=True)
+    sys.exit(next(filter(None, (exit_code(each.evidence.end) for each in followed)), 0))
+
+
+def _components(run: Entry) -> list[str | None]:
+    """The components of a run, each with a record of its own; or None for the run itself."""
+    try:
+        return [*sorted(run.connection.call(edge_files.names, f"{run.directory}/{COMPONENTS}", repeat=True))] or [None]
+    except FileNotFoundError:
+        return [None]
+
+
+def _follower(run: Entry, component: str | None, log: logging.Logger) -> Follower:
+    directory = run.directory if component is None else component_dir(run.directory, component)
+    return Follower(run.connection, directory, nonce_of(run.name), TerminalPipes(log), log, _CADENCE, component=component)
+
+
+class _Job:
+    """Whether the job or process of a run is still there, asked for now and then."""
+
+    def __init__(self, run: Entry) -> None:
+        self._run, self._asked_at = run, time.monotonic()
+        self._over = "it has ended" if run.over else None
+
+    def exit(self) -> str | None:
+        """How the runtime has ended, in words; None while it lives."""
+        if self._over is None and time.monotonic() - self._asked_at > _ASK_INTERVAL:
+            self._asked_at = time.monotonic()
+            self._over = self._look()
+        return self._over
+
+    def _look(self) -> str | None:
+        run = self._run
+        if run.job_id is None:
+            base = os.path.dirname(os.path.dirname(run.directory))
+            now = next((each for each in list_here(base) if each.name == run.name), None)
+            return "its process is gone" if now is None or now.over else None
+        row = fetch_queue(run.connection).job(int(run.job_id))
+        if row is None:
+            return "Slurm no longer knows the job"
+        return f"Slurm calls the job {row.state}" if row.state in TERMINAL else None
+
+
+def _runtime_exit(job: _Job, evidence: Evidence) -> str | None:  # noqa: ARG001
+    try:
+        return job.exit()
+    except OSError:  # A lost link says nothing about the job; the follower reports it.
+        return None
+
+
+@click.command()
+@ident_argument
+@click.option("--now", is_flag=True, help="Leave the payload no grace period.")
+@json_option
+@cluster_options
+def cancel(ident: str, now: bool, as_json: bool) -> None:
+    """End a run, session or job, and wait until the end is confirmed."""
+    with one_sentence_errors():
+        one = entry(ident)
+        if one.over:
+            raise ValueError(f"{one.name} has ended already")
+        _end(one, now)
+    if as_json:
+        return print_json({**one.row(), "state": "ended"})
+    click.echo(f"ended the {one.kind} {one.name}" + (f", Slurm job {one.job_id}" if one.job_id else ""))
+
+
+def _end(one: Entry, now: bool) -> None:
+    """End an entry. Raises StartError or OSError if its end is not confirmed."""
+    if one.kind == Kind.SESSION:
+        assert one.generation is not None
+        if one.job_id is None:
+            end_session(one.generation)
+        else:
+            end_generations(one.connection, [one.generation])
+        return
+    if one.kind == Kind.RUN:
+        write_cancel_request(one.connection, one.directory, now)
+        # A run that waits has no runtime that would read the request. One in a session shares its job with others.
+        if one.state != "pending" and _ends(one, _END_TIMEOUT):
+            return
+        if one.job_id is None or not one.connection.read(f"{one.directory}/job_id", 0, 64):
+            raise OSError(f"{one.connection.place}: {one.name} was asked to end and has not within {_END_TIMEOUT:g} s")
+    number = (one.job_id or "").partition("_")[0]
+    if not wait_until_gone(one.connection, int(number)):
+        raise OSError(f"Slurm does not confirm the end of job {one.job_id}; run `scancel {one.job_id}` on {one.connection.place}")
+
+
+def _ends(run: Entry, timeout: float) -> bool:
+    """Whether all records of a run get their `end` in time."""
+    records = [_EndOfRecord(run, component) for component in _components(run)]
+    deadline = time.monotonic() + timeout
+    while not all(each.seen() for each in records):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_CADENCE.busy)
+    return True
+
+
+class _EndOfRecord:
+    """Looks for the `end` of one record."""
+
+    def __init__(self, run: Entry, component: str | None) -> None:
+        directory = run.directory if component is None else component_dir(run.directory, component)
+        self._connection, self._path = run.connection, f"{directory}/{JOURNAL}"
+        self._reader, self._seen = LineReader(), False
+
+    def seen(self) -> bool:
+        """Whether the record has ended."""
+        while not self._seen and (data := self._connection.read(self._path, self._reader.next_read, _CHUNK)):
+            self._seen = any(record.get("type") == "end" for record in self._reader.feed(data))
+        return self._seen

@@ -1,0 +1,64 @@
+"""The options of `rayslurm` that name the cluster, and what all commands share beside them. It imports nothing slow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FILE = "rayslurm.toml"
+_KEY = "dagster_rayslurm."  # Prefix of the options in click's `Context.meta`, which nested commands share.
+_VARIABLES = {"cluster": "RAYSLURM_CLUSTER", "source": "RAYSLURM_FROM", "remote_base": "RAYSLURM_REMOTE_BASE"}
+
+
+def _remember(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """Called by click: keep the value for `find_cluster`, whichever of the nested commands has the option."""
+    if value is not None:
+        context.meta[_KEY + str(parameter.name)] = value
+
+
+def _option(*names: str, **more: Any) -> Callable[[F], F]:
+    return click.option(*names, expose_value=False, callback=_remember, **more)
+
+
+def _cluster_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
+    """Called by the shell's completion of `--cluster`."""
+    from .cluster import find_file, read_file
+
+    try:
+        path = find_file(Path.cwd())
+        return [name for name in (read_file(path)["clusters"] if path else ()) if name.startswith(incomplete)]
+    except (OSError, ValueError):
+        return []
+
+
+def cluster_options(command: F) -> F:
+    """Decorator: the options that name the cluster. They may stand behind `rayslurm` or behind its command."""
+    command = _option("--from", "source", metavar="MODULE:RESOURCE", help="A ComputeResource of your definitions.")(command)
+    what = f"A cluster of the nearest {FILE}, or of that in ~/.config/rayslurm."
+    return _option("--cluster", metavar="NAME", help=what, shell_complete=_cluster_names)(command)
+
+
+def all_cluster_options(command: F) -> F:
+    """Decorator: `cluster_options`, the base directory on the cluster, and the names of environment variables."""
+    what = "Base directory on the cluster, `remote_base` of the SlurmResource."
+    command = _option("--remote-base", metavar="DIRECTORY", help=what)(command)
+    what = "What the variables of the edge node begin with.  [default: SLURM_EDGE_NODE_]"
+    command = _option("--prefix", metavar="PREFIX", help=what)(command)
+    return cluster_options(command)
+
+
+def cluster_option(name: str) -> str | None:
+    """The value of an option that names the cluster."""
+    return click.get_current_context().meta.get(_KEY + name) or None
+
+
+def given(name: str) -> str | None:
+    """The value of an option, or else of its environment variable."""
+    variable = _VARIABLES.get(name)
+    return cluster_option(name) or (os.environ.get(variable) if variable else None) or None

@@ -1,0 +1,126 @@
+"""`rayslurm ps` and `show`: runs, sessions and jobs, whichever process started them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from ..backends.base import Layout
+from ..backends.listing import Entry, Kind, find, list_all, list_here
+from ..runtime.protocol.record import JOURNAL, LineReader, Record
+from ..ssh.local import LocalConnection
+from .cluster import find_cluster
+from .common import duration, json_option, one_sentence_errors, print_json, print_table, print_values
+from .options import all_cluster_options, cluster_options
+
+_COLUMNS = ("name", "kind", "state", "job", "node", "since", "says")
+_CHUNK = 1024 * 1024
+
+ident_argument = click.argument("ident", metavar="NAME")
+
+
+def entries() -> list[Entry]:
+    """All runs, sessions and jobs of the cluster that is configured, and the runs and sessions of the local mode."""
+    cluster, layout = find_cluster(), click.get_current_context().find_root().obj
+    base = str(layout.base) if isinstance(layout, Layout) else cluster.resource.local_base if cluster else ""
+    found = list_here(base)
+    if cluster is None:
+        return found
+    if isinstance(cluster.connection, LocalConnection) and os.path.realpath(cluster.base) == os.path.realpath(base):
+        found = [each for each in found if each.kind == Kind.SESSION]
+    return [*found, *list_all(cluster.connection, cluster.base)]
+
+
+def entry(ident: str) -> Entry:
+    """The run, session or job that a name means."""
+    return find(ident, entries())
+
+
+@click.command()
+@click.option("--all", "-a", "everything", is_flag=True, help="Also what has ended and still has a directory.")
+@click.option("--here", is_flag=True, help="Only the runs of this machine.")
+@json_option
+@all_cluster_options
+@click.pass_obj
+def ps(layout: Layout, everything: bool, here: bool, as_json: bool) -> None:
+    """List runs, sessions and jobs: those of the cluster if one is configured, and the runs of the local mode."""
+    with one_sentence_errors():
+        found = list_here(str(layout.base)) if here else entries()
+    shown = [each for each in found if everything or not each.over]
+    if as_json:
+        for each in shown:
+            print_json(each.row())
+        return
+    print_table(map(_cells, shown), *_COLUMNS)
+    if hidden := len(found) - len(shown):
+        click.echo(f"{hidden} more have ended; `rayslurm ps --all` lists them", err=True)
+
+
+def _cells(entry: Entry) -> list[str]:
+    state = str(entry.state) + (f" ({entry.exit_code})" if entry.exit_code is not None else "")
+    since = duration(time.time() - entry.at) if entry.at else ""
+    return [entry.name, entry.kind.value, state, entry.job_id or "", entry.node or "", since, entry.says]
+
+
+@click.command()
+@ident_argument
+@json_option
+@cluster_options
+def show(ident: str, as_json: bool) -> None:
+    """Show a run, session or job; of a run with --json its phases and its end, one object per line.
+
+    NAME is a run's or session's name or how it begins, a job id, a cluster id, or the step of which the newest run is meant.
+    """
+    with one_sentence_errors():
+        one = entry(ident)
+        if one.kind == Kind.SESSION:
+            from .session import Session
+
+            assert one.generation is not None
+            described = Session(one.connection, one.generation, {**one.row(), "reason": None})
+            described.refresh()
+            values = {**described.description, **described.row}
+        else:
+            records = list(read_journal(one)) if one.kind == Kind.RUN else []
+            values = {**one.row(), **_facts(records)}
+    if as_json and one.kind == Kind.RUN:
+        for record in records:
+            print_json(record)
+    elif as_json:
+        print_json(values)
+    else:
+        print_values({**values, "at": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(values["at"])) if values["at"] else None})
+
+
+def read_journal(run: Entry) -> Iterator[Record]:
+    """The records of a run's journal. Raises OSError."""
+    if run.connection.modified(f"{run.directory}/{JOURNAL}") is None:
+        raise OSError(f"{run.connection.place}: {run.directory}/{JOURNAL} cannot be read: No such file or directory")
+    reader = LineReader()
+    while data := run.connection.read(f"{run.directory}/{JOURNAL}", reader.next_read, _CHUNK):
+        yield from reader.feed(data)
+
+
+def _facts(records: Sequence[Record]) -> dict[str, Any]:
+    """What people want to know of a run's record."""
+    facts: dict[str, Any] = {}
+    for record in records:
+        kind = record["type"]
+        if kind == "phase":
+            at = time.strftime("%H:%M:%S", time.localtime(record["at"]))
+            facts.setdefault("phases", []).append(f"{at} {record['phase']}: {record['message']}")
+        context = record.get("context") if kind in ("context", "end") else None
+        for name in ("ray_version", "ray_address", "python_version"):
+            if context and context.get(name):
+                facts[name] = context[name]
+        if context and context.get("nodes"):
+            facts["nodes"] = [each["hostname"] for each in context["nodes"]]
+        if kind == "end":
+            facts["end"] = record["reason"] + (f": {record['message']}" if record.get("message") else "")
+            facts |= {name: record[name] for name in ("exit_code", "signal") if record.get(name) is not None}
+            facts |= {name: (record.get("usage") or {}).get(name) for name in ("elapsed", "cpu_seconds", "peak_memory")}
+    return facts

@@ -1,0 +1,160 @@
+"""`rayslurm dashboard | job | top`: look at a Ray cluster that runs, and submit jobs to it."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from ..access.find import Found, NoCluster, choose
+from ..access.head import ClusterEnded
+from ..access.proxy import SECRET_HEADER
+from ..access.serve import serve, served
+from ..backends.listing import named
+from .common import one_sentence_errors
+from .options import cluster_options
+from .ps import entries
+
+_WAIT_INTERVAL = 2.0  # Seconds between two looks for a cluster that `--wait` waits for.
+
+target_argument = click.argument("target", metavar="TARGET")
+_TARGET = (
+    "TARGET is a Dagster run, an asset, a session or a Slurm job: its id or key, how that begins, or the name of a run directory."
+)
+
+
+def find_target(target: str, wait: bool = False) -> Found:
+    """The cluster that a word names; with `wait` once it is up. An error of the command without one."""
+    said = ""
+    while True:
+        with one_sentence_errors():
+            there = entries()
+            try:
+                return choose(target, there)
+            except NoCluster as error:
+                if not wait or all(each.over for each in named(target, there)):
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    click.echo(f"{said}; waiting", err=True)
+        time.sleep(_WAIT_INTERVAL)
+
+
+def say(sentence: str) -> None:
+    """Print a sentence for people, beside the output."""
+    click.echo(f"rayslurm: {sentence}", err=True)
+
+
+@contextmanager
+def reached(target: str) -> Iterator[str]:
+    """The URL of a cluster's dashboard inside the block; an error of the command if it cannot be reached."""
+    try:
+        with served(find_target(target), say) as url:
+            yield url
+    except ClusterEnded as error:
+        raise click.ClickException(str(error)) from None
+
+
+@click.command()
+@cluster_options
+@target_argument
+@click.option("--open", "opens", is_flag=True, help="Open it in the browser.")
+@click.option("--wait", is_flag=True, help="Wait until the Ray cluster is up.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of this machine to listen on.  [default: any]")
+def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
+    """Show the Ray dashboard of a run, asset, session or Slurm job, until the Ray cluster ends or Ctrl-C.
+
+    TARGET is a Dagster run, an asset, a session or a Slurm job: its id or key, how that begins, or the name of a run directory.
+
+    The URL that is printed works for a browser, curl, `ray job submit --address` and other tools alike; Ray's token is added.
+    It serves you alone, and only as long as this command runs.
+    """
+    found = find_target(target, wait)
+    pages: list[str] = []
+
+    def ready(url: str) -> None:
+        click.echo(f"{url}/")
+        say(f"the Ray dashboard of {found.title}; Ctrl-C ends this")
+        if opens:
+            pages.append(_open(f"{url}/"))
+
+    try:
+        with one_sentence_errors():
+            asyncio.run(serve(found, say, ready, port))
+    except ClusterEnded as error:
+        say(str(error))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for page in pages:
+            os.unlink(page)
+
+
+def _open(url: str) -> str:
+    """Open a URL in the browser; returns the path of the page that leads to it, as the URL must not be among arguments."""
+    fd, path = tempfile.mkstemp(prefix="rayslurm-", suffix=".html")  # Only this user may read it.
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(
+            f'<!DOCTYPE html><meta http-equiv="refresh" content="0; url={html.escape(url)}"><title>Ray dashboard</title>\n'
+        )
+    webbrowser.open(f"file://{path}")
+    return path
+
+
+@click.group()
+def job() -> None:
+    """Submit jobs to a Ray cluster that runs, and look at them: Ray's own `ray job`, with all its options."""
+
+
+def _job_command(name: str, help_text: str) -> None:
+    settings = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
+
+    @job.command(name, help=f"{help_text}\n\n{_TARGET} What follows is for `ray job {name}`.", context_settings=settings)
+    @cluster_options
+    @target_argument
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def command(target: str, arguments: tuple[str, ...]) -> None:
+        with reached(target) as url:
+            code = _ray_job(name, [("--follow" if name == "logs" and word == "-f" else word) for word in arguments], url)
+        sys.exit(code)
+
+
+for _name, _help in {
+    "submit": "Submit a job: `rayslurm job submit TARGET -- python train.py`.",
+    "list": "List the jobs.",
+    "status": "Print the state of a job.",
+    "logs": "Print the output of a job, with -f as it comes.",
+    "stop": "Stop a job.",
+}.items():
+    _job_command(_name, _help)
+
+
+def _ray_job(name: str, arguments: list[str], url: str) -> int:
+    """Run `ray job` with this machine's Ray; returns its exit code. It prints its address, so the secret goes as a header."""
+    if importlib.util.find_spec("ray") is None:
+        raise click.ClickException("Ray's job client is not installed here; run: pip install 'dagster-rayslurm[ray]'")
+    environ = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
+    address, _, secret = url.rpartition("/")
+    environ |= {"RAY_API_SERVER_ADDRESS": address, "RAY_JOB_HEADERS": json.dumps({SECRET_HEADER: secret})}
+    program = [sys.executable, "-m", "ray.scripts.scripts", "job", name, *arguments]
+    try:
+        process = subprocess.Popen(program, env=environ)
+    except OSError as error:
+        raise click.ClickException(f"Ray's job client cannot be started: {error}") from None
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)

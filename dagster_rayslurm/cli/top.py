@@ -1,0 +1,282 @@
+"""`rayslurm top`: a Ray cluster live in the terminal."""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..access.find import Found
+from ..access.head import ClusterEnded
+from ..access.serve import served
+from ..access.watch import QUERIES, Node, Snapshot, state_counts
+from ..backends.listing import Kind
+from ..backends.sessions.request import send_request
+from ..errors import StartError
+from ..runtime.protocol.messages import Operation
+from .common import duration, json_option, print_json
+from .options import cluster_options
+from .ps import entries
+from .ray import find_target, say, target_argument
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_INTERVAL = 1.0  # Seconds between two requests; each asks for one part, and the parts take turns.
+_TIMEOUT = 30.0
+_GIB, _MIB = 2**30, 2**20
+VIEWS = ("nodes", "tasks", "actors", "jobs", "payloads")
+KEYS = "j k: move   Enter: details   Tab: next view   t: tasks   q: quit"
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What the keys choose. Pure."""
+
+    view: str = "nodes"
+    row: int = 0
+    details: bool = False
+    over: bool = False
+
+    def after(self, key: str, rows: int) -> Screen:
+        """The screen after a key, when its view has so many rows."""
+        if key in ("q", "\x03", ""):
+            return replace(self, over=True)
+        if key in ("j", "k"):
+            return replace(self, row=max(0, min(rows - 1, self.row + (1 if key == "j" else -1))))
+        if key in ("\r", "\n"):
+            return replace(self, details=not self.details)
+        if key == "\t":
+            return Screen(VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)])
+        return Screen("tasks") if key == "t" else self
+
+
+@dataclass
+class Watch:
+    """Asks for the parts of a snapshot in turn, in a thread of its own."""
+
+    url: str
+    payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks a session for its payloads; None without one.
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    problem: str = ""  # Why the last request failed.
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def ask(self, query: str) -> None:
+        """Replace one part of the snapshot."""
+        try:
+            if query == "payloads":
+                payloads = tuple(self.payloads()) if self.payloads else ()
+                self.snapshot, self.problem = replace(self.snapshot, payloads=payloads), ""
+                return
+            with urllib.request.urlopen(self.url + QUERIES[query], timeout=_TIMEOUT) as answer:
+                self.snapshot, self.problem = self.snapshot.with_answer(query, json.load(answer)), ""
+        except (OSError, ValueError, StartError) as error:
+            self.problem = f"{query}: {error}"
+
+    def run(self) -> None:
+        """Ask for one part a second, until `over` is set."""
+        for query in cycle([*QUERIES, *(["payloads"] if self.payloads else [])]):
+            self.ask(query)
+            if self.over.wait(_INTERVAL if self.snapshot.nodes else 0.2):
+                break
+
+
+@click.command()
+@cluster_options
+@target_argument
+@click.option("--once", is_flag=True, help="Print what there is now, and end.")
+@json_option
+def top(target: str, once: bool, as_json: bool) -> None:
+    """Watch a Ray cluster: nodes, GPUs, tasks, actors, jobs, the queue of a session, and what can never be placed.
+
+    TARGET is a Dagster run, an asset, a session or a Slurm job: its id or key, how that begins, or the name of a run directory.
+
+    Keys: j and k move, Enter shows details, Tab the next view, t the tasks, q ends.
+    """
+    found = find_target(target)
+    live = not once and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
+    ended: list[str] = []
+    try:
+        with served(found, ended.append if live else say) as url:
+            watch = Watch(url, _payloads(found))
+            if live:
+                _live(watch, found.title, ended)
+            else:
+                _print_once(watch, found.title, as_json)
+    except ClusterEnded as error:
+        raise click.ClickException(str(error)) from None
+    for sentence in ended[-1:]:
+        say(sentence)
+
+
+def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
+    """A function that asks the session of a cluster for its payloads; None if a payload has the job to itself."""
+    own = [each for each in entries() if each.kind == Kind.SESSION and each.cluster_id == found.access.cluster_id]
+    session = own[-1].generation if own else None
+    if session is None:
+        return None
+    describe = {"op": Operation.DESCRIBE}
+    return lambda: send_request(found.connection, session, describe).get("payloads") or ()
+
+
+def _print_once(watch: Watch, title: str, as_json: bool) -> None:
+    from rich.console import Console
+
+    for query in (*QUERIES, "payloads"):
+        watch.ask(query)
+        if watch.problem:
+            raise click.ClickException(f"the dashboard does not answer: {watch.problem}")
+    if as_json:
+        return print_json({**asdict(watch.snapshot), "totals": dict(watch.snapshot.totals), "never": watch.snapshot.never})
+    console = Console()
+    console.print(header(watch.snapshot, title, ""))
+    for view in VIEWS:
+        if rows(watch.snapshot, view):
+            console.print(table(watch.snapshot, Screen(view, -1), len(rows(watch.snapshot, view))))
+
+
+def _live(watch: Watch, title: str, ended: Sequence[str]) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console, screen = Console(), Screen()
+    threading.Thread(target=watch.run, name="rayslurm-top", daemon=True).start()
+    try:
+        with _single_keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
+            while not screen.over and not any("has ended" in each for each in ended):
+                height = max(3, console.height - 9 - len(watch.snapshot.never))
+                said = watch.problem or (ended[-1] if ended else "")
+                body = table(watch.snapshot, screen, height)
+                live.update(Group(header(watch.snapshot, title, said), body, Text(KEYS, style="dim")), refresh=True)
+                pressed = key(0.5)
+                if pressed is not None:
+                    screen = screen.after(pressed, len(rows(watch.snapshot, screen.view)))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        watch.over.set()
+
+
+@contextmanager
+def _single_keys() -> Iterator[Callable[[float], str | None]]:
+    """A function that returns the next key, "" at the end of the input, or None after some seconds; no Enter is needed."""
+    import os
+    import termios
+    import tty
+
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+
+    def key(timeout: float) -> str | None:
+        ready, _, _ = select.select([fd], [], [], timeout)
+        return os.read(fd, 1).decode("utf-8", "replace") if ready else None
+
+    try:
+        yield key
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+# ---- What is shown
+
+
+def header(snapshot: Snapshot, title: str, problem: str) -> RenderableType:
+    """The totals of the cluster, and what can never be placed."""
+    from rich.console import Group
+    from rich.text import Text
+
+    alive = [node for node in snapshot.nodes if node.alive]
+    totals = snapshot.totals
+    lines = [Text(f"{title}   {len(alive)} of {len(snapshot.nodes)} nodes alive", style="bold")]
+    cpu = sum(node.cpu for node in alive) / len(alive) if alive else 0.0
+    parts = [f"CPU {totals.get('CPU', 0):g} ({cpu:.0f} % busy)", f"GPU {totals.get('GPU', 0):g}"]
+    parts.append("memory " + _of(*map(sum, zip(*(node.memory for node in alive), strict=True)))) if alive else None
+    parts.append("object store " + _of(*map(sum, zip(*(node.store for node in alive), strict=True)))) if alive else None
+    lines.append(Text("   ".join(parts)))
+    for name, counts in (("tasks", snapshot.tasks), ("actors", snapshot.actors)):
+        states = state_counts(counts)
+        lines.append(Text(f"{name}: " + (", ".join(f"{number} {state}" for state, number in states.most_common()) or "none")))
+    lines += [Text(f"never: {sentence}", style="bold red") for sentence in snapshot.never]
+    if problem:
+        lines.append(Text(problem, style="yellow"))
+    return Group(*lines)
+
+
+def rows(snapshot: Snapshot, view: str) -> list[list[str]]:
+    """The rows of a view, as cells."""
+    if view == "nodes":
+        return [_node_row(node) for node in snapshot.nodes]
+    if view in ("tasks", "actors"):
+        counts = snapshot.tasks if view == "tasks" else snapshot.actors
+        return [
+            [name, ", ".join(f"{n} {state}" for state, n in sorted(states.items()))] for name, states in sorted(counts.items())
+        ]
+    if view == "jobs":
+        return [
+            [str(job.get("submission_id") or job.get("job_id")), str(job["status"]), str(job["entrypoint"])]
+            for job in snapshot.jobs
+        ]
+    place, found = 0, []
+    for each in snapshot.payloads:
+        place += each["state"] == "waiting"
+        state = f"place {place} in the queue" if each["state"] == "waiting" else str(each["state"])
+        found.append([str(each["step"]), str(each["run_id"])[:8], state, duration(each["age"])])
+    return found
+
+
+_HEADERS = {
+    "nodes": ("node", "state", "CPU %", "memory", "object store", "GPUs"),
+    "tasks": ("task", "by state"),
+    "actors": ("class", "by state"),
+    "jobs": ("job", "state", "command"),
+    "payloads": ("step", "run", "state", "since"),
+}
+
+
+def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
+    """The rows of the view that fit into so many lines, around the chosen one."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    cells = rows(snapshot, screen.view)
+    chosen = min(screen.row, len(cells) - 1)
+    first = max(0, min(chosen - height // 2, len(cells) - height))
+    shown = Table(*_HEADERS[screen.view], title=f"{screen.view} ({len(cells)})", title_justify="left", expand=True)
+    for number, row in list(enumerate(cells))[first : first + height]:
+        shown.add_row(*map(escape, row), style="reverse" if number == chosen else "")
+        if screen.details and number == chosen and screen.view == "nodes":
+            for line in details(snapshot.nodes[number]):
+                shown.add_row("", *[""] * (len(row) - 2), escape(line))
+    return shown
+
+
+def details(node: Node) -> list[str]:
+    """What more there is to say of a node: its address, its resources and each of its GPUs."""
+    bytes_of = ("memory", "objectStoreMemory")
+    shown = {name: amount for name, amount in sorted(node.resources.items()) if not name.startswith("node:")}
+    amounts = [f"{name} {amount / _GIB:.1f} GiB" if name in bytes_of else f"{name} {amount:g}" for name, amount in shown.items()]
+    gpus = [f"GPU {n}: {gpu.name}, {gpu.percent:.0f} %, {gpu.used:.0f}/{gpu.total:.0f} MiB" for n, gpu in enumerate(node.gpus)]
+    return [node.address, ", ".join(amounts), *gpus]
+
+
+def _node_row(node: Node) -> list[str]:
+    busy = " ".join(f"{gpu.percent:.0f}%" for gpu in node.gpus)
+    state = ("head" if node.head else "alive") if node.alive else "dead"
+    return [node.name, state, f"{node.cpu:.0f}", _of(*node.memory), _of(*node.store), busy or "-"]
+
+
+def _of(used: float, total: float) -> str:
+    unit, name = (_GIB, "GiB") if total >= _GIB else (_MIB, "MiB")
+    return f"{used / unit:.1f}/{total / unit:.1f} {name}"

@@ -1,0 +1,82 @@
+"""The user's associations and QOS in accounting, and what they allow. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..slurm.config import SlurmQueueConfig
+from .partitions import limit_seconds
+
+_ASSOCIATION = ("cluster", "account", "user", "partition", "qos", "defaultqos", "maxjobs", "maxsubmit", "maxwall", "maxtres")
+_QOS = ("name", "maxwall", "maxtres", "maxtrespu", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmit", "grptres")
+_LIST = "sacctmgr --noheader --parsable2 show"
+ASSOCIATIONS = (
+    "sh",
+    "-c",
+    f'exec {_LIST} associations user="$(id -un)" format={",".join(_ASSOCIATION)},grpjobs,grpsubmit,grptres',
+)
+QOS = (*_LIST.split(), "qos", f"format={','.join(_QOS)}")
+SHOW = "`sacctmgr show associations user=$USER` and `sacctmgr show qos` show the limits"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An association or a QOS: its columns by the names of sacctmgr(1)."""
+
+    what: str
+    columns: dict[str, str]
+
+    def __getitem__(self, name: str) -> str:
+        return self.columns.get(name, "")
+
+
+def parse_associations(text: str, cluster: str) -> list[Row]:
+    """This user's associations on a cluster; `cluster` may be unknown, ""."""
+    names = (*_ASSOCIATION, "grpjobs", "grpsubmit", "grptres")
+    rows = [Row("", dict(zip(names, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
+    return [Row(f"account {row['account']}", row.columns) for row in rows if not cluster or row["cluster"] == cluster]
+
+
+def parse_qos(text: str) -> list[Row]:
+    """All QOS."""
+    rows = [dict(zip(_QOS, line.split("|"), strict=False)) for line in text.splitlines() if "|" in line]
+    return [Row(f"QOS {row['name']}", row) for row in rows]
+
+
+def qos_of(row: Row) -> list[str]:
+    """The names of the QOS that an association allows."""
+    return [name.lstrip("+-") for name in row["qos"].split(",") if name]
+
+
+def forbids(row: Row, queue: SlurmQueueConfig, seconds: float | None) -> list[str]:
+    """Which limits of an association or QOS keep every job of this size from running, in words."""
+    found = []
+    for limit in ("maxjobs", "maxsubmit", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmit"):
+        if row[limit] == "0":
+            found.append(f"{limit}=0, so no job may run")
+    allowed = limit_seconds(row["maxwall"])
+    if allowed is not None and (seconds is None or seconds > allowed):
+        found.append(f"maxwall={row['maxwall']} is less than time_limit={queue.time_limit}")
+    for limit in ("maxtres", "maxtrespu", "grptres"):
+        for kind, most in _amounts(row[limit]):
+            wanted = _wanted(queue, kind)
+            if wanted is not None and wanted > most:
+                found.append(f"{limit} allows {kind}={most}, and the job asks for {wanted}")
+    return found
+
+
+def _amounts(tres: str) -> Sequence[tuple[str, int]]:
+    pairs = (each.partition("=") for each in tres.split(",") if each)
+    return [(kind, int(count)) for kind, _, count in pairs if count.isdigit()]
+
+
+def _wanted(queue: SlurmQueueConfig, kind: str) -> int | None:
+    """How much of a trackable resource the job asks for; None if the queue does not say."""
+    if kind == "node":
+        return queue.num_nodes
+    if kind == "cpu":
+        return queue.num_nodes * (queue.cpus_per_node or 1)
+    if kind in ("gres/gpu", f"gres/gpu:{queue.gpu_type}"):
+        return queue.num_nodes * (queue.gpus_per_node or 0)
+    return None

@@ -1,0 +1,92 @@
+"""Examine a cluster: collect facts, turn them into lines, and stop where a failure makes the rest pointless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..backends.base import Layout
+from ..backends.batch import absolute
+from ..edge import site
+from ..environments import InheritedEnvironment, SentEnvironment
+from ..environments.check import facts_of
+from ..errors import StartError
+from ..launchers import RayLauncher
+from ..slurm.request import JobRequest, make_request, render_script
+from ..ssh.base import Connection
+from . import Line, Wanted, failure, has_failure, ok, skipped
+from .login import log_in
+from .machine_lines import edge_lines
+from .partitions import Partition
+from .probe import run_probe
+from .resource import resource_text
+from .slurm_lines import Slurm, questions, slurm_lines
+
+_TIMEOUT = 30.0  # Seconds for each of Slurm's programs.
+_MARGIN = 120.0  # Seconds that the edge node has beyond that, for the start-up files of shells.
+
+
+@dataclass
+class Report:
+    """What was found: lines, the partitions as a table, and the text of a resource to paste; "" if Slurm did not answer."""
+
+    lines: list[Line] = field(default_factory=list)
+    partitions: list[Partition] = field(default_factory=list)
+    resource: str = ""
+
+
+def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[str], None]) -> Report:
+    """Examine a cluster; with `probe_nodes` also compute nodes, by a job that may wait `patience` seconds in the queue."""
+    login = log_in(wanted.slurm.ssh)
+    if isinstance(login, list):
+        return Report(login)
+    connection = login.connection
+    base = absolute(connection, wanted.slurm.remote_base)
+    asked = _questions(wanted)
+    facts = connection.call(site.survey, base, asked, _TIMEOUT, repeat=True, timeout=_TIMEOUT + _MARGIN)
+    slurm = Slurm(facts, wanted)
+    report = Report([*login.lines, *edge_lines(facts, login.skew, login.margin)], slurm.partitions)
+    report.lines += slurm_lines(facts, wanted)
+    interpreter = _environment(connection, wanted, base, report.lines)
+    if not probe_nodes:
+        report.lines.append(skipped("compute nodes", "not looked at; `--probe` runs a job of a minute on one"))
+    elif has_failure(report.lines):
+        report.lines.append(skipped("compute nodes", "not looked at, because the job would fail"))
+    else:
+        report.lines += run_probe(connection, base, wanted, interpreter, probe_nodes, patience, say)
+    if slurm.partitions:
+        report.resource = resource_text(wanted, slurm)
+    return report
+
+
+def _questions(wanted: Wanted) -> dict[str, list[Any]]:
+    request = make_request(wanted.queue, RayLauncher().footprint(), job_name="rayslurm-doctor", comment="rayslurm doctor")
+    return questions(_script(request), request.login_variables)
+
+
+def _script(request: JobRequest) -> str:
+    return render_script(request, ["true"], "/tmp", {})
+
+
+def _environment(connection: Connection, wanted: Wanted, base: str, lines: list[Line]) -> list[str] | None:
+    """Add the line about the environment; returns the command that starts its Python."""
+    name, environment = "environment", wanted.environment
+    if isinstance(environment, SentEnvironment):
+        lines.append(skipped(name, f"{type(environment).__name__} is made by the first run; `rayslurm env check` looks at it"))
+        return None
+    if isinstance(environment, InheritedEnvironment) and wanted.slurm.ssh is not None:
+        lines.append(skipped(name, "none is named; name one with --env, or RAYSLURM_ENV_PATH"))
+        return None
+    if any(line.name in ("base directory", "disk space") for line in lines if has_failure([line])):
+        lines.append(skipped(name, "not checked, because the base directory cannot be used"))
+        return None
+    try:
+        cache = f"{base}/{Layout.here('/').environments.name}"
+        path, facts = facts_of(connection, environment, RayLauncher().ray_spec(), True, cache)
+    except StartError as error:
+        sentence, _, remedy = str(error).removeprefix("environment: ").partition("; ")
+        lines.append(failure(name, sentence, remedy or "mend it, or name another environment"))
+        return None
+    lines.append(ok(name, f"{path} has Python {'.'.join(map(str, facts.python))}, Ray {facts.ray} and Dagster Pipes"))
+    return facts.interpreter.start()

@@ -1,0 +1,84 @@
+"""Log in to the edge node as a run does, and look at the login. Nothing is tried without a login: sshd bans who does that."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+from ..edge import machine, slurm
+from ..ssh.base import Connection, ConnectionFailed
+from ..ssh.config import SSHConnectionResource
+from ..ssh.pool import connection_to
+from . import Line, failure, ok, warning
+
+_SLOW_LOGIN = 10.0  # Seconds.
+_SLOW_COMMAND = 1.0
+_FORWARD_TIMEOUT = 10.0
+# Lines of a login, in the order in which it can fail.
+_PARTS = ("network", "host key", "authentication", "login shell")
+
+
+@dataclass(frozen=True)
+class Login:
+    """A connection that works: how far the edge node's clock is ahead, known within `margin` seconds, and the lines."""
+
+    connection: Connection
+    skew: float
+    margin: float
+    lines: list[Line]
+
+
+def log_in(ssh: SSHConnectionResource | None) -> Login | list[Line]:
+    """Log in; the lines alone if that fails."""
+    connection, began = connection_to(ssh), time.perf_counter()
+    try:
+        connection.call(slurm.now, repeat=True)
+        seconds = time.perf_counter() - began
+        asked = time.time()
+        stamp, margin = connection.call(slurm.now, repeat=True), (time.time() - asked) / 2
+        connection.home()
+    except ConnectionFailed as error:
+        return _failed(error)
+    except OSError as error:
+        return [failure("home", str(error), "ask the site for a home directory")]
+    lines = _lines(ssh, connection, seconds, 2 * margin)
+    return Login(connection, stamp - asked - margin, margin, lines)
+
+
+def _failed(error: ConnectionFailed) -> list[Line]:
+    """A line for each part of a login up to the one that failed; its sentence names the remedy."""
+    sentence, _, remedy = str(error).partition("; ")
+    passed = _PARTS[: _PARTS.index(error.subject)]
+    return [*(ok(name, "passed") for name in passed), failure(error.subject, sentence, remedy or "try again later")]
+
+
+def _lines(ssh: SSHConnectionResource | None, connection: Connection, seconds: float, command: float) -> list[Line]:
+    if ssh is None:
+        return [ok("login", "this machine, without SSH")]
+    text = f"{connection.place} with {ssh.client} in {seconds:.2f} s; a command takes {1000 * command:.0f} ms"
+    slow = seconds > _SLOW_LOGIN or command > _SLOW_COMMAND
+    remedy = "use a nearer or less busy login node, if there is one"
+    return [warning("login", text, remedy) if slow else ok("login", text), *_host_keys(ssh), _forwarding(connection)]
+
+
+def _host_keys(ssh: SSHConnectionResource) -> list[Line]:
+    unchecked = [hop.host for hop in ssh.hops() if hop.host_key_checking == "off" and not hop.host_key]
+    if unchecked:
+        what = f"the key of {', '.join(unchecked)} is not checked (host_key_checking=off), so anybody could be listening"
+        return [warning("host key", what, 'set host_key_checking="accept-new", or pin the key with host_key')]
+    return [
+        ok("host key", "known" if ssh.host_key_checking == "strict" or ssh.host_key else "known, and learned at the first login")
+    ]
+
+
+def _forwarding(connection: Connection) -> Line:
+    """Whether the server lets this machine through to an address behind it."""
+    port = connection.call(machine.listen_once, _FORWARD_TIMEOUT, repeat=True)
+    answer = b""
+    with contextlib.suppress(OSError), connection.connect("127.0.0.1", port, _FORWARD_TIMEOUT) as stream:
+        answer = stream.recv(len(machine.GREETING))
+    if answer == machine.GREETING:
+        return ok("forwarding", "connections through SSH work")
+    what = "the SSH server forwards no connections, so that a Ray dashboard on the cluster cannot be shown through it"
+    return warning("forwarding", what, "ask the site for AllowTcpForwarding; runs and sessions work without it")

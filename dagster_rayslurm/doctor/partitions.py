@@ -1,0 +1,133 @@
+"""Partitions and nodes, from the answers of `scontrol show partition` and `sinfo --Node`. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..config import time_limit_seconds
+
+PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
+# Partition, node, state, CPUs allocated/idle/other/total, memory in MiB, generic resources, features (sinfo(1), Slurm 22.05).
+NODES = ("sinfo", "--all", "--noheader", "--Node", "--format=%R|%N|%t|%C|%m|%G|%f")
+COLUMNS = ("partition", "state", "time limit", "nodes", "usable", "idle", "CPUs", "memory", "GPUs")
+
+# Without a resource's type, `gpu:2`; with sockets, `gpu:a100:4(S:0-1)`.
+_GPU = re.compile(r"gpu(?::(?P<type>[A-Za-z][\w.-]*))?:(?P<count>\d+)")
+_PAIR = re.compile(r"(\w+)=(\S*)")
+# Beginnings of compact states in which a node takes jobs, or will when others end; cloud nodes are started on demand.
+_USABLE = ("idle", "mix", "alloc", "comp", "plnd", "resv")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node in a partition."""
+
+    name: str
+    state: str  # Slurm's compact word, with a flag such as "*" for a node that does not respond.
+    cpus: int
+    memory: int  # MiB.
+    gpus: Counter[str]  # Number by type; "" is the type of GPUs without one.
+    features: tuple[str, ...]
+
+    @property
+    def usable(self) -> bool:
+        """Whether the node takes jobs, now or when others end."""
+        return self.state.startswith(_USABLE) and "*" not in self.state
+
+    @property
+    def idle(self) -> bool:
+        """Whether the node is free."""
+        return self.usable and self.state.startswith("idle")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition with its nodes; its settings have the names of slurm.conf(5)."""
+
+    name: str
+    settings: dict[str, str]
+    nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether jobs that name no partition go here."""
+        return self.settings.get("Default") == "YES"
+
+    @property
+    def state(self) -> str:
+        """UP, or DOWN, DRAIN or INACTIVE."""
+        return self.settings.get("State", "UP")
+
+    @property
+    def usable(self) -> list[Node]:
+        """The nodes that take jobs."""
+        return [node for node in self.nodes if node.usable]
+
+    @property
+    def gpus(self) -> Counter[str]:
+        """The most GPUs of each type that one node has."""
+        most: Counter[str] = Counter()
+        for node in self.nodes:
+            most |= node.gpus
+        return most
+
+    def limit(self, setting: str) -> float | None:
+        """A number of nodes or of seconds; None if there is no limit."""
+        text = self.settings.get(setting, "UNLIMITED")
+        if setting.endswith("Time"):
+            return limit_seconds(text)
+        return float(text) if text.isdigit() else None
+
+    def names(self, setting: str) -> list[str]:
+        """A list of names; empty if there is no restriction."""
+        text = self.settings.get(setting, "ALL")
+        return [] if text in ("ALL", "(null)", "N/A", "") else text.split(",")
+
+    def cells(self) -> list[str]:
+        """Its row in the table of partitions."""
+        name = self.name + ("*" if self.is_default else "")  # As sinfo shows it.
+        numbers = (len(self.nodes), len(self.usable), sum(node.idle for node in self.nodes))
+        gpus = ", ".join(f"{count} {kind or 'gpu'}" for kind, count in sorted(self.gpus.items()))
+        memory = _span(node.memory // 1024 for node in self.nodes)
+        return [
+            *(name, self.state, self.settings.get("MaxTime", "")),
+            *map(str, numbers),
+            *(_span(node.cpus for node in self.nodes), memory and f"{memory} GiB", gpus),
+        ]
+
+
+def limit_seconds(text: str) -> float | None:
+    """The seconds of a time limit as Slurm prints it; None if there is none."""
+    return None if text in ("", "(null)", "NONE", "N/A", "Partition_Limit") else time_limit_seconds(text)
+
+
+def _span(values: Iterable[int]) -> str:
+    found = sorted(set(values))
+    return "" if not found else str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
+
+
+def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
+    """The partitions, each with its nodes."""
+    found = {}
+    for line in partitions.splitlines():
+        settings = dict(_PAIR.findall(line))
+        if "PartitionName" in settings:
+            found[settings["PartitionName"]] = Partition(settings["PartitionName"], settings)
+    for line in nodes.splitlines():
+        cells = line.split("|")
+        if len(cells) >= 7 and cells[0] in found:
+            found[cells[0]].nodes.append(_node(cells[1:]))
+    return list(found.values())
+
+
+def _node(cells: Sequence[str]) -> Node:
+    name, state, cpus, memory, gres, features = cells[:6]
+    gpus: Counter[str] = Counter()
+    for match in _GPU.finditer(gres):
+        gpus[match["type"] or ""] += int(match["count"])
+    total = cpus.rpartition("/")[2]
+    given = () if features in ("", "(null)") else tuple(features.split(","))
+    return Node(name, state, int(total) if total.isdigit() else 0, int(re.sub(r"\D", "", memory) or 0), gpus, given)

@@ -1,0 +1,183 @@
+"""A small job that looks at compute nodes from the inside, submitted, followed and removed as runs are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..edge import machine, site
+from ..edge.environment import PROBE
+from ..errors import StartError
+from ..launchers import RayLauncher
+from ..runtime.protocol.record import EXIT
+from ..slurm.accounting import fetch_job_facts
+from ..slurm.refusals import never_starts, waiting_text
+from ..slurm.request import LOG, JobRequest, job_name, make_request, parse_exit, render_script
+from ..slurm.shared_queue import ClusterClock, QueueRow, SlurmUnanswered, fetch_queue
+from ..slurm.states import TERMINAL
+from ..slurm.submit import JOB_SCRIPT, cancel_named, submit, wait_until_gone
+from ..ssh.base import Connection
+from . import Line, Wanted, failure, warning
+from .probe_lines import NO_PYTHON, ended_lines, probe_lines
+
+_SECONDS = 120.0  # Seconds that the job waits for the edge node, at most.
+_LAG_PATIENCE = 60.0  # Seconds until a change of a file must be seen by the other side.
+_OWN_END = 3.0  # Seconds in which the job may end by itself once it was told to.
+_SHOWN = 2000  # Most bytes of a log that explain a failure.
+_PROGRAM, _OPTIONS = "machine.py", "options.json"
+# Starts the program by the first Python there is: an old one will do. {run_dir} is the shell's $1.
+_START = (
+    'for python in python3 /usr/libexec/platform-python "$2"; do command -v "$python" >/dev/null 2>&1 && '
+    f'exec "$python" "$1/{_PROGRAM}" "$1/{_OPTIONS}"; done; exit {NO_PYTHON}'
+)
+
+
+def run_probe(
+    connection: Connection,
+    base: str,
+    wanted: Wanted,
+    interpreter: list[str] | None,
+    nodes: int,
+    patience: float,
+    say: Callable[[str], None],
+) -> list[Line]:
+    """Run a job on some nodes, and say what was found there. It is cancelled and removed afterwards, however this ends.
+
+    `say` receives what the job waits for.
+    """
+    nonce = secrets.token_hex(6)
+    run_dir = f"{base}/runs/doctor-{nonce}"
+    request = _request(wanted, nodes, nonce, patience)
+    files = _files(request, run_dir, base, wanted, interpreter, nodes)
+    began = time.monotonic()
+    try:
+        try:
+            job = submit(connection, run_dir, files, request, ClusterClock(connection), say)
+        except StartError as error:
+            sentence, _, remedy = str(error).partition("; ")
+            return [failure("probe", sentence, remedy or "check the queue's fields")]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                cancel_named(connection, request.job_name, _Silent())
+            raise
+        job_id = int(job.job_id)
+        try:
+            return _follow(connection, run_dir, request, job_id, wanted, began, patience, say)
+        finally:
+            wait_until_gone(connection, job_id)
+    finally:
+        with contextlib.suppress(OSError):
+            connection.remove(run_dir)
+
+
+class _Silent:
+    """A log that nobody reads."""
+
+    def error(self, message: str) -> None: ...
+
+
+def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
+    """A short job with the user's partition and account, and little else, so that it starts soon."""
+    queue = wanted.queue.having(
+        num_nodes=nodes,
+        cpus_per_node=None,
+        mem=None,
+        mem_per_cpu=None,
+        exclusive=False,
+        nodelist=None,
+        requeue=False,
+        signal_before_timeout=None,
+        time_limit="5",
+        # If this process is killed, Slurm removes the job that waits (sbatch(1), Slurm 22.05).
+        extra_sbatch=[*wanted.queue.extra_sbatch, f"--deadline=now+{int(patience / 60) + 10}minutes"],
+    )
+    return make_request(queue, RayLauncher().footprint(), job_name=job_name("doctor", nonce), comment="rayslurm doctor")
+
+
+def _files(
+    request: JobRequest, run_dir: str, base: str, wanted: Wanted, interpreter: list[str] | None, nodes: int
+) -> dict[str, bytes]:
+    """The files of the run directory; those that the nodes write are there from the start, for the sake of NFS."""
+    python = interpreter[0] if interpreter else ""
+    command = ["sh", "-c", _START, "rayslurm", run_dir, python]
+    options = {"run_dir": run_dir, "base": base, "nodes": nodes, "seconds": _SECONDS, "probe": PROBE}
+    ranks = range(nodes)
+    empty = [machine.GO, machine.STOP, *(machine.SEEN % rank for rank in ranks), *(machine.FACTS % rank for rank in ranks)]
+    return {
+        JOB_SCRIPT: render_script(request, command, run_dir, wanted.slurm.site).encode(),
+        _PROGRAM: Path(machine.__file__).read_bytes(),
+        _OPTIONS: json.dumps({**options, "environment": interpreter or []}).encode(),
+        **dict.fromkeys(empty, b""),
+    }
+
+
+def _follow(
+    connection: Connection,
+    run_dir: str,
+    request: JobRequest,
+    job_id: int,
+    wanted: Wanted,
+    began: float,
+    patience: float,
+    say: Callable[[str], None],
+) -> list[Line]:
+    """Wait until the nodes have written their facts, and look at them from the edge node."""
+    nodes, pause, waiting, started = request.queue.num_nodes, 0.2, "", None
+    while True:
+        facts = connection.call(site.probe_state, run_dir, nodes, repeat=True)
+        complete = [each for each in facts if each is not None]
+        if len(complete) == nodes and (nodes == 1 or all(each["peers"] for each in complete[1:])):
+            break
+        rows = _rows(connection, job_id)
+        alive = [row for row in rows if row.state not in TERMINAL]
+        now = time.monotonic()
+        if alive and alive[0].state == "PENDING":
+            if never := never_starts(alive, request):
+                return [failure("probe", f"the job can never start: {never}", "change SlurmQueueConfig as it says")]
+            reason = alive[0].reason.replace("None", "")
+            text = waiting_text(reason, alive[0].start, time.time())
+            if text and text != waiting:
+                waiting = text
+                say(f"the probe, job {job_id}, is {text}")
+            if now - began > patience:
+                what = f"the job did not start within {patience:.0f} s ({text or 'it waits'}), and was cancelled"
+                return [warning("probe", what, "try again with a longer --wait, or another partition")]
+        elif rows and not alive:
+            return _ended(connection, run_dir, job_id)
+        elif alive:
+            started = started or now
+            if now - started > _SECONDS:
+                return ended_lines({"state": "RUNNING", "facts": len(complete), "nodes": nodes})
+        time.sleep(pause)
+        pause = min(1.5 * pause, 5.0)
+    measured = connection.call(site.reach_and_measure, run_dir, complete, _LAG_PATIENCE, repeat=False, timeout=2 * _LAG_PATIENCE)
+    connection.write(os.path.join(run_dir, machine.STOP), b"1")
+    wait_until_gone(connection, job_id, patience=_OWN_END)
+    return probe_lines(complete, measured, wanted, time.monotonic() - began)
+
+
+def _rows(connection: Connection, job_id: int) -> list[QueueRow]:
+    try:
+        return list(fetch_queue(connection).components(job_id))
+    except SlurmUnanswered:
+        return []
+
+
+def _ended(connection: Connection, run_dir: str, job_id: int) -> list[Line]:
+    """The lines for a job that ended before its nodes wrote their facts."""
+    facts = fetch_job_facts(connection, job_id)
+    log = b"".join(connection.read(f"{run_dir}/{name}", 0, _SHOWN) for name in (LOG, "node-0.log"))
+    return ended_lines(
+        {
+            "state": facts.state if facts else "unknown",
+            "nodes": ", ".join(facts.nodes) if facts else "",
+            "signal": facts.signal if facts else None,
+            "exit": parse_exit(connection.read(f"{run_dir}/{EXIT}", 0, _SHOWN), job_id),
+            "log": log.decode("utf-8", "replace").strip(),
+        }
+    )

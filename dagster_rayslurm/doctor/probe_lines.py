@@ -1,0 +1,100 @@
+"""Lines about compute nodes, from what the job of a probe found there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..environments import Interpreter
+from ..environments.check import Facts, refusal
+from ..launchers import RayLauncher
+from . import Line, Wanted, failure, ok, warning
+from .machine_lines import node_lines
+
+NO_PYTHON = 63  # Exit code of the probe's shell command on a node without Python.
+_SLOW_LAG = 5.0  # Seconds within which a change of a file should be seen there and answered.
+# A runtime that cannot open its output file: the exit code of slurmstepd has this in place of a signal (seen on 22.05).
+_NO_OUTPUT_FILE = 53
+_REMOTE_BASE = "choose a SlurmResource.remote_base on a file system that the edge and all compute nodes share"
+
+
+def ended_lines(end: Mapping[str, Any]) -> list[Line]:
+    """The line for a job that ended, or still runs, without facts of all nodes."""
+    where, log = end.get("nodes") or "a compute node", end.get("log", "")
+    last = next((line for line in reversed(log.splitlines()) if "error" in line.lower()), "")[:300]
+    if end["state"] == "RUNNING":
+        what = f"the job runs, and {end['facts']} of {end['nodes']} nodes have written something that the edge node sees"
+        return [failure("shared base directory", what, _REMOTE_BASE)]
+    if end["exit"] == NO_PYTHON:
+        what = f"{where} has no python3, and no environment that is there"
+        return [failure("node Python", what, "name an environment on a shared file system with --env")]
+    if end["exit"] is None and (end["signal"] == _NO_OUTPUT_FILE or not log):
+        what = f"the job ran on {where} and left nothing in the base directory (state {end['state']}): it is not the same there"
+        return [failure("shared base directory", what, _REMOTE_BASE)]
+    if end["exit"] is not None:
+        what = f"srun failed on {where} with exit code {end['exit']}{': ' + last if last else ''}"
+        return [failure("srun", what, "tell the site: `srun` inside of a batch job must start a program on its nodes")]
+    return [failure("probe", f"the job ended as {end['state']} on {where} {last}".rstrip(), "try again, or tell the site")]
+
+
+def probe_lines(nodes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any], wanted: Wanted, seconds: float) -> list[Line]:
+    """The lines about some nodes; `measured` is from `edge.site.reach_and_measure`."""
+    hosts = [node["host"] for node in nodes]
+    lines = [ok("probe", f"a job on {', '.join(hosts)}, {seconds:.0f} s from submission to the end")]
+    columns = (measured[name] for name in ("reached", "lags", "skews"))
+    for node, reached, lag, skew in zip(nodes, *columns, strict=True):
+        where = node["host"]
+        lines += node_lines(node, skew, (lag or 0.0) / 2, where)
+        lines += [*_environment(node, wanted), _lag(lag, where), _reached(reached, where)]
+        lines += [_peer(peer, where, hosts[int(rank)]) for rank, peer in node["peers"].items()]
+    return lines
+
+
+def _environment(node: Mapping[str, Any], wanted: Wanted) -> Iterator[Line]:
+    found, name = node["environment"], f"{node['host']}: environment"
+    if found is None:
+        return
+    path, remedy = (
+        getattr(wanted.environment, "path", "the environment"),
+        "put the environment on a file system that the compute nodes share",
+    )
+    if "error" in found:
+        yield failure(name, f"its Python does not start on {node['host']}: {found['error']}", remedy)
+        return
+    versions = found["facts"]
+    facts = Facts(Interpreter(f"{path}/bin/python"), tuple(versions["python"]), versions.get("ray"), versions.get("pipes"))
+    problem = refusal(facts, path, RayLauncher().ray_spec(), True)
+    if problem is not None:
+        yield failure(name, *_split(problem))
+    else:
+        yield ok(name, f"Python {'.'.join(map(str, versions['python']))}, Ray {versions['ray']}, Pipes {versions['pipes']}")
+
+
+def _split(problem: str) -> tuple[str, str]:
+    text, _, remedy = problem.partition("; ")
+    return text, remedy or "make the environment anew"
+
+
+def _lag(lag: float | None, where: str) -> Line:
+    name = f"{where}: visibility"
+    remedy = "choose a remote_base on a file system with less caching (NFS: actimeo), or expect output to come that late"
+    if lag is None:
+        return failure(name, "a change of a file was not seen there and answered within a minute", remedy)
+    text = f"a change of a file is seen on {where} and answered after {lag:.2f} s"
+    return warning(name, text, remedy) if lag > _SLOW_LAG else ok(name, text)
+
+
+def _reached(reached: Mapping[str, Any], where: str) -> Line:
+    name = f"{where}: from the edge node"
+    if "error" in reached:
+        what = f"no TCP connection ({reached['error']}), so that sessions are asked by srun, which is slower"
+        return warning(name, what, "nothing is needed; ask the site to let the edge node connect to ports above 10000")
+    return ok(name, f"TCP connects to {reached['host']} in {1000 * reached['seconds']:.0f} ms")
+
+
+def _peer(peer: Mapping[str, Any], where: str, other: str) -> Line:
+    name = f"{where}: from node to node"
+    if "error" in peer:
+        what = f"{where} cannot connect to {other} ({peer['error']}), so that no Ray cluster can span them"
+        return failure(name, what, "set RayLauncher.network_interface or port_range to what the site lets through, or ask it")
+    return ok(name, f"{where} connects to {other} in {1000 * peer['seconds']:.0f} ms")

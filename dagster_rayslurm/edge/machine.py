@@ -1,0 +1,293 @@
+"""Facts of one machine for `rayslurm doctor`: clock, limits, directories, programs, network.
+
+The agent calls `look` on the edge node. A compute node runs this file as a program, without the rest of the package: it writes
+its facts into the probe's directory and then answers the edge node and the other nodes for a while.
+"""
+
+import contextlib
+import json
+import os
+import pwd
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+# Limits of resource(3), by the letter of `ulimit` in bash.
+_LIMITS = {
+    "n": resource.RLIMIT_NOFILE,
+    "u": resource.RLIMIT_NPROC,
+    "v": resource.RLIMIT_AS,
+    "f": resource.RLIMIT_FSIZE,
+    "t": resource.RLIMIT_CPU,
+}
+_CONTAINERS = ("apptainer", "singularity", "enroot", "podman", "docker", "ch-run", "shifter", "sarus")
+_MODULES = ("LMOD_CMD", "MODULESHOME", "MODULES_CMD")
+_VARIABLES = (
+    *("PYTHONPATH", "PYTHONHOME", "TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "LD_PRELOAD"),
+    *("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "grpc_proxy"),
+)
+_PREFIXES = ("SLURM_", "SRUN_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
+_WRITTEN = 64 * 1024  # Bytes of the file that shows whether a directory takes files.
+_COMMAND_TIMEOUT = 20.0  # Seconds for a command that this module runs.
+
+# Files in the directory of a probe. The edge node makes the empty ones before the job starts: on NFS a name that was looked for
+# in vain stays missing for a while.
+FACTS, GO, SEEN, STOP = "facts-%d.json", "go", "seen-%d", "stop"
+# Ports outside of the ephemeral range of Linux (ip(7)), as the runtime chooses them.
+_PORTS = range(20000, 32000)
+GREETING = b"rayslurm"
+
+
+def look(base: str) -> "dict[str, Any]":
+    """The facts of this machine; `base` is the base directory, absolute."""
+    directories = {name: directory(path, name != "tmpdir") for name, path in _directories(base).items()}
+    return {
+        "host": socket.gethostname(),
+        "user": _user(),
+        "time": time.time(),
+        "python": list(sys.version_info[:3]),
+        "executable": sys.executable,
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "limits": {letter: _limit(kind) for letter, kind in _LIMITS.items()},
+        "directories": directories,
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if name in _VARIABLES or name.startswith(_PREFIXES)},
+        "containers": [name for name in _CONTAINERS if shutil.which(name)],
+        "modules": any(name in os.environ for name in _MODULES) or os.path.exists("/etc/profile.d/modules.sh"),
+        "user_namespaces": _user_namespaces(),
+        "address": _own_address(),
+    }
+
+
+def _directories(base: str) -> "dict[str, str]":
+    found = {"base": base, "home": os.path.expanduser("~"), "tmp": "/tmp", "shm": "/dev/shm"}
+    if os.environ.get("TMPDIR"):
+        found["tmpdir"] = os.environ["TMPDIR"]
+    return found
+
+
+def directory(path: str, write: bool = True) -> "dict[str, Any]":
+    """Facts of a directory; those of its nearest parent if it does not exist yet. A small file is written and removed."""
+    facts = {"path": path, "exists": os.path.isdir(path), "parent": path}  # type: dict[str, Any]
+    if os.path.lexists(path) and not facts["exists"]:
+        return dict(facts, error="it is not a directory")
+    while not os.path.isdir(facts["parent"]) and facts["parent"] != os.path.dirname(facts["parent"]):
+        facts["parent"] = os.path.dirname(facts["parent"])
+    try:
+        status, disk = os.stat(facts["parent"]), os.statvfs(facts["parent"])
+        facts.update(
+            free=disk.f_bavail * disk.f_frsize,
+            total=disk.f_blocks * disk.f_frsize,
+            files_free=disk.f_favail if disk.f_files else None,  # Some file systems count no files.
+            noexec=bool(disk.f_flag & os.ST_NOEXEC),
+            mode=status.st_mode & 0o7777,
+            mine=status.st_uid == os.geteuid(),
+        )
+        if write:
+            facts["clock"] = _try_to_write(facts["parent"])
+    except OSError as error:
+        facts["error"] = error.strerror or str(error)
+    return facts
+
+
+def _try_to_write(path: str) -> float:
+    """Write, rename and remove a file; returns by how many seconds its time differs from this machine's clock."""
+    name = os.path.join(path, ".rs-doctor-" + os.urandom(6).hex())
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, b"x" * _WRITTEN)
+            os.fsync(fd)
+            now = time.time()
+            late = os.fstat(fd).st_mtime - now
+        finally:
+            os.close(fd)
+        os.rename(name, name + "-2")
+        return late
+    finally:
+        for each in (name, name + "-2"):
+            with contextlib.suppress(OSError):
+                os.unlink(each)
+
+
+def _limit(kind: int) -> "list[int | None]":
+    """The soft and the hard limit; None for no limit."""
+    return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind)]
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _user_namespaces() -> bool:
+    """Whether this user may make a user namespace, as rootless containers do."""
+    try:
+        command = ["unshare", "--user", "--map-root-user", "true"]
+        null = subprocess.DEVNULL
+        done = subprocess.run(command, stdin=null, stdout=null, stderr=null, timeout=_COMMAND_TIMEOUT)
+        return done.returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+def _own_address() -> "str | None":
+    """The address to which this machine's own name leads; None if there is none."""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+# -- on a compute node ---------------------------------------------------------------------------------------------------
+
+
+def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: str, environment: "Sequence[str]") -> None:
+    """What the job runs on each node: write the facts, answer, try to reach the other nodes, and end when told to."""
+    deadline = time.monotonic() + seconds
+    server = _listen()
+    facts = look(base)
+    facts["environment"] = _environment(environment, probe) if environment else None
+    facts["port"] = server.getsockname()[1] if server is not None else None
+    facts["addresses"] = _addresses()
+    facts["peers"] = {}
+    path = os.path.join(run_dir, FACTS % rank)
+    _append(path, facts)
+    seen = False
+    while time.monotonic() < deadline and not _content(os.path.join(run_dir, STOP)):
+        if not seen and _content(os.path.join(run_dir, GO)):
+            seen = True
+            with open(os.path.join(run_dir, SEEN % rank), "ab", 0) as file:
+                file.write(b"%.6f\n" % time.time())
+                os.fsync(file.fileno())
+        if rank and not facts["peers"] and nodes > 1:
+            first = last_line(_content(os.path.join(run_dir, FACTS % 0)))
+            if first is not None:
+                facts["peers"] = {"0": reach(first)}
+                _append(path, facts)
+        time.sleep(0.02)
+
+
+def _listen() -> "socket.socket | None":
+    """A server that answers with a greeting, on a port as the runtime would choose it; None if no port is free."""
+    for _ in range(50):
+        port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
+        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            server.bind(("", port))
+            server.listen(5)
+        except OSError:
+            server.close()
+            continue
+        threading.Thread(target=_greet, args=(server,), daemon=True).start()
+        return server
+    return None
+
+
+def _greet(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            stream, _ = server.accept()
+            with contextlib.suppress(OSError), stream:
+                stream.sendall(GREETING)
+
+
+def listen_once(seconds: float) -> int:
+    """Answer one connection to a port of this machine's loopback address within some seconds; returns the port."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.bind(("127.0.0.1", 0))
+    server.listen(1)
+    server.settimeout(seconds)
+
+    def answer() -> None:
+        with contextlib.suppress(OSError), server:
+            stream, _ = server.accept()
+            with stream:
+                stream.sendall(GREETING)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
+    """Connect to the server of a node with these facts: the seconds that it took, or the error. Tries all its addresses."""
+    errors = []
+    for host in [facts["host"], *facts["addresses"]]:
+        began = time.monotonic()
+        try:
+            with socket.create_connection((host, facts["port"]), timeout) as stream:
+                stream.settimeout(timeout)
+                if stream.recv(len(GREETING)) == GREETING:
+                    return {"seconds": time.monotonic() - began, "host": host}
+                errors.append("%s: another program answers" % host)
+        except OSError as error:
+            errors.append("%s: %s" % (host, error.strerror or error))
+    return {"error": "; ".join(errors)}
+
+
+def _addresses() -> "list[str]":
+    """This node's IPv4 address on the network by which it reaches others, if the kernel knows one."""
+    found = []
+    for target in (os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""), "192.0.2.1"):  # The second is for documentation (RFC 5737).
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # Nothing is sent: the kernel only looks for a route.
+            found.append(str(probe.getsockname()[0]))
+    return [each for each in dict.fromkeys(found) if not each.startswith("127.")]
+
+
+def _environment(command: "Sequence[str]", probe: str) -> "dict[str, Any]":
+    """What the environment's Python says of itself on this node, see `environment.PROBE`."""
+    word = os.urandom(8).hex()
+    try:
+        done = subprocess.run(
+            [*command, "-c", "word = %r\n%s" % (word, probe)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            cwd="/",
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"error": str(error)}
+    said = done.stdout.decode("utf-8", "replace").rpartition(word)
+    if done.returncode or not said[1]:
+        return {"error": "exit code %d: %s" % (done.returncode, done.stderr.decode("utf-8", "replace").strip()[-300:])}
+    return {"facts": json.loads(said[2])[0]}
+
+
+def _content(path: str) -> bytes:
+    """The content of a file, opened anew as network file systems demand; b"" if it is not there."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _append(path: str, value: object) -> None:
+    """Append a line to a file that the edge node made: a new name would be seen late on NFS."""
+    with open(path, "ab", 0) as file:
+        file.write(json.dumps(value).encode() + b"\n")
+        os.fsync(file.fileno())
+
+
+def last_line(data: bytes) -> "dict[str, Any] | None":
+    """The last complete line of such a file; None if there is none yet."""
+    lines = data.split(b"\n")[:-1]
+    return json.loads(lines[-1].decode()) if lines else None
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], encoding="utf-8") as options:
+        main(rank=int(os.environ.get("SLURM_PROCID", "0")), **json.load(options))

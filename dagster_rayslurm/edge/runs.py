@@ -1,0 +1,84 @@
+"""All run directories, sessions and Slurm jobs of this user, in one call for the command line."""
+
+import json
+import os
+
+from . import sessions, slurm
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+# Files of a run directory, and the most bytes of each.
+_FILES = (("status.json", 4096), ("job_id", 64), ("exit", 4096), ("journal.jsonl", 4096))
+_PAYLOAD, _CONTEXT, _CLUSTER, _COMPONENTS = "payload.json", "pipes_context.json", "cluster.json", "components"
+_MOST_BYTES = 1024 * 1024
+
+
+def listing(base: str, squeue: "Sequence[str]", timeout: float) -> "dict[str, Any]":
+    """The run directories and sessions below `base`, and what squeue prints.
+
+    Raises PermissionError if a directory of sessions belongs to another user.
+    """
+    code, out, error = slurm.run(list(squeue), b"", timeout, [])
+    return {
+        "runs": runs(os.path.join(base, "runs")),
+        "sessions": sessions.generations(base, "*", False),
+        "queue": [code, out.decode("utf-8", "replace"), error.decode("utf-8", "replace")],
+    }
+
+
+def runs(directory: str) -> "list[dict[str, Any]]":
+    """The run directories, the oldest first: name, time of the last change, Dagster's names, the beginnings of some files.
+
+    `clusters` has the content of the file that says how to reach a Ray cluster, by the file's path.
+    """
+    found = []
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return []
+    for name in names:
+        path = os.path.join(directory, name)
+        try:
+            if os.path.isdir(path):
+                found.append(_run(path, name))
+        except OSError:
+            pass  # A sweep removes it meanwhile.
+    return sorted(found, key=lambda run: run["modified"])
+
+
+def _run(path: str, name: str) -> "dict[str, Any]":
+    components = os.path.join(path, _COMPONENTS)
+    parts = [os.path.join(components, each) for each in os.listdir(components)] if os.path.isdir(components) else []
+    clusters = {os.path.join(each, _CLUSTER): _beginning(os.path.join(each, _CLUSTER), _MOST_BYTES) for each in [path, *parts]}
+    assets = []  # type: list[str]
+    for each in [path, *parts]:
+        assets += map(str, _object(os.path.join(each, _CONTEXT)).get("asset_keys") or ())
+    spec = next(filter(None, (_object(os.path.join(each, _PAYLOAD)) for each in [path, *parts])), {})  # type: dict[str, Any]
+    return {
+        "name": name,
+        "modified": os.stat(path).st_mtime,
+        "run_id": str(spec.get("run_id") or ""),
+        "step": str(spec.get("step") or ""),
+        "assets": assets,
+        "files": {file: _beginning(os.path.join(path, file), size) for file, size in _FILES},
+        "clusters": {file: text for file, text in clusters.items() if text},
+    }
+
+
+def _object(path: str) -> "dict[str, Any]":
+    try:
+        found = json.loads(_beginning(path, _MOST_BYTES))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _beginning(path: str, size: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(size).decode("utf-8", "replace")
+    except OSError:
+        return ""

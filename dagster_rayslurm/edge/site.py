@@ -1,0 +1,111 @@
+"""Facts of a cluster for `rayslurm doctor`, collected on the edge node in one call: the machine, the login shell, Slurm."""
+
+import grp
+import os
+import pwd
+import shutil
+import threading
+import time
+
+from . import files, machine, processes, slurm
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+_PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol", "sacct", "sacctmgr")
+_SHELL_TIMEOUT = 30.0  # Seconds for the start-up files of the login shell.
+
+
+def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) -> "dict[str, Any]":
+    """The facts of the edge node, and the answers of Slurm's programs to some questions.
+
+    A question is a command and its standard input. All are asked at once, with `timeout` seconds each. An answer is the exit code
+    (None: it took too long), the output, the error output, and the seconds that it took.
+    """
+    answers = {}  # type: dict[str, Any]
+
+    def ask(name: str, command: "Sequence[str]", stdin: str, keep: "Sequence[str]") -> None:
+        began = time.monotonic()
+        code, out, error = slurm.run(command, stdin.encode(), timeout, keep)
+        texts = [text.decode("utf-8", "replace") for text in (out, error)]
+        answers[name] = [code, *texts, time.monotonic() - began]
+
+    # Asked alone first: it looks for Slurm's programs with a login shell if that is needed.
+    ask("version", ["sbatch", "--version"], "", [])
+    threads = [
+        threading.Thread(target=ask, args=(name, *question), name="survey-" + name) for name, question in questions.items()
+    ]
+    for thread in threads:
+        thread.start()
+    facts = {"machine": machine.look(expand(base)), "shell": _shell(), "programs": programs(), "groups": _groups()}
+    for thread in threads:
+        thread.join()
+    return dict(facts, answers=answers, now=time.time())
+
+
+def expand(base: str) -> str:
+    """A path with the user's home directory in place of "~"."""
+    return os.path.normpath(os.path.join(files.home(), base[2:])) if base.startswith("~/") else os.path.expanduser(base)
+
+
+def programs() -> "dict[str, str]":
+    """The path of each program of Slurm, as `slurm.run` would find it; "" if there is none."""
+    path = slurm.search_path(slurm.login_environment())
+    return {name: shutil.which(name, path=path) or "" for name in _PROGRAMS}
+
+
+def _shell() -> "dict[str, Any]":
+    """What the user's shell prints before a command that prints nothing, as `ssh HOST COMMAND` would show it.
+
+    bash reads ~/.bashrc for a command only if it believes to be run by sshd: at SHLVL below 2, with SSH_CLIENT (bash(1)).
+    """
+    environ = dict(os.environ)
+    environ.pop("SHLVL", None)
+    shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
+    if "SSH_CONNECTION" not in environ:  # Without SSH there is no login that could print.
+        return {"path": shell, "seconds": 0.0, "code": 0, "out": "", "error": ""}
+    began = time.monotonic()
+    code, out, error = processes.run([shell, "-c", "true"], b"", _SHELL_TIMEOUT, environ, files.home())
+    out_text, error_text = (text.decode("utf-8", "replace")[:500] for text in (out, error))
+    return {"path": shell, "seconds": time.monotonic() - began, "code": code, "out": out_text, "error": error_text}
+
+
+def _groups() -> "list[str]":
+    names = []
+    for number in os.getgroups():
+        try:
+            names.append(grp.getgrgid(number).gr_name)
+        except KeyError:
+            names.append(str(number))
+    return names
+
+
+def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
+    """The facts that each node of a probe has written so far."""
+    found = []  # type: list[dict[str, Any] | None]
+    for rank in range(nodes):
+        found.append(machine.last_line(files.read(os.path.join(run_dir, machine.FACTS % rank), 0, 1024 * 1024)))
+    return found
+
+
+def reach_and_measure(run_dir: str, nodes: "list[dict[str, Any]]", patience: float) -> "dict[str, Any]":
+    """Connect to each node from here, and measure the seconds until a change of a file is seen there and answered here.
+
+    `skews` are the seconds by which the nodes' clocks are ahead of this one; they are known within half of the other seconds.
+    """
+    reached = [machine.reach(node) if node["port"] else {"error": "no port is free"} for node in nodes]
+    began, at = time.monotonic(), time.time()
+    with open(os.path.join(run_dir, machine.GO), "ab", 0) as file:
+        file.write(b"1")
+        os.fsync(file.fileno())
+    lags, skews = [None] * len(nodes), [0.0] * len(nodes)  # type: list[float | None], list[float]
+    while None in lags and time.monotonic() - began < patience:
+        for rank, lag in enumerate(lags):
+            answer = b"" if lag is not None else files.read(os.path.join(run_dir, machine.SEEN % rank), 0, 100)
+            if answer.endswith(b"\n"):
+                seconds = time.monotonic() - began
+                lags[rank], skews[rank] = seconds, float(answer) - at - seconds / 2
+        time.sleep(0.01)
+    return {"reached": reached, "lags": lags, "skews": skews}

@@ -1,0 +1,153 @@
+"""Run a payload from a terminal, without Dagster: the same backends, record, follower and verdict, and nobody to report to.
+
+Pipes messages of the payload become lines of the log. There is no event storage, so nothing is reattached.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dagster_pipes import PipesContextData
+
+from ..backends.base import Backend, Layout, RunningPayload, Step
+from ..compute_fields import ComputeFields
+from ..errors import FailureKind, RunFailure
+from ..plan import Plan, run_dir_name
+from ..runtime.protocol.messages import EndReason
+from ..runtime.protocol.record import Record
+from ..slurm.request import FROM_TERMINAL
+from .reattach import Launch
+from .run import PayloadRun, discard, start_errors, sweep_old_files
+
+# Exit codes besides those of the payload: as timeout(1), as docker run(1) for what is not the program's fault, and as a shell
+# after Ctrl-C.
+TIMED_OUT, NOT_THE_PAYLOAD, INTERRUPTED = 124, 125, 130
+_SIGNAL = 128
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a payload that was followed to its end has ended."""
+
+    run: str  # The name of its run directory.
+    exit_code: int
+    failure: RunFailure | None
+    job_id: str | None
+    outputs: list[str]  # Paths on this machine of the files that the patterns selected.
+
+
+@dataclass(frozen=True)
+class Detached:
+    """A payload that was started and left."""
+
+    run: str
+    directory: str
+    job_id: str | None
+    cluster_id: str
+
+
+class TerminalPipes:
+    """Stands in for Dagster's handler of Pipes messages: writes them to the log."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+
+    def handle_message(self, message: Mapping[str, Any]) -> None:
+        """Log a message of the payload as a line."""
+        method, params = str(message["method"]), dict(message.get("params") or {})
+        if method == "log":
+            level = logging.getLevelName(str(params.get("level", "INFO")).upper())
+            self._log.log(level if isinstance(level, int) else logging.INFO, str(params.get("message")))
+        elif method.startswith("report_"):
+            what = method.removeprefix("report_").replace("_", " ")
+            told = {name: _plain(value) for name, value in params.items() if value is not None}
+            self._log.info(f"[rayslurm] {what}: {json.dumps(told, default=str, ensure_ascii=False)}")
+
+
+def _plain(value: Any) -> Any:
+    """Metadata without the types that Pipes adds to each value."""
+    if isinstance(value, dict):
+        return (
+            _plain(value["raw_value"])
+            if set(value) == {"type", "raw_value"}
+            else {key: _plain(each) for key, each in value.items()}
+        )
+    return value
+
+
+def pipes_context(name: str) -> PipesContextData:
+    """What a payload finds that opens Dagster Pipes: an asset of this name, in no Dagster run."""
+    return {
+        "asset_keys": [name],
+        "code_version_by_asset_key": {name: None},
+        "provenance_by_asset_key": {name: None},
+        "partition_key": None,
+        "partition_key_range": None,
+        "partition_time_window": None,
+        "run_id": FROM_TERMINAL,
+        "job_name": None,
+        "retry_number": 0,
+        "extras": {},
+    }
+
+
+def _prepare(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> PayloadRun:
+    plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
+    first = next(iter(plans.values()))
+    step = Step(FROM_TERMINAL, name, None, log)
+    launch = Launch(step, first, run_dir_name(FROM_TERMINAL, name, first.payload.nonce))
+    with start_errors():
+        sweep_old_files(backend, Layout.here(resource.local_base), resource.retention_days)
+        return PayloadRun(log, backend, resource, launch, plans)
+
+
+def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Finished:
+    """Run a plan, or plans by component, to the end. Raises RunFailure only if nothing was started."""
+    run = _prepare(name, plan, backend, resource, log)
+    failure = None
+    try:
+        run.complete(pipes_context(name), TerminalPipes(log), lambda _: None)
+    except RunFailure as error:
+        if not run.payloads:
+            raise
+        failure = error
+    ends = [each.evidence.end for each in run.payloads.values()]
+    code = 0 if failure is None else next(filter(None, map(exit_code, ends)), NOT_THE_PAYLOAD)
+    outputs = sorted(str(path) for path in run.outputs.rglob("*") if path.is_file())
+    return Finished(run.launch.name, code, failure, run.first.running.job_id, outputs)
+
+
+def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Detached:
+    """Start a plan on the cluster and leave it; nobody brings its outputs back, and a later sweep removes its run directory."""
+    run = _prepare(name, plan, backend, resource, log)
+    started: list[RunningPayload] = []
+    try:
+        with start_errors():
+            backend.start(plan, run.run_dir, pipes_context(name), run.launch.step, started.append)
+    except BaseException:
+        if not started:
+            discard(backend.connection, run.run_dir)
+        raise
+    return Detached(run.launch.name, run.run_dir, started[0].job_id, started[0].cluster_id)
+
+
+def exit_code(end: Record | None) -> int:
+    """The exit code for the `end` of a payload: its own, 128 + its signal, or one of those above. Pure."""
+    if end is None:
+        return NOT_THE_PAYLOAD
+    if end["reason"] == EndReason.EXIT:
+        signum = end.get("signal")
+        return _SIGNAL + int(signum) if signum else int(end.get("exit_code") or 0)
+    return {EndReason.TIMEOUT.value: TIMED_OUT, EndReason.CANCEL.value: INTERRUPTED}.get(end["reason"], NOT_THE_PAYLOAD)
+
+
+def refuse_to_detach(resource: ComputeFields) -> None:
+    """Raise RunFailure in local mode, where a payload ends with the process that started it."""
+    if resource.mode == "local":
+        raise RunFailure(
+            FailureKind.CONFIGURATION, "--detach: in mode 'local' a payload ends with this command; use another mode"
+        )

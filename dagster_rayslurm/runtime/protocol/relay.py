@@ -1,0 +1,281 @@
+"""Many connections to ports of one node over a single stream of bytes, such as that of an `srun`: frames and flow control.
+
+The client asks for connections. The relay, a process on the node, makes each to a port of its own loopback address, and copies
+what comes. It writes `HELLO` first, because a shell or srun may print lines before. Then each side sends frames: number of the
+connection, kind, length, data. A sender has at most `WINDOW` bytes of a connection on the way that the other side has not passed
+on, so that a slow connection does not hold up the others. The end of the stream ends the relay and all connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import socket
+import stat
+import struct
+from collections import deque
+from enum import IntEnum
+from typing import Any, Awaitable, Callable, Deque, Dict, Optional, Set, Union
+
+HELLO = b'{"relay": 1}\n'  # Also the answer to `Operation.RELAY`, because the relay takes over the connection.
+WINDOW = 256 * 1024  # Bytes.
+
+# Through srun, what the relay sends is a line of base64 for each piece, after this mark: slurmstepd keeps an incomplete line back
+# (22.05; `--unbuffered` would use a terminal, which changes bytes), and other lines may come between.
+_LINE = b"relay:"
+LONGEST_LINE = 512 * 1024  # Bytes.
+
+_HEADER = struct.Struct(">IBI")
+_PIECE = 64 * 1024  # Most bytes of data in one frame.
+_LONGEST = 2 * _PIECE  # Most bytes that a frame may have; more is damage.
+
+
+class Kind(IntEnum):
+    """What a frame says of its connection."""
+
+    OPEN = 0  # Connect to the port, which is the frame's data, as text.
+    DATA = 1
+    END = 2  # The sender sends no more data.
+    CREDIT = 3  # The sender has passed on so many bytes, as text.
+    RESET = 4  # The connection is over, in both directions.
+
+
+class Stream:
+    """One connection within a `Multiplexer`."""
+
+    def __init__(self, multiplexer: Multiplexer, number: int) -> None:
+        self._multiplexer, self._number = multiplexer, number
+        self._chunks: Deque[bytes] = deque()
+        self._window = WINDOW
+        self._ended = self._broken = False
+        self._changed = asyncio.Event()
+
+    async def read(self) -> bytes:
+        """The next bytes, or b"" at the end; after a reset too."""
+        while not (self._chunks or self._ended):
+            await self._wait()
+        data = b"".join(self._chunks)
+        self._chunks.clear()
+        if data and not self._broken:
+            await self._multiplexer.send(self._number, Kind.CREDIT, b"%d" % len(data))
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes, as soon as the other side takes them; raises ConnectionResetError if it takes no more."""
+        while data:
+            while self._window <= 0 and not self._broken:
+                await self._wait()
+            if self._broken:
+                raise ConnectionResetError("the connection was reset")
+            size = min(_PIECE, self._window)
+            piece, data = data[:size], data[size:]
+            self._window -= len(piece)
+            await self._multiplexer.send(self._number, Kind.DATA, piece)
+
+    async def until_reset(self) -> None:
+        """Wait until the connection is over in both directions."""
+        while not self._broken:
+            await self._wait()
+
+    async def end(self) -> None:
+        """Say that no more data will be sent."""
+        if not self._broken:
+            await self._multiplexer.send(self._number, Kind.END)
+
+    async def close(self) -> None:
+        """End the connection; called once."""
+        if not self._broken:
+            self._broken = self._ended = True
+            await self._multiplexer.send(self._number, Kind.RESET)
+        self._multiplexer.streams.pop(self._number, None)
+
+    def received(self, kind: Kind, data: bytes) -> None:
+        """Take in a frame of the other side."""
+        if kind == Kind.DATA:
+            self._chunks.append(data)
+        elif kind == Kind.CREDIT:
+            self._window += int(data)
+        else:
+            self._ended = True
+            self._broken = self._broken or kind == Kind.RESET
+        self._changed.set()
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+class Lines:
+    """Stands for a writer; sends bytes as lines."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.drain, self.close = writer.drain, writer.close
+
+    def write(self, data: bytes) -> None:
+        """Send a piece."""
+        self._writer.write(_LINE + base64.b64encode(data) + b"\n")
+
+
+async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) -> None:
+    """Pass what `Lines` sent on to another reader, until the end."""
+    try:
+        while True:
+            line = await lines.readline()
+            if not line:
+                break
+            if line.startswith(_LINE):
+                reader.feed_data(base64.b64decode(line[len(_LINE) :]))
+    except (OSError, ValueError):
+        pass
+    finally:
+        reader.feed_eof()
+
+
+class Multiplexer:
+    """One side of the stream: `run` takes in the other side's frames until the stream ends.
+
+    `accept` is called with each connection that the other side opens, and its port; without it, none is accepted.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: Union[asyncio.StreamWriter, Lines],
+        accept: Optional[Callable[[Stream, int], Awaitable[None]]] = None,
+    ) -> None:
+        self._reader, self._writer, self._accept = reader, writer, accept
+        self._lock = asyncio.Lock()  # Before Python 3.10, only one task at a time may wait for a writer to drain.
+        self._tasks: Set[Any] = set()
+        self._last = 0
+        self.streams: Dict[int, Stream] = {}
+        self.over = False
+
+    async def open(self, port: int) -> Stream:
+        """A connection to a port of the node; it ends at once if nothing listens there."""
+        self._last += 1
+        stream = self.streams[self._last] = Stream(self, self._last)
+        if self.over:
+            stream.received(Kind.RESET, b"")
+        await self.send(self._last, Kind.OPEN, b"%d" % port)
+        return stream
+
+    async def send(self, number: int, kind: Kind, data: bytes = b"") -> None:
+        """Send a frame; does nothing once the stream has ended."""
+        async with self._lock:
+            if not self.over:
+                try:
+                    self._writer.write(_HEADER.pack(number, kind, len(data)) + data)
+                    await self._writer.drain()
+                except OSError:
+                    self._end()
+
+    async def run(self) -> None:
+        """Take in frames until the stream ends, or is damaged; then all connections are over."""
+        try:
+            while True:
+                number, kind, length = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+                if length > _LONGEST:
+                    break
+                self._received(number, Kind(kind), await self._reader.readexactly(length))
+        except (OSError, EOFError, ValueError):
+            pass
+        finally:
+            self._end()
+            self._writer.close()
+            for task in self._tasks:
+                task.cancel()
+
+    def _received(self, number: int, kind: Kind, data: bytes) -> None:
+        if kind == Kind.OPEN and self._accept is not None:
+            stream = self.streams[number] = Stream(self, number)
+            task = asyncio.ensure_future(self._accept(stream, int(data)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif number in self.streams:  # Else it was closed meanwhile.
+            self.streams[number].received(kind, data)
+
+    def _end(self) -> None:
+        self.over = True
+        for stream in self.streams.values():
+            stream.received(Kind.RESET, b"")
+
+
+class _Over(Exception):
+    """Ends a copy."""
+
+
+async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serves: bool = False) -> None:
+    """Copy both ways between a connection here and a multiplexed one, until the server closes it, or either is reset.
+
+    The server is behind the multiplexed connection, or with `serves` behind the one here. Both are closed then.
+    """
+
+    async def away() -> None:
+        while True:
+            data = await reader.read(_PIECE)
+            if not data:
+                await stream.end()
+                break
+            await stream.write(data)
+        if serves:
+            raise _Over
+
+    async def back() -> None:
+        while True:
+            data = await stream.read()
+            if not data:
+                break
+            writer.write(data)
+            await writer.drain()
+        if not serves:
+            raise _Over
+        writer.write_eof()
+
+    async def reset() -> None:
+        await stream.until_reset()
+        if serves:
+            raise _Over
+
+    tasks = [asyncio.ensure_future(each) for each in (away(), back(), reset())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        writer.close()
+        await stream.close()
+
+
+async def _connect(stream: Stream, port: int) -> None:
+    """Serve a connection that the client has opened."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return await stream.close()
+    await copy(stream, reader, writer, serves=True)
+
+
+async def _relay() -> None:
+    loop = asyncio.get_running_loop()
+    if os.path.samestat(os.fstat(0), os.fstat(1)) and stat.S_ISSOCK(os.fstat(0).st_mode):
+        return await serve(*await asyncio.open_connection(sock=socket.socket(fileno=os.dup(0))))
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), open(0, "rb", 0))
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, open(1, "wb", 0))
+    writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    await serve(reader, writer, lines=True)
+
+
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lines: bool = False) -> None:
+    """Serve one client until its stream ends; send lines if it reads `read_lines`."""
+    writer.write(HELLO)
+    await Multiplexer(reader, Lines(writer) if lines else writer, _connect).run()
+
+
+def main() -> int:
+    """Serve a client on standard input and output, or on the socket that both are, until that ends."""
+    asyncio.run(_relay())
+    return 0

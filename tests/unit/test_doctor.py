@@ -1,0 +1,297 @@
+"""The lines of `rayslurm doctor`, from the facts of a real cluster (Slurm 22.05) that each test changes in one place.
+
+tests/faults/test_doctor.py seeds defects on a real cluster.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dagster_rayslurm import SlurmQueueConfig, SlurmResource, SSHConnectionResource
+from dagster_rayslurm.cli import main
+from dagster_rayslurm.doctor import Line, Verdict, Wanted
+from dagster_rayslurm.doctor.account import forbids, parse_associations
+from dagster_rayslurm.doctor.collect import examine
+from dagster_rayslurm.doctor.machine_lines import edge_lines
+from dagster_rayslurm.doctor.partitions import parse_partitions
+from dagster_rayslurm.doctor.probe_lines import NO_PYTHON, ended_lines, probe_lines
+from dagster_rayslurm.doctor.resource import resource_text
+from dagster_rayslurm.doctor.slurm_lines import Slurm, slurm_lines
+from dagster_rayslurm.edge import machine, site
+from dagster_rayslurm.edge.environment import PROBE
+from dagster_rayslurm.environments import InheritedEnvironment
+
+from ..conftest import wait_until
+
+SURVEY = json.loads((Path(__file__).parent / "slurm_said" / "survey-22.05.json").read_text())
+
+
+def wanted(**queue: Any) -> Wanted:
+    return Wanted(SlurmResource(queue=SlurmQueueConfig(**queue)), "/opt/ray")
+
+
+def complaints(lines: list[Line]) -> list[tuple[str, str]]:
+    bad = [line for line in lines if line.verdict in (Verdict.WARNING, Verdict.FAILURE)]
+    assert all(line.remedy for line in bad)
+    return [(line.name, line.verdict.value) for line in bad]
+
+
+def replaced(question: str, old: str, new: str) -> Callable[[dict[str, Any]], None]:
+    """A change of the output of one of Slurm's programs."""
+
+    def change(facts: dict[str, Any]) -> None:
+        answer = facts["answers"][question]
+        assert old in answer[1]
+        answer[1] = answer[1].replace(old, new)
+
+    return change
+
+
+def answered(question: str, *answer: Any) -> Callable[[dict[str, Any]], None]:
+    def change(facts: dict[str, Any]) -> None:
+        facts["answers"][question] = [*answer, 0.1]
+
+    return change
+
+
+def test_a_healthy_cluster() -> None:
+    lines = [*edge_lines(SURVEY, 0.01, 0.02), *slurm_lines(SURVEY, wanted())]
+    assert complaints(lines) == []
+    names = [line.name for line in lines]
+    assert len(set(names)) == len(names)
+    assert {"partition", "nodes", "accounting", "limits", "test submission", "base directory"} <= set(names)
+
+
+CHANGES = {
+    "a partition for reservations": (replaced("partitions", "ReqResv=NO", "ReqResv=YES"), {}, ("partition", "failure")),
+    "a partition of root's": (replaced("partitions", "RootOnly=NO", "RootOnly=YES"), {}, ("partition", "failure")),
+    "jobs from other hosts": (replaced("partitions", "AllocNodes=ALL", "AllocNodes=login9"), {}, ("partition", "failure")),
+    "another QOS": (replaced("partitions", "AllowQos=ALL", "AllowQos=long"), {"qos": "normal"}, ("partition", "failure")),
+    "no time limit": (lambda facts: None, {"time_limit": "UNLIMITED"}, ("time limit", "failure")),
+    "nodes that do not respond": (replaced("nodes", "|idle|", "|idle*|"), {}, ("nodes", "failure")),
+    "a new state of nodes": (replaced("nodes", "|idle|", "|hatching|"), {}, ("nodes", "failure")),
+    "no sacctmgr": (
+        answered("associations", 127, "", "env: 'sacctmgr': No such file or directory"),
+        {},
+        ("accounting", "warning"),
+    ),
+    "an association elsewhere": (replaced("associations", "rayslurm|", "other|"), {}, ("account", "failure")),
+    "too many CPUs for the QOS": (
+        replaced("qos", "normal||||||", "normal|||cpu=8|||"),
+        {"cpus_per_node": 4, "num_nodes": 3},
+        ("limits", "failure"),
+    ),
+    "a refusal": (answered("test", 1, "", "sbatch: error: Job rejected: say --comment"), {}, ("test submission", "failure")),
+    "a busy controller": (
+        answered("test", 1, "", "sbatch: error: Socket timed out on send/recv"),
+        {},
+        ("test submission", "warning"),
+    ),
+    "a silent controller": (answered("config", None, "", ""), {}, ("slurmctld", "failure")),
+    "another Slurm in PATH": (replaced("version", "22.05.8", "24.11.5"), {}, ("Slurm version", "warning")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_named(name: str) -> None:
+    change, queue, expected = CHANGES[name]
+    facts = copy.deepcopy(SURVEY)
+    change(facts)
+    if name == "too many CPUs for the QOS":  # Then the partition has too few nodes as well.
+        assert expected in complaints(slurm_lines(facts, wanted(**queue)))
+    else:
+        assert complaints(slurm_lines(facts, wanted(**queue))) == [expected]
+
+
+def test_a_wrong_clock_is_not_the_file_servers() -> None:
+    def said(late: float, skew: float) -> list[tuple[str, str]]:
+        facts = copy.deepcopy(SURVEY)
+        facts["machine"]["directories"]["base"]["clock"] = late
+        return complaints(edge_lines(facts, skew, 0.0))
+
+    assert said(-600.0, 600.0) == [("clock", "failure")]
+    assert said(-60.0, 0.0) == [("file server clock", "warning")]
+    assert said(0.0, 60.0) == [("clock", "warning")]  # The file server's is as wrong.
+    assert said(1.0, 0.0) == []
+
+
+def test_busy_and_cloud_nodes_are_no_alarm() -> None:
+    for state in ("alloc", "mix", "comp", "plnd", "idle~", "alloc#", "resv", "mix-"):
+        facts = copy.deepcopy(SURVEY)
+        replaced("nodes", "|idle|", f"|{state}|")(facts)
+        assert complaints(slurm_lines(facts, wanted())) == [], state
+
+
+def test_one_of_several_partitions_is_enough() -> None:
+    facts = copy.deepcopy(SURVEY)
+    replaced("partitions", "PartitionName=compute AllowGroups=ALL", "PartitionName=compute AllowGroups=root")(facts)
+    assert complaints(slurm_lines(facts, wanted(partition="compute"))) == [("partition", "failure")]
+    assert complaints(slurm_lines(facts, wanted(partition="compute,all"))) == []
+
+
+def test_one_of_several_accounts_is_enough() -> None:
+    facts = copy.deepcopy(SURVEY)
+    rows = "rayslurm|study|dev||normal|normal|0|||||||\nrayslurm|thesis|dev||normal|normal||||||||\n"
+    answered("associations", 0, rows, "")(facts)
+    assert complaints(slurm_lines(facts, wanted())) == []
+    assert complaints(slurm_lines(facts, wanted(account="study"))) == [("limits", "failure")]
+
+
+def test_a_variable_of_the_login_names_the_partition() -> None:
+    facts = copy.deepcopy(SURVEY)
+    facts["machine"]["variables"] = {"SBATCH_PARTITION": "nowhere"}
+    assert complaints(slurm_lines(facts, wanted())) == [("partition", "failure")]
+    assert complaints(slurm_lines(facts, wanted(partition="gpu"))) == []
+    assert complaints(edge_lines(facts, 0.0, 0.0)) == []
+
+
+def test_partitions_of_large_clusters() -> None:
+    partitions = "PartitionName=mixed Default=NO MaxTime=2-00:00:00 State=UP AllowGroups=a,b\nPartitionName=empty State=UP\n"
+    nodes = (
+        "mixed|n1|mix|32/32/0/64|512000|gpu:a100:4(S:0-1),nvme:1|ib,a100\n"
+        "mixed|n2|down*|0/0/128/128|1024000+|gpu:h100:8|ib\nmixed|n3|idle|0/64/0/64|512000|gpu:2|(null)\n"
+    )
+    mixed, empty = parse_partitions(partitions, nodes)
+    assert [node.usable for node in mixed.nodes] == [True, False, True] and [node.idle for node in mixed.nodes] == [
+        False,
+        False,
+        True,
+    ]
+    assert (
+        mixed.gpus == {"a100": 4, "h100": 8, "": 2}
+        and mixed.limit("MaxTime") == 172800
+        and mixed.names("AllowGroups") == ["a", "b"]
+    )
+    assert mixed.cells() == ["mixed", "UP", "2-00:00:00", "3", "2", "1", "64-128", "500-1000 GiB", "2 gpu, 4 a100, 8 h100"]
+    assert empty.nodes == [] and empty.cells()[3:] == ["0", "0", "0", "", "", ""]
+
+
+def test_limits_of_associations() -> None:
+    (row,) = parse_associations("c|a|u||normal||||1-00:00:00|node=2,gres/gpu:a100=4||100|\n", "c")
+    queue = SlurmQueueConfig(num_nodes=2, gpus_per_node=2, gpu_type="a100", time_limit="12:00:00")
+    assert forbids(row, queue, 43200.0) == []
+    assert len(forbids(row, queue.having(num_nodes=3, gpus_per_node=2), 90000.0)) == 3
+
+
+def test_without_ssh_and_without_slurm(tmp_path: Path) -> None:
+    here = SlurmResource(ssh=None, remote_base=str(tmp_path / "base"))
+    report = examine(Wanted(here, InheritedEnvironment()), 0, 0.0, print)
+    missing = [line for line in report.lines if line.name == "Slurm programs"]
+    assert [line.verdict for line in missing] == [Verdict.FAILURE] and "sbatch" in missing[0].text
+    names = {line.name for line in report.lines}
+    assert {"login", "base directory", "disk space", "Python"} <= names and not {"slurmctld", "nodes", "accounting"} & names
+    assert report.resource == "" and report.partitions == []
+
+
+# ---- Compute nodes
+
+
+ENDS = {
+    "no Python": ({"state": "FAILED", "exit": NO_PYTHON, "signal": None}, "node Python"),
+    "no srun": ({"state": "FAILED", "exit": 127, "signal": None, "log": "job.sh: 9: srun: not found"}, "srun"),
+    "no output file": ({"state": "FAILED", "exit": None, "signal": 53}, "shared base directory"),
+    "silence": ({"state": "COMPLETED", "exit": None, "signal": None}, "shared base directory"),
+    "unseen": ({"state": "RUNNING", "facts": 0}, "shared base directory"),
+    "lost": ({"state": "NODE_FAIL", "exit": None, "signal": None, "log": "slurmstepd: error: *** JOB 7 CANCELLED"}, "probe"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_probe_that_ends_early(name: str) -> None:
+    end, line = ENDS[name]
+    assert complaints(ended_lines({"nodes": "c1", **end})) == [(line, "failure")]
+
+
+@pytest.fixture
+def probed(tmp_path: Path) -> Any:
+    """The facts of two "nodes", two processes of this machine that run the program of the probe, and what was measured."""
+    base = tmp_path / "base"
+    for directory in (base, run_dir := tmp_path / "run"):
+        directory.mkdir(mode=0o700)
+    for name in (machine.GO, machine.STOP, *(each % rank for each in (machine.FACTS, machine.SEEN) for rank in (0, 1))):
+        (run_dir / name).touch()
+    options = {
+        "run_dir": str(run_dir),
+        "base": str(base),
+        "nodes": 2,
+        "seconds": 60,
+        "probe": PROBE,
+        "environment": [sys.executable],
+    }
+    (run_dir / "options.json").write_text(json.dumps(options))
+    command = [sys.executable, machine.__file__, str(run_dir / "options.json")]
+    started = [subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(rank)}) for rank in (0, 1)]
+    try:
+        complete = lambda: all(facts := site.probe_state(str(run_dir), 2)) and facts[1]["peers"]  # noqa: E731
+        assert wait_until(complete, 30)
+        facts = site.probe_state(str(run_dir), 2)
+        yield facts, site.reach_and_measure(str(run_dir), facts, 20.0)
+        (run_dir / machine.STOP).write_text("1")
+        assert [process.wait(10) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def test_the_program_of_the_probe(probed: Any) -> None:
+    facts, measured = probed
+    assert all(lag is not None and lag < 20 for lag in measured["lags"]) and all(abs(skew) < 10 for skew in measured["skews"])
+    assert all("seconds" in each for each in measured["reached"]) and "seconds" in facts[1]["peers"]["0"]
+    names = {line.name.rpartition(": ")[2] for line in probe_lines(facts, measured, wanted(), 2.0)}
+    assert {"probe", "clock", "/tmp", "/dev/shm", "environment", "visibility", "from the edge node", "from node to node"} <= names
+    for changes, expected in (
+        ({"lags": [60.0, 0.1]}, "warning"),
+        ({"lags": [None, 0.1]}, "failure"),
+    ):
+        lines = probe_lines(facts, {**measured, **changes}, wanted(), 2.0)
+        assert next(line for line in lines if line.name.endswith("visibility")).verdict.value == expected
+    blocked = probe_lines(facts, {**measured, "reached": [{"error": "timed out"}] * 2}, wanted(), 2.0)
+    assert any(line.name.endswith("from the edge node") and line.verdict is Verdict.WARNING for line in blocked)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    assert "error" not in machine.directory(str(tmp_path / "not" / "yet"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert machine.directory(str(tmp_path / "file"))["error"] == "it is not a directory"
+    assert machine.directory("/proc/none")["error"]
+
+
+# ---- The resource to paste, and the command
+
+
+def test_the_resource_to_paste() -> None:
+    gate = SSHConnectionResource(host="gate", user="me", password="secret")
+    ssh = SSHConnectionResource(host="login", user="me", key_passphrase="hidden", jump_host=gate)
+    chosen = Wanted(SlurmResource(ssh=ssh, queue=SlurmQueueConfig(partition="none", num_nodes=2), remote_base="/work/me"), None)
+    text = resource_text(chosen, Slurm(SURVEY, chosen))
+    assert "secret" not in text and "hidden" not in text
+    import dagster as dg
+
+    names = {each.__name__: each for each in (SlurmQueueConfig, SlurmResource, SSHConnectionResource)}
+    made = eval(text, {**names, "dg": dg})
+    assert made.queue == SlurmQueueConfig(partition="compute", num_nodes=2) and made.remote_base == "/work/me"
+    assert made.ssh.host == "login" and made.ssh.jump_host.host == "gate"
+
+
+def test_no_cluster_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    for command in ("doctor", "check"):
+        done = CliRunner().invoke(main, [command])
+        assert done.exit_code == 1 and done.stderr.startswith("Error: no cluster is configured; ") and done.stdout == ""
+
+
+def test_a_wrong_field_is_refused_before_a_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_EDGE_NODE_HOST", "no-such-host.invalid")
+    done = CliRunner().invoke(main, ["doctor", "--time-limit=tomorrow"])
+    assert done.exit_code == 1 and "time_limit" in done.stderr and done.stderr.count("\n") == 1

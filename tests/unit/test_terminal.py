@@ -1,0 +1,244 @@
+"""Runs from the terminal, on a fake Slurm: `rayslurm submit`, `script`, `ps`, `show`, `logs`, `cancel` and `attach`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dagster_rayslurm.backends.listing import list_all
+from dagster_rayslurm.cli import main
+from dagster_rayslurm.runtime.protocol.spec import Announcement, ClusterAccess
+from dagster_rayslurm.ssh.local import LocalConnection
+
+from ..conftest import wait_until
+from ..fake_slurm import FakeSlurm
+
+TOML = """
+[clusters.here]
+environment = {{ kind = "pre-deployed", path = {prefix!r} }}
+slurm = {{ remote_base = {base!r}, queue = {{ partition = "compute" }} }}
+keep_run_dirs = "all"
+"""
+Rayslurm = Callable[..., Result]
+NO_RAY = ("--no-ray", "--no-working-dir")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_slurm: FakeSlurm) -> Path:
+    """The base directory of a cluster that is this machine, named in a rayslurm.toml of the current directory."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_EDGE_NODE_", "RAYSLURM_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "study").mkdir()
+    monkeypatch.chdir(tmp_path / "study")
+    monkeypatch.setenv("RAYSLURM_BASE", str(tmp_path / "here"))
+    Path("rayslurm.toml").write_text(TOML.format(prefix=sys.prefix, base=str(tmp_path / "base")))
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def rayslurm(cluster: Path) -> Rayslurm:
+    return lambda *words: CliRunner().invoke(main, list(words))
+
+
+def runs(rayslurm: Rayslurm, *options: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in rayslurm("ps", "--json", *options).stdout.splitlines()]
+
+
+# ---- submit
+
+
+def test_a_script_runs_with_its_files_and_brings_its_output_and_exit_code(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
+    Path("train.py").write_text("import os, sys, helper\nhelper.say(os.environ['A'], os.environ['LOADED'])\nsys.exit(7)\n")
+    Path("helper.py").write_text("def say(*words):\n    print(*words)\n    open('out.txt', 'w').write('x')\n")
+    options = ("--name", "exp", "--nodes", "1", "--time", "00:05:00", "--env", "A=1", "--output", "*.txt", "--no-ray")
+    done = rayslurm("submit", *options, "--load-env", "export LOADED=yes", "--", "python", "train.py")
+    assert done.exit_code == 7 and "1 yes" in done.stdout, done.output
+    (output,) = [line for line in done.stderr.splitlines() if line.endswith("out.txt")]
+    assert Path(output.removeprefix("[rayslurm] ")).read_text() == "x"
+    (run,) = runs(rayslurm, "--all")
+    assert run["kind"] == "run" and run["state"] == "ended" and "exp" in run["name"]
+    assert not runs(rayslurm), "ps without --all lists what lives"
+    script = (Path(run["directory"]) / "job.sh").read_text()
+    assert "#SBATCH --time=00:05:00" in script and "rayslurm submit exp" in script
+
+
+def test_a_command_that_fails_on_load_env_is_named(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
+    done = rayslurm("submit", *NO_RAY, "--load-env", "module-of-nobody load cuda", "--", "true")
+    assert done.exit_code == 125 and "`module-of-nobody load cuda` of the environment failed" in done.stderr
+    assert not fake_slurm.jobs(), "nothing is submitted"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ((), 2, "write the command behind `--`"),
+        (("--command", "true", "--", "true"), 2, "one of the two"),
+        (("--env", "NOBODY_HAS_THIS", "--", "true"), 125, "NOBODY_HAS_THIS: this shell has no such variable"),
+        (("--mode", "local", "--detach", "--", "true"), 125, "--detach: in mode 'local'"),
+        (("--mode", "local", "--load-env", "true", "--", "true"), 125, "--load-env: mode 'local'"),
+        (("--working-dir", ".", "--no-working-dir", "--", "true"), 2, "exclude each other"),
+        (("--sbatch", "--no-such-thing", "--", "true"), 125, "unrecognized option"),
+        (("--nodes", "0", "--", "true"), 2, "0 is not in the range"),
+    ],
+)
+def test_what_cannot_run_submits_nothing(
+    rayslurm: Rayslurm, fake_slurm: FakeSlurm, words: tuple[str, ...], code: int, says: str
+) -> None:
+    fake_slurm.fault("sbatch", "sbatch: unrecognized option", times=-1)
+    done = rayslurm("submit", "--no-ray", *words)
+    assert done.exit_code == code and says in done.stderr and "Traceback" not in done.stderr, done.output
+    assert not fake_slurm.jobs() and not runs(rayslurm)
+
+
+def test_a_run_that_is_left_is_found_again(rayslurm: Rayslurm, cluster: Path, fake_slurm: FakeSlurm) -> None:
+    wait = f"print('begun', flush=True); import os, time\nwhile not os.path.exists({str(cluster / 'go')!r}): time.sleep(0.05)"
+    left = rayslurm(
+        "submit", "--detach", *NO_RAY, "--name", "long", "--", "python", "-c", f"{wait}\nprint('done')\nraise SystemExit(3)"
+    )
+    assert left.exit_code == 0, left.output
+    name = left.stdout.strip()
+    assert f"rayslurm logs -f {name}" in left.stderr and f"rayslurm cancel {name}" in left.stderr
+    assert wait_until(lambda: [run["state"] for run in runs(rayslurm)] == ["running"], 20)
+    assert wait_until(lambda: rayslurm("logs", name).stdout == "begun\n", 20)
+    shown = rayslurm("show", "long")
+    assert shown.exit_code == 0 and name in shown.stdout and "running" in shown.stdout
+    (cluster / "go").write_text("")
+    followed = rayslurm("logs", "-f", name[:8])
+    assert followed.exit_code == 3 and followed.stdout == "begun\ndone\n", followed.output
+    (row,) = runs(rayslurm, "--all")
+    assert row["state"] == "ended"
+    again = rayslurm("cancel", name)
+    assert again.exit_code == 1 and "has ended already" in again.stderr
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_cancels_the_run(cluster: Path, fake_slurm: FakeSlurm, signum: int, code: int) -> None:
+    command = [sys.executable, "-m", "dagster_rayslurm.cli", "submit", *NO_RAY, "--", "sh", "-c", "echo begun; exec sleep 100"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.send_signal(signum)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code and "Traceback" not in said, said
+    assert wait_until(lambda: not fake_slurm.processes(), 10)
+
+
+# ---- script
+
+
+def test_the_script_is_printed_and_nothing_is_submitted(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    printed = rayslurm("script", "--nodes", "3", "--gpus", "2", "--", "python", "-V")
+    assert printed.exit_code == 0 and "#SBATCH --nodes=3" in printed.stdout and "#SBATCH --partition=compute" in printed.stdout
+    assert not fake_slurm.calls("sbatch") and not cluster.exists()
+
+
+def test_a_standalone_script_runs_without_the_package(rayslurm: Rayslurm, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    words = ("script", "--standalone", "--no-ray", "--load-env", "export LOADED=yes", "--env", "A=it's", "--time", "5")
+    printed = rayslurm(*words, "--", "sh", "-c", f'echo "$LOADED $A $(command -v python)" >{tmp_path}/said; exit 4')
+    assert printed.exit_code == 0, printed.output
+    path = tmp_path / "job.sh"
+    path.write_text(printed.stdout)
+    assert "dagster" not in printed.stdout
+    done = subprocess.run(["bash", str(path)], env={**os.environ, "SLURM_JOB_ID": "1"}, check=False)
+    assert done.returncode == 4 and (tmp_path / "said").read_text() == f"yes it's {sys.prefix}/bin/python\n"
+
+
+def test_a_standalone_script_with_ray_is_valid_and_has_no_token_in_it(rayslurm: Rayslurm, tmp_path: Path) -> None:
+    printed = rayslurm("script", "--standalone", "--nodes", "2", "--gpus", "1", "--", "python", "train.py")
+    path = tmp_path / "job.sh"
+    path.write_text(printed.stdout)
+    assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
+    assert "ray start --head" in printed.stdout and "--num-gpus=1" in printed.stdout and "RAY_AUTH_TOKEN_PATH" in printed.stdout
+
+
+# ---- ps, cancel
+
+
+def test_two_hundred_runs_are_listed_by_one_squeue(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    for number in range(200):
+        directory = cluster / "runs" / f"{number:08x}-train-{number:012x}"
+        directory.mkdir(parents=True)
+        (directory / "status.json").write_text(json.dumps({"state": "running", "message": "on c1"}))
+        (directory / "job_id").write_text(f"{number + 1}\n")
+        if number % 2:
+            fake_slurm.job(number + 1)
+    fake_slurm.job(1000, "another")
+    began = time.monotonic()
+    rows = runs(rayslurm)
+    assert time.monotonic() - began < 2
+    assert len(fake_slurm.calls("squeue")) == 1
+    assert [row["name"] for row in rows if row["kind"] == "job"] == ["another"]
+    assert len(rows) == 101 and all(row["state"] == "running" for row in rows)
+    assert len([row for row in runs(rayslurm, "--all") if row["state"] == "lost"]) == 100
+
+
+def test_a_queue_that_does_not_answer_is_one_sentence(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.fault("squeue", "slurm_load_jobs error: Unable to contact slurm controller", times=-1)
+    done = rayslurm("ps")
+    assert done.exit_code == 1 and "squeue did not answer" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_run_is_cancelled(rayslurm: Rayslurm, fake_slurm: FakeSlurm, starts: bool) -> None:
+    fake_slurm.set(starts=starts)
+    name = rayslurm("submit", "--detach", *NO_RAY, "--", "sleep", "100").stdout.strip()
+    state = "running" if starts else "pending"
+    assert wait_until(lambda: [run["state"] for run in runs(rayslurm)] == [state], 20)
+    if not starts:
+        assert "Resources" in runs(rayslurm)[0]["says"]
+        refused = rayslurm("attach", name)
+        assert refused.exit_code == 1 and "is pending, so there is nothing to enter" in refused.stderr
+    done = rayslurm("cancel", name)
+    assert done.exit_code == 0 and "ended the run" in done.stdout, done.output
+    assert wait_until(lambda: not fake_slurm.processes(), 10) and not runs(rayslurm)
+
+
+def test_a_name_of_several_runs_is_refused(rayslurm: Rayslurm, cluster: Path) -> None:
+    for name in ("0000aaaa-train-1", "0000bbbb-train-2"):
+        (cluster / "runs" / name).mkdir(parents=True)
+        (cluster / "runs" / name / "status.json").write_text('{"state": "ended"}')
+    refused = rayslurm("show", "0000")
+    assert refused.exit_code == 1 and "2 runs, sessions or jobs" in refused.stderr and "0000aaaa-train-1" in refused.stderr
+    assert "no run, session or job is called 'zzzz'" in rayslurm("cancel", "zzzz").stderr
+    assert "no run, session or job is called '000'" in rayslurm("show", "000").stderr, "too short for the beginning of a name"
+
+
+def test_a_session_is_listed_with_the_way_to_its_cluster(fake_slurm: FakeSlurm, cluster: Path) -> None:
+    fake_slurm.job(17, "session")
+    directory = cluster / "sessions" / "default-0123" / "2"
+    directory.mkdir(parents=True)
+    way = ClusterAccess("slurm-abcd", "c1", 8265, "t0ken", 1, "17")
+    said = Announcement("slurm-abcd", "17", ["c1"], 1, "00", 1, None, "c1", access=way)
+    (directory / "session.json").write_text(json.dumps(asdict(said)))
+    (session,) = [each for each in list_all(LocalConnection(), str(cluster)) if each.kind == "session"]
+    assert (session.name, session.job_id, session.state) == ("default-0123", "17", "up")
+    assert list(session.clusters.values()) == [way]
+    fake_slurm.end(17, "CANCELLED")
+    (session,) = [each for each in list_all(LocalConnection(), str(cluster)) if each.kind == "session"]
+    assert session.over and not session.clusters
+
+
+# ---- attach
+
+
+def test_a_command_runs_in_the_environment_of_a_run(rayslurm: Rayslurm, fake_slurm: FakeSlurm, capfd: Any) -> None:
+    name = rayslurm(
+        "submit", "--detach", *NO_RAY, "--env", "A=it's\ttwo", "--secret-env", "HOME", "--", "sleep", "100"
+    ).stdout.strip()
+    assert wait_until(lambda: [run["state"] for run in runs(rayslurm)] == ["running"], 20)
+    wait_until(lambda: "payload_pid" in (Path(runs(rayslurm)[0]["directory"]) / "status.json").read_text(), 20)
+    capfd.readouterr()
+    done = rayslurm("attach", name, "--", "sh", "-c", 'printf "%s|" "$A" "$PWD" "$DAGSTER_PIPES_CONTEXT"; exit 5')
+    said = capfd.readouterr().out
+    assert done.exit_code == 5, (done.output, said)
+    a, directory, pipes, _ = said.split("|")
+    assert a == "it's\ttwo" and directory.endswith(f"{name}/work") and pipes == ""
+    rayslurm("cancel", name, "--now")
