@@ -51,8 +51,11 @@ class ComputeResource(ComputeFields, dg.PipesClient):
                 yield resolved
 
     def get_resource_definition(self) -> Any:
-        """Called when Dagster loads the definitions; refuses a resource that no run can use."""
+        """Called when Dagster loads the definitions; refuses a resource that no run can use, and invalid settings of assets."""
+        from .settings import check_loading
+
         _check_definition(self)
+        check_loading(self, type(self.default_launcher))
         return super().get_resource_definition()
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
@@ -105,9 +108,9 @@ class ComputeResource(ComputeFields, dg.PipesClient):
                 unchanged. `python` means the environment's Python. With topology "separate" one payload for all
                 components, or a mapping by component id.
             launcher: if it has the class of `default_launcher`, its fields override those there; otherwise it replaces
-                `default_launcher`. With topology "separate" each component has its own launcher.
-            queue: a `SlurmQueueConfig` or a dictionary; its fields override those of the Slurm resource's queue. Local mode
-                does not use it.
+                `default_launcher`. The tag `dagster-rayslurm/config` of the run overrides it. With topology "separate" each component has its own launcher.
+            queue: a `SlurmQueueConfig` or a dictionary; its fields override those of the Slurm resource's queue, and the run's
+                tag overrides them. Local mode does not use it.
             extra_env: variables for the payload and its Ray workers.
             secret_env: variables for the payload's driver process only.
             extras: Pipes extras, `pipes.extras` in the payload.

@@ -42,6 +42,7 @@ from .plan import Plan, by_component, check_slurm_mode, make_plan, merge, sessio
 from .runtime.protocol.spec import ComponentSpec, RaySpec
 from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
+from .settings import Layered, Settings, of_step
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from .ssh.base import Connection
 from .ssh.local import LocalConnection
@@ -55,8 +56,10 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
     """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed."""
     if unused := _unused_fields(resource, arguments["environment"] or resource.environment):
         context.log.info(f"[rayslurm] local mode does not use {unused}")
+    # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
+    op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
     with _configuration_errors():
-        call = Call(resource, **arguments)
+        call = Call(resource, settings=of_step(op_context), **arguments)
         try:
             json.dumps(extras)
         except (TypeError, ValueError, RecursionError) as error:
@@ -65,8 +68,6 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
             ) from None
         plan, backend = _prepare(call, secrets.token_hex(6))
     _log_origins(call, context.log)
-    # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
-    op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
     return execute(op_context, plan, backend, resource, extras)
 
 
@@ -155,7 +156,10 @@ class Call:
     extra_files: Sequence[str | os.PathLike[str]] | None = None
     outputs: Sequence[str] | None = None
     environment: Environment | None = None
+    # The settings in tags and metadata: those that arguments override, and those that override arguments.
+    settings: tuple[Sequence[Settings], Sequence[Settings]] = ((), ())
     merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
+    origins: dict[str, Mapping[str, str]] = field(init=False)  # For "launcher" and "queue": from where each field comes.
     # The components of the allocation in the job's order; empty where all nodes are alike.
     parts: tuple[Component, ...] = field(init=False)
 
@@ -178,11 +182,31 @@ class Call:
             if not isinstance(components, Iterable) or not all(isinstance(each, HetComponent) for each in components):
                 raise ValueError(f"components: {components!r} is not a list of HetComponent; pass [HetComponent(…), …]")
             self.components = tuple(resolve_variables(each, f"components[{at}]") for at, each in enumerate(components))
+        self._take_settings()
         self.merged = merge(resource.default_launcher, self.launcher)
         chosen = tuple(resource.components if self.components is None else self.components)
         self._check(chosen)
         separate = resource.topology == Topology.SEPARATE
         self.parts = arrange(chosen) if separate else spanning_components(self.merged, chosen)
+
+    def _take_settings(self) -> None:
+        """Merge the settings in tags and metadata with the call's launcher and queue."""
+        launcher: Layered[Launcher] = Layered(None, {})
+        queue: Layered[SlurmQueueConfig] = Layered(None, {})
+        below, above = self.settings
+
+        def add(settings: Sequence[Settings]) -> None:
+            nonlocal launcher, queue
+            for each in settings:
+                before = type(self.resource.default_launcher if launcher.own is None else launcher.own)
+                launcher = launcher.over(each.place, each.launcher_after(before))
+                queue = queue.over(each.place, each.queue)
+
+        add(below)
+        launcher, queue = launcher.over("run(launcher=…)", self.launcher), queue.over("run(queue=…)", self.queue)
+        add(above)
+        self.launcher, self.queue = launcher.own, queue.own
+        self.origins = {"launcher": launcher.origins, "queue": queue.origins}
 
     @property
     def slurm(self) -> SlurmResource:
@@ -320,12 +344,18 @@ def _log_origins(call: Call, log: Any) -> None:
     if call.resource.mode != ExecutionMode.LOCAL:
         queue, by_session = call.slurm.queue, call.resource.mode == ExecutionMode.SLURM_SESSION
         merged.append(("queue", session_queue(queue, call.resource.session) if by_session else queue, call.queue, "the resource"))
-    for what, base, own, origin in merged:
-        if type(own) is type(base) and (given := own.model_fields_set - {"kind"}):
-            both = [(name, value, f"{name}={value!r}") for name, value in merge(base, own)]
-            kept = [text for name, value, text in both if name not in given and value != type(own).model_fields[name].default]
-            line = f"{', '.join(text for name, _, text in both if name in given)} from run({what}=…)"
-            log.info(f"[rayslurm] {what}: {line}" + (f"; {', '.join(kept)} from {origin}" if kept else ""))
+    below, above = ([each.place for each in settings] for settings in call.settings)
+    for what, base, own, resource in merged:
+        origins = call.origins[what]
+        places: dict[str, list[str]] = {each: [] for each in (*above, f"run({what}=…)", *reversed(below), resource)}
+        for name, value in merge(base, own) if origins else ():
+            if name in origins:
+                places[origins[name]].append(f"{name}={value!r}")
+            elif type(own) is type(base) and name != "kind" and value != type(own).model_fields[name].default:
+                places[resource].append(f"{name}={value!r}")
+        if origins:
+            named = "; ".join(f"{', '.join(values)} from {place}" for place, values in places.items() if values)
+            log.info(f"[rayslurm] {what}: {named}")
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
