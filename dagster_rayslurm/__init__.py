@@ -15,6 +15,7 @@ from .environments import (
 )
 from .errors import CompletedRun, RunFailure
 from .launchers import BashLauncher, Launcher, RayLauncher
+from .runtime.ray.feasibility import feasible
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from .ssh.config import SSHConnectionResource
 
@@ -43,4 +44,5 @@ __all__ = [
     "SlurmResource",
     "UvEnvironment",
     "__version__",
+    "feasible",
 ]

@@ -24,7 +24,7 @@ from .backends.sessions.backend import SessionBackend, end_session
 from .backends.sessions.listing import IdleSessions, stop_sessions_of_run
 from .backends.sessions.local import LocalSessionBackend
 from .backends.sessions.matching import required_head
-from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
+from .components import Component, arrange, component_specs, on_one_machine, ray_across, request_for, spanning_components
 from .compute_fields import EXCLUDE_AND_RETRY, ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
 from .environments import (
@@ -39,11 +39,14 @@ from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
 from .execution.run import execute, start_errors
 from .launchers import Launcher, RayLauncher
 from .plan import Plan, by_component, check_slurm_mode, make_plan, merge, session_queue
+from .requires import check_requires, nodes_of_job, nodes_of_machine
+from .runtime.node import resources
 from .runtime.protocol.spec import ComponentSpec, RaySpec
 from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
 from .settings import Layered, Settings, of_step
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+from .slurm.request import make_request
 from .ssh.base import Connection
 from .ssh.local import LocalConnection
 from .ssh.pool import connection_to
@@ -156,6 +159,7 @@ class Call:
     extra_files: Sequence[str | os.PathLike[str]] | None = None
     outputs: Sequence[str] | None = None
     environment: Environment | None = None
+    requires: Any = None
     # The settings in tags and metadata: those that arguments override, and those that override arguments.
     settings: tuple[Sequence[Settings], Sequence[Settings]] = ((), ())
     merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
@@ -285,7 +289,26 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
         plan = plan_of(payload_path=payload, launcher=call.merged, components=call.parts, uses_pipes=uses)
     backend = choose_backend(call)
     backend.check(plan)
+    if call.requires is not None:
+        _check_requires(call, plan)
     return plan, backend
+
+
+def _check_requires(call: Call, plan: Any) -> None:
+    """Raise `ValueError` if the nodes that the call asks for could not hold what it requires of its Ray cluster."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"requires: with {_SEPARATE} each component has a cluster of its own; leave it out")
+    if plan.ray is None:
+        raise ValueError("requires: the launcher starts no Ray cluster; use a RayLauncher, or leave it out")
+    mode = call.resource.mode
+    if mode == ExecutionMode.LOCAL:
+        ray = on_one_machine(plan.ray, plan.components, resources.count_cpus(os.environ))
+        return check_requires(call.requires, nodes_of_machine(ray, resources.detect(with_gpus=ray.num_gpus is None)))
+    queue = call.slurm.queue
+    queue = merge(session_queue(queue, call.resource.session) if mode == ExecutionMode.SLURM_SESSION else queue, call.queue)
+    names = {"job_name": "rayslurm", "comment": ""}
+    request = request_for(call.parts, **names) if call.parts else make_request(queue, plan.footprint, **names)
+    check_requires(call.requires, nodes_of_job(plan.ray, request))
 
 
 def choose_backend(call: Call) -> Backend:

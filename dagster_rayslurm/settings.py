@@ -156,12 +156,13 @@ def _of_definitions(defs: dg.Definitions, keys: set[str], alone: bool) -> Iterat
     """The settings of steps that need a resource with one of these keys, and of jobs if there is no other such resource."""
     for assets_def in (*(defs.assets or ()), *(defs.asset_checks or ())):
         if isinstance(assets_def, dg.AssetsDefinition) and assets_def.is_executable:
-            names = ", ".join(key.to_user_string() for key in (*assets_def.keys, *assets_def.check_keys))
+            made: list[Any] = [*assets_def.keys, *assets_def.check_keys]
+            names = ", ".join(key.to_user_string() for key in made)
             if assets_def.required_resource_keys & keys:
                 yield from (settings for _, settings in _of_metadata(assets_def))
             yield from _of_ops(assets_def.node_def, names, keys)
     for job in defs.jobs or ():
-        if alone and KEY in (job.tags or {}):
+        if alone and job.tags and KEY in job.tags:
             yield parse(job.tags[KEY], f"the tags of job {job.name!r}")
         if isinstance(job, dg.JobDefinition):
             yield from _of_ops(job.graph, job.name, keys)
