@@ -75,6 +75,9 @@ class ComputeFields(StrictResource):
     on_unhealthy: Annotated[str, choice("fail", EXCLUDE_AND_RETRY)] = "fail"
     """What a failed health check of a node leads to: "fail", or "exclude-and-retry" to start the run once more without the node.
     With the latter, jobs also avoid nodes that failed a check in another run of this user within the last hour."""
+    on_infeasible: Annotated[str, choice("warn", "fail")] = "warn"
+    """What follows when a task, an actor or a placement group waits for what no node of the Ray cluster can ever hold: "warn"
+    says so in the log, "fail" also ends the run, unless other payloads share the cluster at that time."""
     max_stdio_mb: Annotated[int, at_least(1, "MiB")] = 1024
     """MiB of payload output that are recorded; the rest is counted and dropped."""
     max_outputs_mb: Annotated[int, at_least(0, "MiB")] = 100

@@ -274,6 +274,7 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
         outputs=call.outputs,
         max_output_bytes=resource.max_outputs_mb * 2**20,
         max_stdio_bytes=resource.max_stdio_mb * 2**20,
+        fails_infeasible=resource.on_infeasible == "fail",
     )
     plan: Any
     if resource.topology == Topology.SEPARATE:

@@ -69,7 +69,7 @@ def node_holds(bundles: list[dict[str, Any]], node: dict[str, Any]) -> bool:
         whole, part = divmod(tenths(bundle, "GPU"), 100)
         found = []
         for chosen in itertools.permutations(gpus, whole + bool(part)):
-            found.append({gpu: 100 for gpu in chosen[:whole]} | ({chosen[-1]: part} if part else {}))
+            found.append(dict.fromkeys(chosen[:whole], 100) | ({chosen[-1]: part} if part else {}))
         return found
 
     for chosen in itertools.product(*map(choices, bundles)):
@@ -161,7 +161,9 @@ def test_invalid_questions_are_refused(bundles: Any, strategy: str, nodes: Any, 
 # ---- run(requires=…)
 
 GPU = HetComponent(component_id="gpu", queue=SlurmQueueConfig(num_nodes=2, gpus_per_node=4, cpus_per_node=8, mem="32G"))
-CPU = HetComponent(component_id="cpu", queue=SlurmQueueConfig(cpus_per_node=64, mem="64G"), launcher=RayLauncher(labels={"z": "1"}))
+CPU = HetComponent(
+    component_id="cpu", queue=SlurmQueueConfig(cpus_per_node=64, mem="64G"), launcher=RayLauncher(labels={"z": "1"})
+)
 
 
 def refused(compute: ComputeFields, requires: Any, **arguments: Any) -> str | None:

@@ -123,7 +123,13 @@ def lacking(bundle: Bundle, node: Node) -> List[str]:
 def can_hold(bundles: Sequence[Bundle], strategy: str, nodes: Sequence[Node]) -> bool:
     """Whether nodes on which nothing runs could hold all bundles at the same time; see `feasible`."""
     if strategy == "STRICT_SPREAD":
-        return _each_has_its_own([[place for place, node in enumerate(nodes) if fits(bundle, node)] for bundle in bundles])
+        if len(bundles) > len(nodes):
+            return False
+        choices: Dict[str, List[int]] = {}  # Equal bundles have the same.
+        for bundle in bundles:
+            if repr(bundle) not in choices:
+                choices[repr(bundle)] = [place for place, node in enumerate(nodes) if fits(bundle, node)]
+        return _each_has_its_own([choices[repr(bundle)] for bundle in bundles])
     if strategy == "STRICT_PACK":
         return not bundles or any(_Search(bundles, [node]).succeeds() for node in nodes)
     return _Search(bundles, nodes).succeeds()
@@ -198,8 +204,12 @@ class _Search:
         self.bundles = sorted(bundles, key=lambda each: (share(each), repr(each)), reverse=True)
         kinds: Dict[Tuple[bool, ...], int] = {}  # Of nodes, by the bundles whose labels fit.
         self.nodes: List[_Free] = []
+        by_labels: Dict[str, Tuple[bool, ...]] = {}
         for node in nodes:
-            labels = tuple(_labels_fit(bundle, node) for bundle in self.bundles)
+            key = repr((node.labels, node.unknown))
+            if key not in by_labels:
+                by_labels[key] = tuple(_labels_fit(bundle, node) for bundle in self.bundles)
+            labels = by_labels[key]
             whole = tuple((_UNIT,) * (_has(node, name) // _UNIT) for name in self.instances)
             self.nodes.append((kinds.setdefault(labels, len(kinds)), tuple(_has(node, name) for name in self.plain), whole))
         self.labels = list(kinds)
