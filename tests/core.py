@@ -175,6 +175,10 @@ SLOW = {
         "test_the_loss_of_the_head_ends_the_session",
         "test_two_clusters_at_once_on_the_same_nodes",
     ),
+    "runtime/test_unschedulable.py": (
+        "test_a_payload_may_fail_instead_of_waiting_forever",
+        "test_feasible_says_what_ray_does",
+    ),
     "runtime/test_components.py": (
         "test_clusters_of_payloads_own_have_the_components_too",
         "test_one_cluster_across_two_components_of_one_host",

@@ -175,3 +175,13 @@ def test_each_resource_checks_the_assets_that_need_it() -> None:
     swapped = {"compute": resources["other"], "other": resources["compute"]}
     with pytest.raises(ValueError, match="BashLauncher has no field 'num_cpus_per_node'"):
         dg.Definitions.validate_loadable(dg.Definitions(assets=[ray, plain], resources=swapped))
+
+
+def test_the_example_of_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    here: dict[str, Any] = {"__name__": "snippet"}
+    exec(compile(code, "settings.md", "exec"), here)
+    dg.Definitions.validate_loadable(here["settings_example"])
+    with pytest.raises(ValueError, match="has no field 'qso'"):
+        exec(code.replace('"qos"', '"qso"') + "dg.Definitions.validate_loadable(settings_example)", {"__name__": "snippet"})
