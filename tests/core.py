@@ -164,6 +164,7 @@ SLOW = {
     "local/test_ray.py": (
         "test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle",
         "test_another_footprint_gets_another_session_or_an_error",
+        "test_a_payload_fails_that_would_wait_forever",
     ),
     "local/test_scope.py": ("test_a_notebook_outlives_its_runs", "test_the_cluster_lives_as_long_as_the_run[multiprocess]"),
     "local/test_session_components.py": ("test_payloads_with_other_requirements",),
@@ -175,10 +176,7 @@ SLOW = {
         "test_the_loss_of_the_head_ends_the_session",
         "test_two_clusters_at_once_on_the_same_nodes",
     ),
-    "runtime/test_unschedulable.py": (
-        "test_a_payload_may_fail_instead_of_waiting_forever",
-        "test_feasible_says_what_ray_does",
-    ),
+    "runtime/test_unschedulable.py": ("test_feasible_says_what_ray_does",),
     "runtime/test_components.py": (
         "test_clusters_of_payloads_own_have_the_components_too",
         "test_one_cluster_across_two_components_of_one_host",

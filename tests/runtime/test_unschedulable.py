@@ -160,23 +160,6 @@ def test_a_payload_learns_of_its_unschedulable_tasks(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.ray
-def test_a_payload_may_fail_instead_of_waiting_forever(tmp_path: Path) -> None:
-    runtime = Runtime(tmp_path)
-    code = "import ray; ray.init(); ray.get(ray.remote(num_gpus=1)(lambda: None).remote())"
-    runtime.add("one", code, uses_ray=True, fails_infeasible=True)
-    runtime.run(f"""
-        session(ray={RAY})
-        submit("one")
-        when_done(loop.stop)
-    """)
-    end = runtime.end("one")
-    assert end["reason"] == "infeasible" and end["message"].startswith(
-        "a task or actor waits for CPU: 1, GPU: 1, and the cluster"
-    )
-    assert end["ended_at"] - end["started_at"] < 60
-
-
 class FakePayload:
     """Notes what is said to it, and how it is ended."""
 
