@@ -159,6 +159,11 @@ CORE = {
 }
 
 SLOW = {
+    "faults_without_slurm/test_service_stop.py": (
+        "test_otherwise_the_payload_ends",
+        "test_the_next_attempt_goes_on_with_the_job[slurm-session-False]",
+        "test_the_next_attempt_goes_on_with_the_job[slurm-True]",
+    ),
     "local/test_interrupt.py": ("test_cancelling_one_payload_keeps_the_warm_cluster",),
     "local/test_preload.py": ("test_payloads_of_a_warm_cluster_begin_with_their_modules_imported",),
     "local/test_ray.py": (

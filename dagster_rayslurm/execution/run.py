@@ -15,7 +15,8 @@ from typing import Any
 import dagster as dg
 
 from ..backends.base import Backend, Layout, Register, RunningPayload, deferred_interrupts, delayed_interrupts
-from ..compute_fields import ComputeFields
+from ..compute_fields import DETACH, ComputeFields
+from ..config import ExecutionMode
 from ..edge.base_directory import sweep_runs
 from ..errors import CompletedRun, FailureKind, RunFailure, StartError
 from ..follow import Evidence, Follower, follow_all
@@ -30,6 +31,7 @@ from ..slurm.accounting import relevant_lines
 from ..slurm.shared_queue import SlurmUnanswered
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import LocalConnection
+from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_canceling
 from .reattach import Launch, reattach_or_new
 from .unhealthy import remember, second_try
 
@@ -168,6 +170,7 @@ class PayloadRun:
     launch: Launch
     plans: Mapping[Any, Plan]  # By component, in the order of the components in the job.
     payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
+    detached: bool = False  # Whether the payloads were left running for the next attempt at this step.
     outputs_left: bool = False  # Whether some output files could not be copied, and are only in the run directory.
 
     def __post_init__(self) -> None:
@@ -199,6 +202,9 @@ class PayloadRun:
                 follow_all([(each.follower, partial(self._poll, each)) for each in self.payloads.values()])
             except BaseException as error:
                 with deferred_interrupts() as interrupted_again:
+                    self.detached = self._detaches(error)
+                    if self.detached:
+                        raise
                     if not isinstance(error, RunFailure):
                         self._end_interrupted(error, interrupted_again)
                         raise
@@ -207,6 +213,8 @@ class PayloadRun:
                         each.follower.flush_output()
                 raise
         except BaseException as error:
+            if self.detached:
+                raise
             self._raise_if_superseded(error)
             if self.payloads:
                 self.launch.forget()
@@ -215,7 +223,8 @@ class PayloadRun:
                 _discard(self.backend.connection, self.run_dir)
             raise
         finally:
-            self._release()
+            if not self.detached:
+                self._release()
 
     def judge(self, payload: FollowedPayload) -> Judged:
         """Fetch a payload's output files, and judge it: a payload whose outputs are lost has not succeeded."""
@@ -286,13 +295,26 @@ class PayloadRun:
             raise RunFailure(FailureKind.RUNTIME, sentence, metadata)
         return payload.running.poll(evidence)
 
+    def _detaches(self, interrupt: BaseException) -> bool:
+        """Whether to leave the payloads running because this Dagster process is stopped; then the log says so."""
+        ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
+        if self.resource.on_service_stop != DETACH or ends_with_run or self.launch.history is None or not self.payloads:
+            return False
+        if not is_service_stop(self.context, interrupt):
+            return False
+        self.context.log.warning(
+            f"[rayslurm] this Dagster process is stopped, and Slurm job {self.first.running.job_id} goes on: the next attempt at "
+            "this step takes it over, if it asks for the same"
+        )
+        return True
+
     def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> None:
         """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period."""
         payloads, log = list(self.payloads.values()), self.context.log
         for each in payloads:
             each.evidence.interrupted = True
-        if isinstance(interrupt, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
-            _mark_canceling(self.context)
+        if isinstance(interrupt, INTERRUPTS) and has_terminal():
+            mark_canceling(self.context)
         if not payloads:
             return
         log.warning(f"[rayslurm] ending the payload{'s' * (len(payloads) > 1)}: {type(interrupt).__name__}")
@@ -361,22 +383,6 @@ def _superseded(successor: str) -> RunFailure:
         f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
         "attempt has neither ended nor judged the payload",
     )
-
-
-def _has_terminal() -> bool:
-    """Whether this process has a terminal, so that a person may have pressed Ctrl-C; a service has none."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY))
-        return True
-    except OSError:
-        return False
-
-
-def _mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Make Dagster show a run that Ctrl-C interrupts as canceled (1.13 would: failed), unless Dagster will resume it."""
-    run = context.instance.get_run_by_id(context.run.run_id)
-    if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
-        context.instance.report_run_canceling(run)
 
 
 # ---- Output files, and files that are no longer needed
