@@ -13,7 +13,7 @@ from .environments import (
     PreDeployedEnvironment,
     UvEnvironment,
 )
-from .errors import CompletedRun, RunFailure
+from .errors import CompletedRun, RunFailure, retry_policy_for
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .runtime.ray.feasibility import feasible
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
@@ -45,4 +45,5 @@ __all__ = [
     "UvEnvironment",
     "__version__",
     "feasible",
+    "retry_policy_for",
 ]

@@ -35,7 +35,7 @@ from .environments import (
     SentEnvironment,
     resolve_environment,
 )
-from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
+from .errors import CompletedRun, FailureKind, RunFailure, apply_retry_policy, one_sentence
 from .execution.run import execute, start_errors
 from .launchers import Launcher, RayLauncher
 from .plan import Plan, by_component, check_slurm_mode, make_plan, merge, session_queue
@@ -57,12 +57,20 @@ _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}
 
 def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
     """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed."""
-    if unused := _unused_fields(resource, arguments["environment"] or resource.environment):
-        context.log.info(f"[rayslurm] local mode does not use {unused}")
     # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+    try:
+        return _run(resource, op_context, extras, **arguments)
+    except RunFailure as failure:
+        apply_retry_policy(failure, op_context.get_step_execution_context().op_retry_policy)
+        raise
+
+
+def _run(resource: ComputeFields, context: dg.OpExecutionContext, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
+    if unused := _unused_fields(resource, arguments["environment"] or resource.environment):
+        context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
-        call = Call(resource, settings=of_step(op_context), **arguments)
+        call = Call(resource, settings=of_step(context), **arguments)
         try:
             json.dumps(extras)
         except (TypeError, ValueError, RecursionError) as error:
@@ -71,7 +79,7 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
             ) from None
         plan, backend = _prepare(call, secrets.token_hex(6))
     _log_origins(call, context.log)
-    return execute(op_context, plan, backend, resource, extras)
+    return execute(context, plan, backend, resource, extras)
 
 
 def example(resource: ComputeFields, **arguments: Any) -> str:
