@@ -45,6 +45,7 @@ CORE = {
     ),
     "faults/test_dagster_dies.py": (
         "test_a_process_that_was_taken_for_dead_leaves_its_job_to_the_retry",
+        "test_a_service_that_is_stopped_leaves_its_job_to_the_retry[slurm-running]",
         "test_dagster_is_killed[slurm-running]",
         "test_dagster_is_killed[slurm-session-running]",
         "test_dagster_is_killed[slurm-unrecorded]",
@@ -91,6 +92,7 @@ CORE = {
         "test_accounting_is_away[slurm]",
         "test_slurmctld_is_away_while_a_job_waits_runs_and_ends[slurm]",
     ),
+    "slurm/test_settings_on_slurm.py": ("test_an_asset_has_its_own_nodes_and_never_waits_for_what_they_lack",),
     "slurm/test_addresses.py": ("test_a_head_that_is_named_by_its_host",),
     "slurm/test_bad_input.py": (
         "test_a_base_that_cannot_be_written",
