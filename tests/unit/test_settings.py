@@ -122,11 +122,11 @@ def test_checks_and_ops_have_settings(tmp_path: Path) -> None:
 
 BAD: list[tuple[Any, str]] = [
     ({"queu": {}}, "the value has no key 'queu'; did you mean queue?"),
-    ({"queue": {"num_node": 2}}, "SlurmQueueConfig: SlurmQueueConfig has no field 'num_node'; did you mean num_nodes?"),
-    ({"queue": {"cpus": 2}}, "SlurmQueueConfig: SlurmQueueConfig has no field 'cpus'; use cpus_per_node"),
+    ({"queue": {"num_node": 2}}, "SlurmQueueConfig has no field 'num_node'; did you mean num_nodes?"),
+    ({"queue": {"cpus": 2}}, "SlurmQueueConfig has no field 'cpus'; use cpus_per_node"),
     ({"queue": {"mem": 64}}, 'SlurmQueueConfig.mem: 64 has no unit; write "64G" for GiB or "64M" for MiB'),
     ({"queue": 3}, 'queue=3 is no dictionary of fields; write a value such as {"queue": {"mem": "64G"}'),
-    ({"launcher": {"num_cpu": 2}}, "BashLauncher: BashLauncher has no field 'num_cpu'; did you mean num_cpus?"),
+    ({"launcher": {"num_cpu": 2}}, "BashLauncher has no field 'num_cpu'; did you mean num_cpus?"),
     ({"launcher": {"kind": "rai"}}, "launcher.kind='rai' is neither 'ray' nor 'bash'"),
     ([1], "[1] is no dictionary; write one such as"),
     ("{", "the value is not JSON: Expecting property name"),
