@@ -15,8 +15,9 @@ if TYPE_CHECKING:
         PreDeployedEnvironment,
         UvEnvironment,
     )
-    from .errors import CompletedRun, RunFailure
+    from .errors import CompletedRun, RunFailure, retry_policy_for
     from .launchers import BashLauncher, Launcher, RayLauncher
+    from .runtime.ray.feasibility import feasible
     from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
     from .ssh.config import SSHConnectionResource
 
@@ -43,9 +44,13 @@ __all__ = [
     "SlurmResource",
     "UvEnvironment",
     "__version__",
+    "feasible",
+    "retry_policy_for",
 ]
 
-_MODULES = ("compute", "config", "environments", "errors", "launchers", "slurm.config", "ssh.config")
+_MODULES = (
+    *("compute", "config", "environments", "errors", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"),
+)
 
 
 def __getattr__(name: str) -> Any:

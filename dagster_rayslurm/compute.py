@@ -23,6 +23,9 @@ from .slurm.config import HetComponent, SlurmQueueConfig
 
 DagsterLibraryRegistry.register("dagster-rayslurm", __version__, is_dagster_package=False)
 
+# Bundles of resources, by placement strategy or with the strategy PACK.
+Requires = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -55,8 +58,11 @@ class ComputeResource(ComputeFields, dg.PipesClient):
                 yield resolved
 
     def get_resource_definition(self) -> Any:
-        """Called when Dagster loads the definitions; refuses a resource that no run can use."""
+        """Called when Dagster loads the definitions; refuses a resource that no run can use, and invalid settings of assets."""
+        from .settings import check_loading
+
         _check_definition(self)
+        check_loading(self, type(self.default_launcher))
         return super().get_resource_definition()
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
@@ -89,6 +95,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         components: Sequence[HetComponent] | None = None,
         uses_pipes: bool | Mapping[str, bool] = True,
         environment: Environment | None = None,
+        requires: Requires | None = None,
     ) -> CompletedRun:
         """Run a payload and wait until it ends; its output and Pipes messages stream into Dagster meanwhile.
 
@@ -110,8 +117,8 @@ class ComputeResource(ComputeFields, dg.PipesClient):
                 components, or a mapping by component id.
             launcher: if it has the class of `default_launcher`, its fields override those there; otherwise it replaces
                 `default_launcher`. With topology "separate" each component has its own launcher.
-            queue: a `SlurmQueueConfig` or a dictionary; its fields override those of the Slurm resource's queue. Local mode
-                does not use it.
+            queue: a `SlurmQueueConfig` or a dictionary; its fields override those of the Slurm resource's queue. The tag
+                `dagster-rayslurm/config` of a run overrides both. Local mode does not use it.
             extra_env: variables for the payload and its Ray workers.
             secret_env: variables for the payload's driver process only.
             extras: Pipes extras, `pipes.extras` in the payload.
@@ -119,6 +126,9 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             outputs: patterns of files in the payload's working directory to copy to this machine.
             components: replace all of the resource's components.
             environment: replaces that of the resource. In local mode one that is sent to a cluster counts for nothing.
+            requires: what tasks or a placement group need of the Ray cluster at the same time, as in `[{"GPU": 1}] * 8`; the
+                run is refused before submission if its nodes could never hold that. A dictionary has lists by Ray's
+                placement strategy, `{"STRICT_SPREAD": […]}`; `labels` in a bundle is its label selector.
             uses_pipes: False for a payload that does not open Dagster Pipes; then its exit code alone decides. With
                 topology "separate" also a mapping by component id.
 
@@ -129,7 +139,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
         arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "components": components}
         arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
-        arguments["environment"] = environment
+        arguments |= {"environment": environment, "requires": requires}
         return run(self, context, extras, uses_pipes=uses_pipes, **arguments)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:

@@ -22,6 +22,7 @@ Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckEx
 
 
 EXCLUDE_AND_RETRY = "exclude-and-retry"
+DETACH = "detach"
 
 
 class ComputeFields(StrictResource):
@@ -75,6 +76,12 @@ class ComputeFields(StrictResource):
     on_unhealthy: Annotated[str, choice("fail", EXCLUDE_AND_RETRY)] = "fail"
     """What a failed health check of a node leads to: "fail", or "exclude-and-retry" to start the run once more without the node.
     With the latter, jobs also avoid nodes that failed a check in another run of this user within the last hour."""
+    on_service_stop: Annotated[str, choice("cancel", DETACH)] = "cancel"
+    """What becomes of a Slurm job when Dagster's process is stopped, not by Ctrl-C or the terminate button, but by a service
+    manager, say: "cancel", or "detach" to leave it running, so that the next attempt at the step takes it over."""
+    on_infeasible: Annotated[str, choice("warn", "fail")] = "warn"
+    """What follows when a task, an actor or a placement group waits for what no node of the Ray cluster can ever hold: "warn"
+    says so in the log, "fail" also ends the run, unless other payloads share the cluster at that time."""
     max_stdio_mb: Annotated[int, at_least(1, "MiB")] = 1024
     """MiB of payload output that are recorded; the rest is counted and dropped."""
     max_outputs_mb: Annotated[int, at_least(0, "MiB")] = 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,9 @@ class FailureKind(TextEnum):
 
 # Kinds of failure after which a retry of the whole step cannot succeed.
 _FINAL = ("configuration", "submission", "environment", "record", "cancelled", "superseded")
+
+
+_NEVER = ("cancelled", "superseded")  # Kinds that nobody can want to retry.
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
@@ -92,6 +96,60 @@ class RunFailure(dg.Failure):
             metadata={"Failure kind": self.kind.value, **(metadata or {})},
             allow_retries=may_retry(self.kind, retry),
         )
+
+
+class _RetryPolicyForKinds(dg.RetryPolicy):
+    """A policy for some kinds of `RunFailure`; `apply_retry_policy` reads them, as Dagster's policies know no kinds."""
+
+    kinds: frozenset[FailureKind]
+
+
+def retry_policy_for(
+    *kinds: str,
+    max_retries: int = 1,
+    delay: float | None = None,
+    backoff: dg.Backoff | None = None,
+    jitter: dg.Jitter | None = None,
+) -> dg.RetryPolicy:
+    """A `RetryPolicy` that retries a `RunFailure` of these kinds only. Other exceptions it retries as any policy does.
+
+    A failure that says that another attempt cannot succeed, such as a time limit among those of the kind `allocation`, is not
+    retried. A kind that no policy retries by default, such as `submission`, is retried if it is named.
+
+    Example:
+        ```python
+        import dagster as dg
+        from dagster_rayslurm import retry_policy_for
+
+
+        @dg.asset(retry_policy=retry_policy_for("allocation", "cluster-lost", max_retries=3, delay=60))
+        def model(): ...
+        ```
+
+    Args:
+        kinds: values of `RunFailure.kind`.
+        max_retries: as for `RetryPolicy`, like all that follow.
+
+    Raises:
+        ValueError: a kind does not exist, or is an end that somebody wanted.
+    """
+    known = [kind.value for kind in FailureKind if kind not in _NEVER]
+    if not kinds:
+        raise ValueError(f"retry_policy_for: name at least one kind of failure, of {', '.join(known)}")
+    for kind in kinds:
+        if kind not in known:
+            close = difflib.get_close_matches(str(kind), known, n=1)
+            instead = f"did you mean {close[0]!r}?" if close else f"kinds are {', '.join(known)}"
+            raise ValueError(f"retry_policy_for: {str(kind)!r} is no kind of failure that can be retried; {instead}")
+    policy = _RetryPolicyForKinds(max_retries=max_retries, delay=delay, backoff=backoff, jitter=jitter)
+    policy.kinds = frozenset(map(FailureKind, kinds))
+    return policy
+
+
+def apply_retry_policy(failure: RunFailure, policy: dg.RetryPolicy | None) -> None:
+    """Set whether the step's policy may retry a failure, if it is a policy of `retry_policy_for`."""
+    if isinstance(policy, _RetryPolicyForKinds):
+        failure.allow_retries = failure.kind in policy.kinds and (failure.allow_retries or not may_retry(failure.kind))
 
 
 class StartError(RuntimeError):

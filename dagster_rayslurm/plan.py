@@ -67,6 +67,7 @@ def make_plan(
     outputs: Sequence[str] | None = None,
     uses_pipes: bool | Mapping[str, bool] = True,
     components: Sequence[Component] = (),
+    fails_infeasible: bool = False,
 ) -> Plan:
     """The plan of a payload; `nonce` tells it from all others, `components` are in the job's order, merged with the launcher."""
     both = sorted(set(env) & set(secret_env))
@@ -95,6 +96,7 @@ def make_plan(
         grace_period=launcher.grace_period,
         uses_ray=ray is not None,
         preload=own.preload if own else [],
+        fails_infeasible=fails_infeasible,
     )
     if payload.uses_ray:
         config = job_config(nonce, {**payload.default_env, **payload.env, **shared_variables(payload)})

@@ -24,7 +24,7 @@ from .backends.sessions.backend import SessionBackend, end_session
 from .backends.sessions.listing import IdleSessions, stop_sessions_of_run
 from .backends.sessions.local import LocalSessionBackend
 from .backends.sessions.matching import required_head
-from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
+from .components import Component, arrange, component_specs, on_one_machine, ray_across, request_for, spanning_components
 from .compute_fields import EXCLUDE_AND_RETRY, ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
 from .environments import (
@@ -35,15 +35,19 @@ from .environments import (
     SentEnvironment,
     resolve_environment,
 )
-from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
+from .errors import CompletedRun, FailureKind, RunFailure, apply_retry_policy, one_sentence
 from .execution import terminal
 from .execution.run import execute, start_errors
 from .launchers import Launcher, RayLauncher
 from .plan import Plan, by_component, check_slurm_mode, make_plan, merge, session_queue
+from .requires import check_requires, nodes_of_job, nodes_of_machine
+from .runtime.node import resources
 from .runtime.protocol.spec import ComponentSpec, RaySpec
 from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
+from .settings import Layered, Settings, of_step
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+from .slurm.request import make_request
 from .ssh.base import Connection
 from .ssh.local import LocalConnection
 from .ssh.pool import connection_to
@@ -54,10 +58,20 @@ _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}
 
 def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
     """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed."""
+    # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
+    op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+    try:
+        return _run(resource, op_context, extras, **arguments)
+    except RunFailure as failure:
+        apply_retry_policy(failure, op_context.get_step_execution_context().op_retry_policy)
+        raise
+
+
+def _run(resource: ComputeFields, context: dg.OpExecutionContext, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
     if unused := _unused_fields(resource, arguments["environment"] or resource.environment):
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
-        call = Call(resource, **arguments)
+        call = Call(resource, settings=of_step(context), **arguments)
         try:
             json.dumps(extras)
         except (TypeError, ValueError, RecursionError) as error:
@@ -66,9 +80,7 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
             ) from None
         plan, backend = _prepare(call, secrets.token_hex(6))
     _log_origins(call, context.log)
-    # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
-    op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
-    return execute(op_context, plan, backend, resource, extras)
+    return execute(context, plan, backend, resource, extras)
 
 
 def submit(
@@ -171,7 +183,11 @@ class Call:
     extra_files: Sequence[str | os.PathLike[str]] | None = None
     outputs: Sequence[str] | None = None
     environment: Environment | None = None
+    requires: Any = None
+    # The settings in tags and metadata: those that arguments override, and those that override arguments.
+    settings: tuple[Sequence[Settings], Sequence[Settings]] = ((), ())
     merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
+    origins: dict[str, Mapping[str, str]] = field(init=False)  # For "launcher" and "queue": from where each field comes.
     # The components of the allocation in the job's order; empty where all nodes are alike.
     parts: tuple[Component, ...] = field(init=False)
 
@@ -194,11 +210,31 @@ class Call:
             if not isinstance(components, Iterable) or not all(isinstance(each, HetComponent) for each in components):
                 raise ValueError(f"components: {components!r} is not a list of HetComponent; pass [HetComponent(…), …]")
             self.components = tuple(resolve_variables(each, f"components[{at}]") for at, each in enumerate(components))
+        self._take_settings()
         self.merged = merge(resource.default_launcher, self.launcher)
         chosen = tuple(resource.components if self.components is None else self.components)
         self._check(chosen)
         separate = resource.topology == Topology.SEPARATE
         self.parts = arrange(chosen) if separate else spanning_components(self.merged, chosen)
+
+    def _take_settings(self) -> None:
+        """Merge the settings in tags and metadata with the call's launcher and queue."""
+        launcher: Layered[Launcher] = Layered(None, {})
+        queue: Layered[SlurmQueueConfig] = Layered(None, {})
+        below, above = self.settings
+
+        def add(settings: Sequence[Settings]) -> None:
+            nonlocal launcher, queue
+            for each in settings:
+                before = type(self.resource.default_launcher if launcher.own is None else launcher.own)
+                launcher = launcher.over(each.place, each.launcher_after(before))
+                queue = queue.over(each.place, each.queue)
+
+        add(below)
+        launcher, queue = launcher.over("run(launcher=…)", self.launcher), queue.over("run(queue=…)", self.queue)
+        add(above)
+        self.launcher, self.queue = launcher.own, queue.own
+        self.origins = {"launcher": launcher.origins, "queue": queue.origins}
 
     @property
     def slurm(self) -> SlurmResource:
@@ -262,6 +298,7 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
         outputs=call.outputs,
         max_output_bytes=resource.max_outputs_mb * 2**20,
         max_stdio_bytes=resource.max_stdio_mb * 2**20,
+        fails_infeasible=resource.on_infeasible == "fail",
     )
     plan: Any
     if resource.topology == Topology.SEPARATE:
@@ -277,7 +314,26 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
         plan = plan_of(payload_path=payload, launcher=call.merged, components=call.parts, uses_pipes=uses)
     backend = choose_backend(call)
     backend.check(plan)
+    if call.requires is not None:
+        _check_requires(call, plan)
     return plan, backend
+
+
+def _check_requires(call: Call, plan: Any) -> None:
+    """Raise `ValueError` if the nodes that the call asks for could not hold what it requires of its Ray cluster."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"requires: with {_SEPARATE} each component has a cluster of its own; leave it out")
+    if plan.ray is None:
+        raise ValueError("requires: the launcher starts no Ray cluster; use a RayLauncher, or leave it out")
+    mode = call.resource.mode
+    if mode == ExecutionMode.LOCAL:
+        ray = on_one_machine(plan.ray, plan.components, resources.count_cpus(os.environ))
+        return check_requires(call.requires, nodes_of_machine(ray, resources.detect(with_gpus=ray.num_gpus is None)))
+    queue = call.slurm.queue
+    queue = merge(session_queue(queue, call.resource.session) if mode == ExecutionMode.SLURM_SESSION else queue, call.queue)
+    names = {"job_name": "rayslurm", "comment": ""}
+    request = request_for(call.parts, **names) if call.parts else make_request(queue, plan.footprint, **names)
+    check_requires(call.requires, nodes_of_job(plan.ray, request))
 
 
 def choose_backend(call: Call) -> Backend:
@@ -336,12 +392,18 @@ def _log_origins(call: Call, log: Any) -> None:
     if call.resource.mode != ExecutionMode.LOCAL:
         queue, by_session = call.slurm.queue, call.resource.mode == ExecutionMode.SLURM_SESSION
         merged.append(("queue", session_queue(queue, call.resource.session) if by_session else queue, call.queue, "the resource"))
-    for what, base, own, origin in merged:
-        if type(own) is type(base) and (given := own.model_fields_set - {"kind"}):
-            both = [(name, value, f"{name}={value!r}") for name, value in merge(base, own)]
-            kept = [text for name, value, text in both if name not in given and value != type(own).model_fields[name].default]
-            line = f"{', '.join(text for name, _, text in both if name in given)} from run({what}=…)"
-            log.info(f"[rayslurm] {what}: {line}" + (f"; {', '.join(kept)} from {origin}" if kept else ""))
+    below, above = ([each.place for each in settings] for settings in call.settings)
+    for what, base, own, resource in merged:
+        origins = call.origins[what]
+        places: dict[str, list[str]] = {each: [] for each in (*above, f"run({what}=…)", *reversed(below), resource)}
+        for name, value in merge(base, own) if origins else ():
+            if name in origins:
+                places[origins[name]].append(f"{name}={value!r}")
+            elif type(own) is type(base) and name != "kind" and value != type(own).model_fields[name].default:
+                places[resource].append(f"{name}={value!r}")
+        if origins:
+            named = "; ".join(f"{', '.join(values)} from {place}" for place, values in places.items() if values)
+            log.info(f"[rayslurm] {what}: {named}")
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:

@@ -45,6 +45,7 @@ CORE = {
     ),
     "faults/test_dagster_dies.py": (
         "test_a_process_that_was_taken_for_dead_leaves_its_job_to_the_retry",
+        "test_a_service_that_is_stopped_leaves_its_job_to_the_retry[slurm-running]",
         "test_dagster_is_killed[slurm-running]",
         "test_dagster_is_killed[slurm-session-running]",
         "test_dagster_is_killed[slurm-unrecorded]",
@@ -100,6 +101,7 @@ CORE = {
         "test_accounting_is_away[slurm]",
         "test_slurmctld_is_away_while_a_job_waits_runs_and_ends[slurm]",
     ),
+    "slurm/test_settings_on_slurm.py": ("test_an_asset_has_its_own_nodes_and_never_waits_for_what_they_lack",),
     "slurm/test_addresses.py": ("test_a_head_that_is_named_by_its_host",),
     "slurm/test_bad_input.py": (
         "test_a_base_that_cannot_be_written",
@@ -174,11 +176,17 @@ CORE = {
 }
 
 SLOW = {
+    "faults_without_slurm/test_service_stop.py": (
+        "test_otherwise_the_payload_ends",
+        "test_the_next_attempt_goes_on_with_the_job[slurm-session-False]",
+        "test_the_next_attempt_goes_on_with_the_job[slurm-True]",
+    ),
     "local/test_interrupt.py": ("test_cancelling_one_payload_keeps_the_warm_cluster",),
     "local/test_preload.py": ("test_payloads_of_a_warm_cluster_begin_with_their_modules_imported",),
     "local/test_ray.py": (
         "test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle",
         "test_another_footprint_gets_another_session_or_an_error",
+        "test_a_payload_fails_that_would_wait_forever",
     ),
     "local/test_scope.py": ("test_a_notebook_outlives_its_runs", "test_the_cluster_lives_as_long_as_the_run[multiprocess]"),
     "local/test_session_components.py": ("test_payloads_with_other_requirements",),
@@ -190,6 +198,7 @@ SLOW = {
         "test_the_loss_of_the_head_ends_the_session",
         "test_two_clusters_at_once_on_the_same_nodes",
     ),
+    "runtime/test_unschedulable.py": ("test_feasible_says_what_ray_does",),
     "runtime/test_components.py": (
         "test_clusters_of_payloads_own_have_the_components_too",
         "test_one_cluster_across_two_components_of_one_host",

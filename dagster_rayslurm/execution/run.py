@@ -17,7 +17,8 @@ from dagster_pipes import PipesContextData
 
 from ..backends.base import Backend, Layout, Register, RunningPayload, deferred_interrupts, delayed_interrupts
 from ..backends.ownership import Ownership
-from ..compute_fields import ComputeFields
+from ..compute_fields import DETACH, ComputeFields
+from ..config import ExecutionMode
 from ..edge.base_directory import sweep_runs
 from ..errors import CompletedRun, FailureKind, RunFailure, StartError
 from ..follow import Evidence, Follower, follow_all
@@ -32,6 +33,7 @@ from ..slurm.accounting import relevant_lines
 from ..slurm.shared_queue import SlurmUnanswered
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import LocalConnection
+from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_canceling
 from .reattach import Launch, reattach_or_new
 from .unhealthy import remember, second_try
 
@@ -55,7 +57,8 @@ def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resourc
         plans = {None: launch.plan}
     writers = sum(each.uses_pipes for each in plans.values())
     pipes = RecordPipes(context, max(1, writers))
-    run = PayloadRun(context.log, backend, resource, launch, plans, lambda: _mark_canceling(context))
+    interrupts = partial(mark_canceling, context), partial(is_service_stop, context)
+    run = PayloadRun(context.log, backend, resource, launch, plans, *interrupts)
     with pipes.session(extras, writers > 0) as session:
         metadata = run.complete(
             pipes.pipes_context,
@@ -123,7 +126,10 @@ class PayloadRun:
     launch: Launch
     plans: Mapping[Any, Plan]  # By component, in the order of the components in the job.
     on_interrupt: Callable[[], None] = lambda: None  # Called when a person has pressed Ctrl-C.
+    # Whether an interrupt is the end of this Dagster process, and not a person's.
+    is_service_stop: Callable[[BaseException], bool] = lambda _: False
     payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
+    detached: bool = False  # Whether the payloads were left running for the next attempt at this step.
     outputs_left: bool = False  # Whether some output files could not be copied, and are only in the run directory.
 
     @property
@@ -220,6 +226,9 @@ class PayloadRun:
                 follow_all([(each.follower, partial(self._poll, each)) for each in self.payloads.values()])
             except BaseException as error:
                 with deferred_interrupts() as interrupted_again:
+                    self.detached = self._detaches(error)
+                    if self.detached:
+                        raise
                     if not isinstance(error, RunFailure):
                         self._end_interrupted(error, interrupted_again)
                         raise
@@ -228,6 +237,8 @@ class PayloadRun:
                         each.follower.flush_output()
                 raise
         except BaseException as error:
+            if self.detached:
+                raise
             self._raise_if_superseded(error)
             if self.payloads:
                 self.launch.forget()
@@ -236,7 +247,8 @@ class PayloadRun:
                 discard(self.backend.connection, self.run_dir)
             raise
         finally:
-            self._release()
+            if not self.detached:
+                self._release()
 
     def judge(self, payload: FollowedPayload) -> Judged:
         """Fetch a payload's output files, and judge it: a payload whose outputs are lost has not succeeded."""
@@ -307,12 +319,25 @@ class PayloadRun:
             raise RunFailure(FailureKind.RUNTIME, sentence, metadata)
         return payload.running.poll(evidence)
 
+    def _detaches(self, interrupt: BaseException) -> bool:
+        """Whether to leave the payloads running because this Dagster process is stopped; then the log says so."""
+        ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
+        if self.resource.on_service_stop != DETACH or ends_with_run or self.launch.history is None or not self.payloads:
+            return False
+        if not self.is_service_stop(interrupt):
+            return False
+        self.log.warning(
+            f"[rayslurm] this Dagster process is stopped, and Slurm job {self.first.running.job_id} goes on: the next attempt at "
+            "this step takes it over, if it asks for the same"
+        )
+        return True
+
     def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> None:
         """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period."""
         payloads, log = list(self.payloads.values()), self.log
         for each in payloads:
             each.evidence.interrupted = True
-        if isinstance(interrupt, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
+        if isinstance(interrupt, INTERRUPTS) and has_terminal():
             self.on_interrupt()
         if not payloads:
             return
@@ -382,22 +407,6 @@ def _superseded(successor: str) -> RunFailure:
         f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
         "attempt has neither ended nor judged the payload",
     )
-
-
-def _has_terminal() -> bool:
-    """Whether this process has a terminal, so that a person may have pressed Ctrl-C; a service has none."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY))
-        return True
-    except OSError:
-        return False
-
-
-def _mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Make Dagster show a run that Ctrl-C interrupts as canceled (1.13 would: failed), unless Dagster will resume it."""
-    run = context.instance.get_run_by_id(context.run.run_id)
-    if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
-        context.instance.report_run_canceling(run)
 
 
 # ---- Output files, and files that are no longer needed

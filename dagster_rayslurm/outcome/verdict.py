@@ -22,6 +22,7 @@ _ENDS: dict[str, tuple[FailureKind, str]] = {
     EndReason.CLUSTER_LOST: (FailureKind.CLUSTER_LOST, "the Ray cluster was lost while the payload ran"),
     EndReason.CLUSTER_START: (FailureKind.CLUSTER_START, "the Ray cluster did not start"),
     EndReason.ENVIRONMENT: (FailureKind.ENVIRONMENT, "the environment cannot run the payload"),
+    EndReason.INFEASIBLE: (FailureKind.CONFIGURATION, "the payload waits for what its Ray cluster can never grant"),
     EndReason.OTHER_COMPONENT: (FailureKind.CANCELLED, "the payload was ended because of another component"),
     EndReason.RECORD: (FailureKind.RECORD, "the record of the run cannot be kept, so the payload was ended"),
     EndReason.RETURNED: (FailureKind.ALLOCATION, "the session ended before it was the payload's turn, which was never started"),

@@ -79,6 +79,7 @@ compute = ComputeResource(
     pre_deployed_env_path={env_path!r},
     local_base={local_base!r},
     default_launcher={launcher},
+    on_service_stop={on_service_stop!r},
 )
 defs = dg.Definitions([slow], jobs=[job], resources={{"compute": compute}})
 
@@ -130,6 +131,7 @@ class Dagster:
             "env_path": self.site.env_path,
             "local_base": str(self.home / "base"),
             "launcher": fields.pop("launcher", "BashLauncher(grace_period=3)"),
+            "on_service_stop": fields.pop("on_service_stop", "cancel"),
         }
         assert not fields, fields
         (self.home / "definitions.py").write_text(_DEFINITIONS.format(**own))

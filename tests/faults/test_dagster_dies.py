@@ -112,6 +112,26 @@ def test_dagster_is_killed(mode: str, phase: str, dagster: Dagster, site: Site) 
     assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
 
 
+@pytest.mark.parametrize(
+    ("mode", "phase"), [("slurm", "pending"), ("slurm", "running"), ("slurm", "cluster-start"), ("slurm-session", "running")]
+)
+def test_a_service_that_is_stopped_leaves_its_job_to_the_retry(mode: str, phase: str, dagster: Dagster, site: Site) -> None:
+    """With on_service_stop="detach", a retry has the one result, and all output once."""
+    with held_in(phase, dagster, mode, on_service_stop="detach") as held:
+        held.process.terminate()
+        assert held.process.wait(60) != 0 and "goes on: the next attempt at this step" in dagster.log
+        stopped = dagster.mark_failed()
+        dagster.define(mode, **held.fields)
+        retry = dagster.start(retry_of=stopped)
+        assert wait_until(lambda: GOES_ON in dagster.log or retry.poll() is not None, 60)
+        held.let_on()
+        let_go(site)
+        assert retry.wait(90) == 0, dagster.log[-5000:]
+    one_result(dagster, stopped)
+    assert GOES_ON in dagster.log and len(submitted(site)) == len(site.lines("ran")) == 1
+    assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
+
+
 @pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
 def test_dagster_is_killed_while_output_flows(mode: str, dagster: Dagster, site: Site, script: Any) -> None:
     """Each retry goes on where the one before was killed: no line is lost, nearly none repeated, no message either."""

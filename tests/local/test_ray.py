@@ -295,3 +295,14 @@ def test_another_footprint_gets_another_session_or_an_error(base: Path, script: 
     assert failure.kind == "configuration" and "RayLauncher.labels={'a': 'b'} is not what" in (failure.description or "")
     for ran in (first, other):
         assert compute.cleanup_cluster(ran.completed[0].cluster_id)
+
+
+def test_a_payload_fails_that_would_wait_forever(base: Path) -> None:
+    compute = ComputeResource(local_base=str(base), default_launcher=small_ray(), on_infeasible="fail")
+    body = (
+        "import ray; ray.init(); task = ray.remote(resources={'disk': 1})(lambda: 1); ray.get([task.remote() for _ in range(3)])"
+    )
+    failure = run_asset(compute, ["python", "-c", body], uses_pipes=False).failure
+    assert failure.kind == "configuration" and not failure.allow_retries
+    said = "the payload waits for what its Ray cluster can never grant: 3 tasks or actors wait for CPU: 1, disk: 1 each"
+    assert str(failure.description).startswith(f"{said}, and the cluster has no disk (")

@@ -187,7 +187,8 @@ def test_demand_that_no_node_can_grant(gcs: str) -> None:
     client = internals.connect_gcs(gcs)
     [node] = internals.node_table(client).values()
     said = wait_until(lambda: internals.unschedulable(client), 30)
-    assert len(said) == 1 and f"asks for CPU 1, disk 2, and no node has that ({node['hostname']} has CPU 1, GPU 0" in said[0]
+    [sentence] = said.values()
+    assert f"waits for CPU: 1, disk: 2, and the cluster has no disk ({node['hostname']} has CPU: 1, GPU: 0, disk: 0)" in sentence
 
 
 @pytest.mark.ray

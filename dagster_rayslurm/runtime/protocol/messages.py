@@ -31,6 +31,7 @@ class EndReason(TextEnum):
     SPAWN = "spawn"  # The payload's command cannot be started.
     CLUSTER_START = "cluster-start"  # The Ray cluster did not start.
     CLUSTER_LOST = "cluster-lost"  # The Ray cluster was lost after it had started.
+    INFEASIBLE = "infeasible"  # The payload waits for what its Ray cluster can never grant.
     RECORD = "record"  # The run directory cannot be written.
     OTHER_COMPONENT = "other-component"  # In the separate topology, another component failed.
     RUNTIME = "runtime"  # The runtime has a defect, or lost the other components of the separate topology.

@@ -104,6 +104,7 @@ class PayloadSpec:
     want_cpus: Optional[int] = None
     want_gpus: Optional[int] = None
     leaves_unhealthy: bool = False  # Whether it is tried in another session if a node of this one fails its health check.
+    fails_infeasible: bool = False  # Whether it ends when its tasks wait for what the Ray cluster can never grant.
     time_limit: Optional[float] = None  # Seconds that the payload may run; None for the time limit of the allocation.
     run_id: str = ""  # Id of the Dagster run; runs take turns in the queue of a session.
     step: str = ""  # Key of the Dagster step; a session estimates the duration of a payload by the last one of its step.

@@ -111,6 +111,11 @@ class RayCluster:
         return self.state.ready
 
     @property
+    def complete(self) -> bool:
+        """Whether no further node may join."""
+        return self.state.complete
+
+    @property
     def environment(self) -> Dict[str, str]:
         """Environment variables with which a payload's `ray.init()` connects to this cluster."""
         where = {"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": self._dashboard_url}

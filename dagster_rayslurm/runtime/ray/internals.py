@@ -17,10 +17,11 @@ import os
 import re
 import time
 from types import SimpleNamespace
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Set
 
 from ..node.network import join_host_port
 from ..protocol.spec import COMPONENT_LABEL, JOB_MARK
+from .feasibility import Bundle, Node, Rule, can_hold, fits
 from .membership import Nodes
 
 # Make the raylet look for its object store every 20 ms instead of every second, for 10 s at most as before (Ray 2.60).
@@ -168,64 +169,60 @@ def assume_head(head: SimpleNamespace) -> None:
 # ---- Tasks, actors and placement groups that no node can ever hold; Ray lets them wait without a message
 
 
-def unschedulable(client: Any) -> List[str]:
-    """Sentences about what waits for resources that no node can ever grant; from Ray's interface for autoscalers."""
+def unschedulable(client: Any) -> Dict[str, str]:
+    """What waits for resources that no node can ever grant, from Ray's interface for autoscalers; see `misfits`."""
     hostnames = {node_id: str(node["hostname"]) for node_id, node in node_table(client).items()}
     reply = _module("ray.core.generated.autoscaler_pb2").GetClusterResourceStateReply
     answer = reply.FromString(client.get_cluster_resource_state(timeout_s=2))
     return misfits(answer.cluster_resource_state, hostnames)
 
 
-def misfits(state: Any, hostnames: Mapping[str, str]) -> List[str]:
+def misfits(state: Any, hostnames: Mapping[str, str]) -> Dict[str, str]:
     """Sentences about the requests in a `ClusterResourceState` that the nodes could not hold even if nothing else ran. Pure.
 
-    `hostnames` has the host names of the nodes by Ray's id.
+    The key of a sentence stays the same when the number of tasks in it changes. `hostnames` has the host names of the nodes by
+    Ray's id.
     """
-    nodes = [node for node in state.node_states if node.status != _NODE_DEAD]
-    requests = [each.request for each in state.pending_resource_requests]
+    living = [node for node in state.node_states if node.status != _NODE_DEAD]
+    nodes = [Node(dict(node.total_resources), dict(node.labels)) for node in living]
     # A task inside a placement group waits until the group is placed.
-    alone = [request for request in requests if not any("_group_" in name for name in request.resources_bundle)]
-    found = [
-        "a task or actor asks for %s, and no node has that" % _words(request)
-        for request in alone
-        if not any(_fits(request, node) for node in nodes)
-    ]
+    alone = [each for each in state.pending_resource_requests if not any("_group_" in it for it in each.request.resources_bundle)]
+    waiting: Dict[str, str] = {}  # What waits, by its key.
+    counts: Dict[str, int] = {}
+    asked: Set[str] = set()
+    for each in alone:
+        bundle, words = _bundle(each.request), _words(each.request)
+        asked |= set(bundle.resources)
+        if not any(fits(bundle, node) for node in nodes):
+            counts[words] = counts.get(words, 0) + max(1, each.count)
+            missing = [name for name in sorted(bundle.resources) if all(not node.resources.get(name) for node in nodes)]
+            lack = "the cluster has no %s" % " and no ".join(missing) if missing else "no node has that"
+            many = "%d tasks or actors wait for %s each" % (counts[words], words)
+            waiting[words] = "%s, and %s" % (many if counts[words] > 1 else "a task or actor waits for " + words, lack)
     for group in state.pending_gang_resource_requests:
-        bundles, strategy = list(group.requests), group.details.rpartition(":")[2].partition("|")[0]  # "ID:STRATEGY|STATE"
-        requests += bundles
-        if not _group_fits(strategy, bundles, nodes):
-            words = ", ".join("{%s}" % _words(each) for each in bundles[:_MOST_NAMES]) + ", …" * (len(bundles) > _MOST_NAMES)
-            what = "a placement group (%s) asks for %d bundles, %s, and the nodes cannot hold them"
-            found.append(what % (strategy, len(bundles), words))
-    asked = {name for request in requests for name in request.resources_bundle} - {"CPU", "GPU"}
-    has = ["%s has %s" % (hostnames.get(node.node_id.hex(), "?"), _amounts(node, asked)) for node in nodes[:_MOST_NAMES]]
-    there = "; ".join(has) + "; …" * (len(nodes) > _MOST_NAMES)
-    end = " (%s). It waits forever unless the launcher and the queue ask for nodes that have it" % there
-    return sorted({sentence + end for sentence in found})
+        strategy = group.details.rpartition(":")[2].partition("|")[0]  # "ID:STRATEGY|STATE"
+        bundles = [_bundle(each) for each in group.requests]
+        asked |= {name for bundle in bundles for name in bundle.resources}
+        words = ", ".join("{%s}" % _words(each) for each in group.requests[:_MOST_NAMES]) + ", …" * (len(bundles) > _MOST_NAMES)
+        what = "a placement group (%s) waits for %d bundles, %s" % (strategy, len(bundles), words)
+        if what not in waiting and not can_hold(bundles, strategy, nodes):
+            waiting[what] = "%s, and the nodes cannot hold them" % what
+    names = ["CPU", "GPU", *sorted(asked - {"CPU", "GPU"})]
+    has = [
+        "%s has %s" % (hostnames.get(node.node_id.hex(), "?"), _amounts(node.total_resources, names))
+        for node in living[:_MOST_NAMES]
+    ]
+    end = " (%s). That never starts unless the launcher and the queue ask for nodes that have it"
+    there = "; ".join(has) + "; …" * (len(living) > _MOST_NAMES)
+    return {key: sentence + end % there for key, sentence in waiting.items()}
 
 
-def _fits(request: Any, node: Any) -> bool:
-    def matches(rule: Any) -> bool:
-        return (node.labels.get(rule.label_key) in rule.label_values) is (rule.operator != _NOT_IN)
-
-    selectors = request.label_selectors  # Alternatives.
-    labelled = not selectors or any(all(map(matches, selector.label_constraints)) for selector in selectors)
-    return labelled and _holds(node.total_resources, request.resources_bundle)
-
-
-def _holds(has: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
-    return all(has.get(name, 0.0) >= amount for name, amount in wanted.items())
-
-
-def _group_fits(strategy: str, bundles: Sequence[Any], nodes: Sequence[Any]) -> bool:
-    """Whether the nodes could hold a placement group if nothing else ran; an approximation, which is never False by mistake."""
-    if not all(any(_fits(bundle, node) for node in nodes) for bundle in bundles):
-        return False
-    total = _sum(bundle.resources_bundle for bundle in bundles)
-    if strategy == "STRICT_PACK":
-        return any(_holds(node.total_resources, total) for node in nodes)
-    too_many = strategy == "STRICT_SPREAD" and len(bundles) > len(nodes)
-    return not too_many and _holds(_sum(node.total_resources for node in nodes), total)
+def _bundle(request: Any) -> Bundle:
+    selectors = (
+        tuple(Rule(each.label_key, each.operator != _NOT_IN, tuple(each.label_values)) for each in selector.label_constraints)
+        for selector in request.label_selectors
+    )
+    return Bundle(dict(request.resources_bundle), tuple(selectors))
 
 
 def _words(request: Any) -> str:
@@ -236,12 +233,13 @@ def _words(request: Any) -> str:
     return ", ".join(words)
 
 
-def _amounts(node: Any, asked: Set[str]) -> str:
-    return ", ".join(_amount(name, node.total_resources.get(name, 0.0)) for name in ("CPU", "GPU", *sorted(asked)))
+def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
+    return ", ".join(_amount(name, resources.get(name, 0.0)) for name in names)
 
 
 def _amount(name: str, amount: float) -> str:
-    return "%s %.1f GiB" % (name, amount / 2**30) if name in ("memory", "object_store_memory") else "%s %g" % (name, amount)
+    memory = name in ("memory", "object_store_memory")
+    return "%s: %.1f GiB" % (name, amount / 2**30) if memory else "%s: %g" % (name, amount)
 
 
 def _sum(rows: Iterable[Mapping[str, float]]) -> Dict[str, float]:

@@ -95,6 +95,12 @@ class Membership:
         return 1 + len(self.members)
 
     @property
+    def complete(self) -> bool:
+        """Whether no node may still join: each has joined, or was given up."""
+        here = present(self.nodes)
+        return all(member.given_up or member.identity in here for member in self.members.values())
+
+    @property
     def needed(self) -> int:
         """Least number of nodes with which the cluster starts, the head included."""
         return self.expected if self.spec.min_nodes is None else min(self.spec.min_nodes, self.expected)

@@ -28,7 +28,7 @@ TOKEN_SINCE = (2, 52)  # First Ray version (major, minor) with token authenticat
 MOST_IDLE_WORKERS = 4  # Most workers that are kept idle for the next payload; each takes some 60 MB of memory.
 
 _FAST, _SLOW = 0.02, 1.0  # Seconds between two polls of the node table, until the Ray cluster is complete and from then on.
-_DEMAND_INTERVAL = 7.0  # Seconds between two polls of what waits for resources; one poll takes a millisecond or two.
+_DEMAND_INTERVAL = 3.0  # Seconds between two polls of what waits for resources; one poll takes a millisecond or two.
 _START_TIMEOUT, _POLL = 60.0, 0.1  # Seconds in which a new idle worker must begin its log, and between two looks for that.
 
 
@@ -243,8 +243,9 @@ def _report_demand(gcs: str, report: _Reporter) -> None:
     reported: Set[str] = set()
     while True:
         with contextlib.suppress(Exception):  # Ray's errors have no common public base class. The next poll may succeed.
-            found = set(internals.unschedulable(client))
-            for sentence in sorted(found & before - reported):
-                report(event=Report.PHASE, phase=UNSCHEDULABLE, message=sentence)
+            sentences = internals.unschedulable(client)
+            found = set(sentences)
+            for key in sorted(found & before - reported):
+                report(event=Report.PHASE, phase=UNSCHEDULABLE, message=sentences[key])
             before, reported = found, found & before
         time.sleep(_DEMAND_INTERVAL)

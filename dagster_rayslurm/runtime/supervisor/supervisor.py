@@ -400,11 +400,12 @@ class Supervisor:
         """Do what follows from an event of the warm Ray cluster, or of a payload's own."""
         is_warm = cluster is self.cluster
         payloads = self.payloads if is_warm else [each for each in self._running if each.spec.nonce == cluster.key]
-        if isinstance(action, Say):
-            for payload in payloads:  # What cannot be scheduled matters to running payloads with Ray only.
-                if action.phase != UNSCHEDULABLE or (payload.spec.uses_ray and payload.pid is not None):
-                    hint = _dashboard_hint(payload, cluster) if action.phase == CLUSTER_READY else ""
-                    payload.phase(action.phase, action.message + hint)
+        if isinstance(action, Say) and action.phase == UNSCHEDULABLE:
+            self._report_demand(cluster, [each for each in payloads if each.spec.uses_ray and each.pid is not None], action)
+        elif isinstance(action, Say):
+            for payload in payloads:
+                hint = _dashboard_hint(payload, cluster) if action.phase == CLUSTER_READY else ""
+                payload.phase(action.phase, action.message + hint)
         elif isinstance(action, NodeLost):
             if is_warm:  # A payload's next cluster of its own may have the node again.
                 self._lose_node(action.title)
@@ -416,6 +417,14 @@ class Supervisor:
             for payload in payloads:
                 if not payload.ended:
                     payload.safely(functools.partial(self._start, payload, cluster))
+
+    def _report_demand(self, cluster: RayCluster, payloads: List[Payload], said: Say) -> None:
+        """Tell running payloads what can never start; end one that fails then, unless the demand may be another payload's."""
+        for payload in payloads:
+            payload.phase(*said)
+        # A node that joins later may have what is asked for.
+        if len(payloads) == 1 and payloads[0].spec.fails_infeasible and cluster.complete:
+            payloads[0].end_early(End(EndReason.INFEASIBLE, said.message))
 
     def _lose_node(self, name: str) -> None:
         """Let the payloads go on without a lost worker node, but take no more of them in a session."""

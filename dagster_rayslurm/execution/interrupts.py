@@ -1,0 +1,37 @@
+"""Interrupts of a run: who interrupts it, and what Dagster shows of that."""
+
+from __future__ import annotations
+
+import os
+
+import dagster as dg
+
+INTERRUPTS = (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)
+_ENDED_BY_USER = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
+
+
+def is_service_stop(context: dg.OpExecutionContext, interrupt: BaseException) -> bool:
+    """Whether an interrupt is the end of this Dagster process, and not a person's: Ctrl-C, or the button that ends the run."""
+    if not isinstance(interrupt, INTERRUPTS) or has_terminal():
+        return False
+    try:
+        run = context.instance.get_run_by_id(context.run.run_id)
+    except Exception:  # noqa: BLE001 - the storage may raise anything; without it nobody can have pressed the button
+        return True
+    return run is None or run.status not in _ENDED_BY_USER
+
+
+def has_terminal() -> bool:
+    """Whether this process has a terminal, so that a person may have pressed Ctrl-C; a service has none."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+        return True
+    except OSError:
+        return False
+
+
+def mark_canceling(context: dg.OpExecutionContext) -> None:
+    """Make Dagster show a run that Ctrl-C interrupts as canceled (1.13 would: failed), unless Dagster will resume it."""
+    run = context.instance.get_run_by_id(context.run.run_id)
+    if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
+        context.instance.report_run_canceling(run)

@@ -1,0 +1,300 @@
+"""Whether the nodes of a Ray cluster could hold tasks, actors and placement groups if nothing else ran. Pure.
+
+What Ray does is read from its scheduler (src/ray/common/scheduling/resource_instance_set.cc, Ray 2.60): amounts count in
+steps of 0.0001, and a part of a GPU comes from one GPU, so that three times 0.6 do not fit on two.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+_UNIT = 10000  # Ray counts amounts in units of 1 / 10000.
+_UNLIMITED = 10**15  # Units of a resource whose amount on a node is not known.
+# Resources of which a node has instances, each with an amount of 1 (predefined and custom_unit_instance_resources of Ray 2.60).
+_INSTANCES = ("GPU", "HPU", "NPU", "RBLN", "TPU", "neuron_cores")
+_MOST_BUNDLES = 200  # Most bundles for which the search looks.
+_MOST_STEPS = 20000  # Most steps of the search, which take about a second.
+_SELECTOR = re.compile(r"(!?)(?:in\((.*)\)|(.*))")
+
+
+class Rule(NamedTuple):
+    """A node's label `key` must have one of the `values`, or must not if `wanted` is False."""
+
+    key: str
+    wanted: bool
+    values: Tuple[str, ...]
+
+
+class Bundle(NamedTuple):
+    """What one task, actor or bundle of a placement group needs of its node."""
+
+    resources: Mapping[str, float]
+    selectors: Tuple[Tuple[Rule, ...], ...] = ()  # Alternatives; none if any node will do.
+
+
+class Node(NamedTuple):
+    """What one node of the cluster has."""
+
+    resources: Mapping[str, float]
+    labels: Mapping[str, str] = {}
+    # Names of resources and keys of labels that it may have besides, as a pattern; None for none.
+    unknown: Optional[str] = None
+
+
+def feasible(bundles: Iterable[Mapping[str, Any]], strategy: str, nodes: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a placement group, or tasks at the same time (PACK), could run on nodes on which nothing else runs.
+
+    Exact for up to some dozens of bundles; beyond, and where the search would take longer than about a second, True if no
+    simple reason speaks against it.
+
+    Example:
+        ```python
+        from dagster_rayslurm import feasible
+
+        nodes = [{"CPU": 8, "GPU": 2, "labels": {"component": "gpu"}}, {"CPU": 32}]
+        assert feasible([{"GPU": 0.5}] * 4, "STRICT_PACK", nodes)
+        assert not feasible([{"GPU": 0.6}] * 3, "PACK", nodes)  # A part of a GPU comes from one GPU.
+        assert not feasible([{"CPU": 16, "labels": {"component": "gpu"}}], "PACK", nodes)
+        ```
+
+    Args:
+        bundles: the amounts by resource of each bundle or task; `labels` has its label selector, as Ray writes it.
+        strategy: PACK or SPREAD (the same question, as both are only wishes), STRICT_PACK (all on one node) or STRICT_SPREAD
+            (each on a node of its own).
+        nodes: the amounts by resource of each node; `labels` has its labels.
+
+    Raises:
+        ValueError: a bundle, a node or the strategy is invalid.
+    """
+    check_strategy(strategy)
+    there = [Node(*_split(node, "nodes[%d]" % place)) for place, node in enumerate(nodes)]
+    return can_hold([read_bundle(each, "bundles[%d]" % place) for place, each in enumerate(bundles)], strategy, there)
+
+
+def check_strategy(strategy: object) -> None:
+    """Raise `ValueError` for what is no placement strategy of Ray."""
+    if strategy not in STRATEGIES:
+        raise ValueError("%r is no placement strategy of Ray; write %s" % (strategy, ", ".join(STRATEGIES)))
+
+
+def read_bundle(bundle: Any, where: str) -> Bundle:
+    """The bundle that a user writes as a dictionary; raises `ValueError`, which names it by `where`."""
+    resources, labels = _split(bundle, where)
+    rules = []
+    for key, text in labels.items():
+        # "a", "!a", "in(a, b)" or "!in(a, b)": docs.ray.io, "Use labels to control scheduling" (Ray 2.60).
+        found = _SELECTOR.fullmatch(text)
+        assert found is not None  # The last alternative matches every text.
+        several = found.group(2)
+        values = [found.group(3)] if several is None else [each.strip() for each in several.split(",")]
+        rules.append(Rule(key, not found.group(1), tuple(values)))
+    return Bundle(resources, (tuple(rules),) if rules else ())
+
+
+def _split(values: Any, where: str) -> Tuple[Dict[str, float], Dict[str, str]]:
+    if not isinstance(values, Mapping):
+        raise ValueError('%s: %r is no dictionary; write one such as {"CPU": 4, "GPU": 1}' % (where, values))
+    labels = values.get("labels", {})
+    if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
+        raise ValueError('%s: labels=%r is no dictionary of texts, such as {"component": "gpu"}' % (where, labels))
+    resources = {name: amount for name, amount in values.items() if name != "labels"}
+    for name, amount in resources.items():
+        number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
+        if not isinstance(name, str) or not number or not 0 <= amount < math.inf:
+            raise ValueError("%s: %s=%r is no amount of a resource; write a number of at least 0" % (where, name, amount))
+    return resources, dict(labels)
+
+
+def fits(bundle: Bundle, node: Node) -> bool:
+    """Whether a node on which nothing runs could hold one bundle."""
+    return _labels_fit(bundle, node) and not lacking(bundle, node)
+
+
+def lacking(bundle: Bundle, node: Node) -> List[str]:
+    """The resources of which a node has less than one bundle needs."""
+    return [name for name, amount in bundle.resources.items() if _units(amount) > _has(node, name)]
+
+
+def can_hold(bundles: Sequence[Bundle], strategy: str, nodes: Sequence[Node]) -> bool:
+    """Whether nodes on which nothing runs could hold all bundles at the same time; see `feasible`."""
+    if strategy == "STRICT_SPREAD":
+        if len(bundles) > len(nodes):
+            return False
+        choices: Dict[str, List[int]] = {}  # Equal bundles have the same.
+        for bundle in bundles:
+            if repr(bundle) not in choices:
+                choices[repr(bundle)] = [place for place, node in enumerate(nodes) if fits(bundle, node)]
+        return _each_has_its_own([choices[repr(bundle)] for bundle in bundles])
+    if strategy == "STRICT_PACK":
+        return not bundles or any(_Search(bundles, [node]).succeeds() for node in nodes)
+    return _Search(bundles, nodes).succeeds()
+
+
+def _each_has_its_own(choices: Sequence[Sequence[int]]) -> bool:
+    """Whether each bundle gets a node of its own among its choices: a matching, made larger one bundle at a time."""
+    holder: Dict[int, int] = {}  # The bundle that has each node.
+
+    def find(start: int) -> bool:
+        came_from: Dict[int, Optional[int]] = {start: None}  # Bundles, with the one that may take the node of each.
+        wanted: Dict[int, int] = {}  # The node by which each was reached.
+        waiting = [start]
+        for bundle in waiting:
+            for node in choices[bundle]:
+                other = holder.get(node)
+                if other is None:  # All on the way here move on, each to the node of the next.
+                    at: Optional[int] = bundle
+                    while at is not None:
+                        holder[node] = at
+                        node, at = wanted.get(at, -1), came_from[at]
+                    return True
+                if other not in came_from:
+                    came_from[other], wanted[other] = bundle, node
+                    waiting.append(other)
+        return False
+
+    return all(find(bundle) for bundle in range(len(choices)))
+
+
+def _units(amount: float) -> int:
+    return round(amount * _UNIT)
+
+
+def _has(node: Node, name: str) -> int:
+    """The units of a resource on a node: as many as can never be used up if it may have the resource, or has no known amount."""
+    if name not in node.resources:
+        return _UNLIMITED if node.unknown is not None and re.match(node.unknown, name) else 0
+    amount = node.resources[name]
+    if amount == math.inf:
+        return _UNLIMITED
+    return _units(math.floor(amount) if name in _INSTANCES else amount)
+
+
+def _labels_fit(bundle: Bundle, node: Node) -> bool:
+    def matches(rule: Rule) -> bool:
+        unknown = rule.key not in node.labels and node.unknown is not None and re.match(node.unknown, rule.key)
+        return bool(unknown) or (node.labels.get(rule.key) in rule.values) is rule.wanted
+
+    return not bundle.selectors or any(all(map(matches, rules)) for rules in bundle.selectors)
+
+
+# What is free on a node: its kind, the units of each resource, and the units of the instances of each resource that has them.
+_Free = Tuple[int, Tuple[int, ...], Tuple[Tuple[int, ...], ...]]
+
+
+class _Search:
+    """Looks for a place for each bundle, and goes back where it finds none. Equal nodes and bundles count as one choice."""
+
+    def __init__(self, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
+        names = sorted({name for bundle in bundles for name, amount in bundle.resources.items() if _units(amount)})
+        # With unlimited instances there is nothing to search for.
+        unlimited = {name for name in names for node in nodes if _has(node, name) == _UNLIMITED}
+        self.instances = [name for name in names if name in _INSTANCES and name not in unlimited]
+        self.plain = [name for name in names if name not in self.instances]
+        # The scarcest first: a bundle that needs much of what there is.
+        total = {name: sum(_has(node, name) for node in nodes) or 1 for name in names}
+
+        def share(bundle: Bundle) -> float:
+            return max([_units(bundle.resources.get(name, 0)) / total[name] for name in names], default=0.0)
+
+        self.bundles = sorted(bundles, key=lambda each: (share(each), repr(each)), reverse=True)
+        kinds: Dict[Tuple[bool, ...], int] = {}  # Of nodes, by the bundles whose labels fit.
+        self.nodes: List[_Free] = []
+        by_labels: Dict[str, Tuple[bool, ...]] = {}
+        for node in nodes:
+            key = repr((node.labels, node.unknown))
+            if key not in by_labels:
+                by_labels[key] = tuple(_labels_fit(bundle, node) for bundle in self.bundles)
+            labels = by_labels[key]
+            whole = tuple((_UNIT,) * (_has(node, name) // _UNIT) for name in self.instances)
+            self.nodes.append((kinds.setdefault(labels, len(kinds)), tuple(_has(node, name) for name in self.plain), whole))
+        self.labels = list(kinds)
+        self.needs = [[_units(each.resources.get(name, 0)) for name in self.plain] for each in self.bundles]
+        self.parts = [[_units(each.resources.get(name, 0)) for name in self.instances] for each in self.bundles]
+
+    def succeeds(self) -> bool:
+        """Whether there is a place for all, or the search is too long to tell."""
+        if not self._enough():
+            return False
+        if len(self.bundles) > _MOST_BUNDLES:
+            return True
+        tried: Set[Tuple[int, Tuple[_Free, ...]]] = set()
+        # The ways that are not tried yet, for the bundles so far: depth first.
+        ways = [self._ways(0, tuple(sorted(self.nodes)))]
+        for _ in range(_MOST_STEPS):
+            if len(ways) > len(self.bundles):
+                return True
+            state = next((each for each in ways[-1] if (len(ways), each) not in tried), None)
+            if state is not None:
+                tried.add((len(ways), state))
+                ways.append(self._ways(len(ways), state))
+            else:
+                ways.pop()
+                if not ways:
+                    return False
+        return True
+
+    def _enough(self) -> bool:
+        """Whether there is enough of each resource, and room for all equal bundles if there were no others."""
+        free = [sum(node[1][place] for node in self.nodes) for place in range(len(self.plain))]
+        whole = [sum(sum(node[2][place]) for node in self.nodes) for place in range(len(self.instances))]
+        if any(sum(each) > there for each, there in zip(zip(*self.needs), free)):
+            return False
+        if any(sum(each) > there for each, there in zip(zip(*self.parts), whole)):
+            return False
+        fitting = (
+            zip(*self.labels) if self.labels else [()] * len(self.bundles)
+        )  # For each bundle, whether each kind of node does.
+        equal = Counter(zip(map(tuple, self.needs), map(tuple, self.parts), fitting))
+        for (needs, parts, labels), count in equal.items():
+            if sum(_copies(needs, parts, node) for node in self.nodes if labels[node[0]]) < count:
+                return False
+        return True
+
+    def _ways(self, place: int, state: Tuple[_Free, ...]) -> Any:
+        """The states after a bundle has got its place, one for each way to place it; none after the last bundle."""
+        for at, (kind, free, instances) in enumerate(state if place < len(self.bundles) else ()):
+            if (at and state[at - 1] == state[at]) or not self.labels[kind][place]:
+                continue
+            left = tuple(there - need for there, need in zip(free, self.needs[place]))
+            if all(each >= 0 for each in left):
+                for rest in _without(instances, self.parts[place]):
+                    yield tuple(sorted((*state[:at], (kind, left, rest), *state[at + 1 :])))
+
+
+def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> Iterable[Tuple[Tuple[int, ...], ...]]:
+    """What is left of the instances of each resource, for each way to take these amounts from them."""
+    if not parts:
+        yield ()
+        return
+    for rest in _without(instances[1:], parts[1:]):
+        for first in _taken(instances[0], parts[0]):
+            yield (first, *rest)
+
+
+def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]:
+    """What is left of some instances: whole ones are taken first, and the rest comes from one other."""
+    count, part = divmod(amount, _UNIT)
+    whole = [each for each in instances if each == _UNIT]
+    if len(whole) < count:
+        return
+    others = [each for each in instances if each != _UNIT] + whole[count:] + [0] * count
+    if not part:
+        yield tuple(sorted(others))
+    for size in sorted({each for each in others if part and each >= part}):
+        left = list(others)
+        left[left.index(size)] -= part
+        yield tuple(sorted(left))
+
+
+def _copies(needs: Sequence[int], parts: Sequence[int], node: _Free) -> int:
+    """How many equal bundles one empty node could hold at most."""
+    most = [there // need for there, need in zip(node[1], needs) if need]
+    for there, part in zip(node[2], parts):
+        if part:
+            most.append(len(there) // (part // _UNIT) if part >= _UNIT else len(there) * (_UNIT // part))
+    return min(most, default=_UNLIMITED)

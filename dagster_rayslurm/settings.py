@@ -1,0 +1,175 @@
+"""Settings of queue and launcher without code: in the metadata or `op_tags` of an asset, or the tags of a job or run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import dagster as dg
+
+from .config import StrictConfig, explain
+from .errors import one_sentence
+from .launchers import BashLauncher, Launcher, RayLauncher
+from .plan import merge
+from .slurm.config import SlurmQueueConfig
+
+C = TypeVar("C", bound=StrictConfig)
+
+KEY = "dagster-rayslurm/config"  # The tag, or key of asset metadata, whose value has the settings.
+_SECTIONS = ("queue", "launcher")
+_LAUNCHERS: dict[str, type[Launcher]] = {"ray": RayLauncher, "bash": BashLauncher}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that one place has for a step."""
+
+    place: str  # As the log and error messages name it, such as "op_tags".
+    queue: SlurmQueueConfig | None
+    launcher: Mapping[str, Any] | None
+
+    def launcher_after(self, before: type[Launcher]) -> Launcher | None:
+        """The launcher with these fields, of the class that `kind` names or else of the class `before`; raises `ValueError`."""
+        if self.launcher is None:
+            return None
+        kind = self.launcher.get("kind")
+        if kind is not None and kind not in _LAUNCHERS:
+            raise ValueError(f"{KEY} in {self.place}: launcher.kind={kind!r} is neither 'ray' nor 'bash'")
+        return _make(before if kind is None else _LAUNCHERS[kind], self.launcher, self.place)
+
+
+@dataclass(frozen=True)
+class Layered(Generic[C]):
+    """The fields of a queue or launcher that are set over the resource's, and the place from which each value comes."""
+
+    own: C | None
+    origins: Mapping[str, str]
+
+    def over(self, place: str, fields: C | None) -> Layered[C]:
+        """This, with the fields that another place sets over it; an object of another class replaces all."""
+        if fields is None:
+            return self
+        given = fields.model_fields_set - {"kind"}
+        if type(fields) is not type(self.own) or self.own is None:
+            return Layered(fields, dict.fromkeys(given, place))
+        merged = merge(self.own, fields)
+        names = self.own.model_fields_set | fields.model_fields_set
+        # A field may also change because it contradicts a new one, such as `mem` and `mem_per_cpu`.
+        changed = given | {name for name in names if getattr(merged, name) != getattr(self.own, name)}
+        own = type(fields)(**{name: getattr(merged, name) for name in names})
+        return Layered(own, {**self.origins, **dict.fromkeys(changed - {"kind"}, place)})
+
+
+def parse(value: Any, place: str) -> Settings:
+    """The settings that are the value of `KEY` at a place, a dictionary or its JSON; raises `ValueError`, which names both."""
+    where = f"{KEY} in {place}"
+    value = getattr(value, "value", value)  # Of a metadata value.
+    try:
+        sections = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{where}: the value is not JSON: {error}") from None
+    example = '{"queue": {"mem": "64G"}, "launcher": {"num_cpus_per_node": 8}}'
+    if not isinstance(sections, Mapping):
+        raise ValueError(f"{where}: {sections!r} is no dictionary; write one such as {example}")
+    for name, fields in sections.items():
+        if name not in _SECTIONS:
+            raise ValueError(f"{where}: {explain('the value', str(name), _SECTIONS, 'key')}")
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"{where}: {name}={fields!r} is no dictionary of fields; write a value such as {example}")
+    queue = _make(SlurmQueueConfig, sections["queue"], place) if "queue" in sections else None
+    return Settings(place, queue, sections.get("launcher"))
+
+
+def _make(cls: type[C], fields: Mapping[str, Any], place: str) -> C:
+    try:
+        return cls(**fields)
+    except (ValueError, TypeError) as error:  # A TypeError if a key is no string.
+        problem = one_sentence(error) if isinstance(error, ValueError) else str(error)
+        name = cls.__name__  # Which pydantic puts before a sentence that may begin with it.
+        raise ValueError(f"{KEY} in {place}: {problem.replace(f'{name}: {name} ', f'{name} ')}") from None
+
+
+def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settings]]:
+    """The settings of a step's assets and op, which `run()` overrides, and those of the run, which override `run()`.
+
+    Raises `ValueError` for invalid settings, and for assets of one step that contradict each other.
+    """
+    below = [parse(context.op.tags[KEY], "op_tags")] if KEY in context.op.tags else []
+    if context.has_assets_def:
+        made = {*context.selected_asset_keys, *context.selected_asset_check_keys}
+        below = _agreeing([each for key, each in _of_metadata(context.assets_def) if key in made]) + below
+    return below, [parse(context.run.tags[KEY], "the run's tags")] if KEY in context.run.tags else []
+
+
+def _of_metadata(assets_def: dg.AssetsDefinition) -> Iterator[tuple[Any, Settings]]:
+    """The settings in the metadata of assets and asset checks, with the key of each."""
+    for what, specs in (("asset", assets_def.specs), ("asset check", assets_def.check_specs)):
+        for spec in specs:
+            if KEY in (spec.metadata or {}):
+                yield spec.key, parse(spec.metadata[KEY], f"the metadata of {what} {spec.key.to_user_string()!r}")
+
+
+def _agreeing(settings: list[Settings]) -> list[Settings]:
+    """The same settings; raises `ValueError` if two of them have different values of one field."""
+    values: dict[str, tuple[Any, str]] = {}
+    for each in settings:
+        queue = each.queue and {name: getattr(each.queue, name) for name in each.queue.model_fields_set}
+        for section, fields in (("queue", queue), ("launcher", each.launcher)):
+            for name, value in (fields or {}).items():
+                other, place = values.setdefault(f"{section}.{name}", (value, each.place))
+                if other != value:
+                    raise ValueError(
+                        f"{KEY}: {section}.{name} is {other!r} in {place} and {value!r} in {each.place}, which one step makes; "
+                        "set it in op_tags instead"
+                    )
+    return settings
+
+
+# ---- When definitions load
+
+
+def check_loading(resource: object, launcher: type[Launcher]) -> None:
+    """Raise `ValueError` for invalid settings in the definitions from which Dagster takes this resource right now."""
+    defs = _loading()
+    if defs is None:
+        return
+    resources = dict(defs.resources or {})
+    keys = {key for key, each in resources.items() if each is resource}
+    alone = sum(type(each) is type(resource) for each in resources.values()) == len(keys)
+    for settings in _of_definitions(defs, keys, alone):
+        settings.launcher_after(launcher)
+
+
+def _loading() -> dg.Definitions | None:
+    """The definitions that Dagster loads in a caller of this function; it passes them to no resource (Dagster 1.13)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), dg.Definitions):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _of_definitions(defs: dg.Definitions, keys: set[str], alone: bool) -> Iterator[Settings]:
+    """The settings of steps that need a resource with one of these keys, and of jobs if there is no other such resource."""
+    for assets_def in (*(defs.assets or ()), *(defs.asset_checks or ())):
+        if isinstance(assets_def, dg.AssetsDefinition) and assets_def.is_executable:
+            made: list[Any] = [*assets_def.keys, *assets_def.check_keys]
+            names = ", ".join(key.to_user_string() for key in made)
+            if assets_def.required_resource_keys & keys:
+                yield from (settings for _, settings in _of_metadata(assets_def))
+            yield from _of_ops(assets_def.node_def, names, keys)
+    for job in defs.jobs or ():
+        if alone and job.tags and KEY in job.tags:
+            yield parse(job.tags[KEY], f"the tags of job {job.name!r}")
+        if isinstance(job, dg.JobDefinition):
+            yield from _of_ops(job.graph, job.name, keys)
+
+
+def _of_ops(node: Any, name: str, keys: set[str]) -> Iterator[Settings]:
+    for op in node.iterate_op_defs():
+        if KEY in op.tags and op.required_resource_keys & keys:
+            yield parse(op.tags[KEY], f"the tags of op {op.name!r} of {name!r}")
