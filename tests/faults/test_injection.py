@@ -260,6 +260,7 @@ GOOD: dict[str, Any] = {
     "preload": ["torch.nn"],
     "ray_args": ["--verbose"],
     "runtime": "charliecloud",
+    "stage": "node-local",
     "scope": "run",
     "signal_before_timeout": "USR1@300",
     "time_limit": "1-00:05:00",
