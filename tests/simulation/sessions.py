@@ -101,6 +101,7 @@ class Supervisor:
     """Stands for the supervisor of a session: its queue and its server's answers are real."""
 
     unhealthy = ()  # Nodes here pass their health checks.
+    cluster = None  # Payloads here have no Ray cluster that somebody could reach.
 
     def __init__(self, history: Sessions, job_id: int, directory: str) -> None:
         self.history, self.world, self.job_id = history, history.world, job_id
