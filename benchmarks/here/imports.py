@@ -19,7 +19,7 @@ if sys.argv[1:] == ["--no-gc"]:
 times = [time.perf_counter()]
 import dagster
 times.append(time.perf_counter())
-import dagster_rayslurm
+from dagster_rayslurm import ComputeResource
 times.append(time.perf_counter())
 print(json.dumps(times))
 """
