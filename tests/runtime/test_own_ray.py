@@ -72,7 +72,7 @@ def test_a_ray_of_the_payloads_own_takes_what_is_granted_and_is_told(tmp_path: P
         from dagster_rayslurm.runtime.node import allocation
         machine.detect = lambda *_, **__: machine.NodeResources("c1", 1, 0, 2**33, 2**30)
         small = RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, startup_timeout=60.0)
-        spec = RuntimeSpec("c1", idle_timeout=60.0, ray=small)
+        spec = RuntimeSpec("c1", idle_timeout=60.0, ray=small, control_key="00")
         runner = supervisor.Supervisor(loop, spec, scratch.Scratch(), allocation.from_environ(os.environ), base)
         submit("own")
         when_done(loop.stop)
