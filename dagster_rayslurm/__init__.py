@@ -54,7 +54,7 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public classes when one is first used (PEP 562): the `rayslurm` command starts without them, and so Dagster."""
+    """Import the public classes when one is first used (PEP 562): the `rayslurm` command starts without them and Dagster."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for each in map(import_module, (f"{__name__}.{module}" for module in _MODULES)):

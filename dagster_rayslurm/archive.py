@@ -1,4 +1,7 @@
-"""Build the runtime as one file (a zipapp), whose name contains a hash of its content, so that no copy is ever outdated."""
+"""Build the runtime, the program that starts Ray and the payload, as one file (a zipapp).
+
+The file's name contains a hash of its content, so that no copy is ever outdated.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ _MAIN = f"import sys\nfrom {PACKAGE}.__main__ import main\nsys.exit(main(sys.arg
 
 @lru_cache(maxsize=1)
 def _sources() -> dict[str, bytes]:
-    """The zipapp's source files by name: the modules of the runtime, and a `__main__.py` that starts them."""
+    """Returns the zipapp's source files by name: the modules of the runtime, and a `__main__.py` that starts them."""
     directory = Path(runtime.__file__).parent
     modules = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.py"))}
     return {"__main__.py": _MAIN.encode()} | {f"{PACKAGE}/{name}": path.read_bytes() for name, path in modules.items()}
 
 
 def runtime_name() -> str:
-    """The file name of the runtime's zipapp: a hash of its sources, and the Python version of its bytecode."""
+    """Returns the file name of the runtime's zipapp: a hash of its sources, and the Python version of its bytecode."""
     content = b"".join(name.encode() + b"\0" + text + b"\0" for name, text in _sources().items())
     return f"runtime-{hashlib.sha256(content).hexdigest()[:16]}-{sys.implementation.cache_tag}.pyz"
 
 
 def build_runtime() -> bytes:
-    """The content of the runtime's zipapp: each module as source, and as bytecode, which saves 50 ms at each start."""
+    """Returns the content of the runtime's zipapp: each module as source, and as bytecode, which saves 50 ms at each start."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive, tempfile.TemporaryDirectory() as directory:
         for name, text in _sources().items():

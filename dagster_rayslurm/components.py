@@ -30,16 +30,16 @@ _NODE_FIELDS = (
 
 @dataclass(frozen=True)
 class Component:
-    """One component of a heterogeneous job, ready to be requested from Slurm."""
+    """One component of a heterogeneous Slurm job, with its queue and its launcher."""
 
     component_id: str
     queue: SlurmQueueConfig
     launcher: Launcher
-    payload_wants: Footprint = ()  # Beyond the launcher, where the payload runs.
+    payload_wants: Footprint = ()  # Requirements of the payload itself on the nodes where it runs.
 
 
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
-    """The components in the order of the job: the head's first, and all with the same time limit, requeue and signal.
+    """Returns the components in the job's order: the head's first, and all with the same time limit, requeue and signal.
 
     The payload and the Ray head run in `payload_in`, by default in the component marked `head`, or the first.
     """
@@ -69,7 +69,7 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _values_of_whole_job(components: Sequence[HetComponent]) -> dict[str, Any]:
-    """The values of the `_WHOLE_JOB` fields for all queues: a value that differs from the default counts for all."""
+    """Returns the values of the `_WHOLE_JOB` fields for all queues: a value that differs from the default counts for all."""
     common = {}
     for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default
@@ -114,14 +114,14 @@ def _check_inheritance(components: Sequence[Component]) -> None:
 
 
 def _inherited_option(written: str) -> str | None:
-    """The full name of an option that later components inherit; None for other options. sbatch accepts prefixes of names."""
+    """Returns the full name of an option that later components inherit, else None. sbatch accepts prefixes of the names."""
     name = written.partition("=")[0].removeprefix("--")
     longer = [option for option in INHERITED_OPTIONS if name and option.startswith(name)]
     return name if name in longer else longer[0] if len(longer) == 1 else None
 
 
 def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
-    """The components, in the job's order, with complete launchers: fields that one does not set come from the payload's.
+    """Returns the components, in the job's order, with complete launchers: unset fields come from `launcher`, the payload's.
 
     Without Ray, the payload runs in the first component alone.
     """
@@ -134,9 +134,9 @@ def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tupl
 
 
 def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
-    """The components of a job with one Ray cluster across all of them (topology "spanning"), in the job's order.
+    """Returns the components of a job with one Ray cluster across all of them (topology "spanning"), in the job's order.
 
-    Fields that a component's launcher leaves unset come from `launcher`. Empty if there are no components.
+    Fields that a component's launcher leaves unset come from `launcher`. Returns () if there are no components.
     """
     if not components:
         return ()
@@ -144,7 +144,7 @@ def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) 
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
-    """One Ray cluster across all components, in the job's order; None for a payload without Ray."""
+    """Returns one Ray cluster across all components, in the job's order; None for a payload without Ray."""
     spec = launcher.ray_spec()
     if spec is None or not components:
         return spec
@@ -167,7 +167,7 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
 
 
 def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
-    """The launcher of a component's nodes; a field that the component does not set comes from the payload's launcher."""
+    """Returns the launcher of a component's nodes; a field that the component does not set comes from the payload's launcher."""
     name, own = component.component_id, component.launcher
     if not isinstance(own, RayLauncher):
         raise ValueError(
@@ -196,7 +196,7 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
 
 
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
-    """The request to Slurm for one heterogeneous job of all components; an error names component and field."""
+    """Returns the request to Slurm for one heterogeneous job of all components; an error names component and field."""
     requests = []
     for each in components:
         try:
@@ -209,7 +209,7 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
 
 
 def component_specs(request: JobRequest) -> list[ComponentSpec]:
-    """The components of a job, in the form that the runtime reads; empty for a job without components."""
+    """Returns the components of a job, in the form that the runtime reads; [] for a job without components."""
     return [
         ComponentSpec(part.component_id, part.queue.num_nodes, part.queue.cpus_per_node, part.queue.gpus_per_node)
         for part in request.components
@@ -218,7 +218,10 @@ def component_specs(request: JobRequest) -> list[ComponentSpec]:
 
 
 def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
-    """The Ray cluster of a simulation on one machine with some `cpus`: each node has what its component's queue requests."""
+    """Returns the Ray cluster that simulates the components on one machine with `cpus` CPUs.
+
+    Each node has the CPUs and GPUs that its component's launcher sets, or else those that its queue requests.
+    """
     requests = {each.component_id: each for each in components}
     nodes = []
     for node in ray.components:

@@ -1,4 +1,4 @@
-"""`ComputeResource`, the resource that assets use to run payloads. The code that runs them is imported by the first run."""
+"""`ComputeResource`, the resource that assets use to run payloads. The first run imports the modules that run payloads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 def _explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: the `TypeError` of the method for an unknown argument says what to write instead."""
+    """Decorate a method so that its `TypeError` for an unknown argument says which argument to use instead."""
     known = [name for name in inspect.signature(method).parameters if name != "self"]
 
     @functools.wraps(method)
@@ -49,7 +49,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
-        """Called when Dagster resolves nested resources; in local mode, variables for Slurm may be unset."""
+        """Called when Dagster resolves nested resources; not done in local mode, where variables for Slurm may be unset."""
         mode = (context.resource_config or {}).get("mode", self.mode)
         if mode == ExecutionMode.LOCAL:
             yield self
@@ -58,7 +58,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
                 yield resolved
 
     def get_resource_definition(self) -> Any:
-        """Called when Dagster loads the definitions; refuses a resource that no run can use, and invalid settings of assets."""
+        """Called when Dagster loads the definitions; raises `ValueError` for an unusable resource or invalid asset settings."""
         from .settings import check_loading
 
         _check_definition(self)
@@ -121,19 +121,22 @@ class ComputeResource(ComputeFields, dg.PipesClient):
                 `dagster-rayslurm/config` of a run overrides both. Local mode does not use it.
             extra_env: variables for the payload and its Ray workers.
             secret_env: variables for the payload's driver process only.
-            extras: Pipes extras, `pipes.extras` in the payload.
+            extras: Pipes extras, which the payload finds in `pipes.extras`.
             extra_files: files or directories that appear in the payload's working directory.
             outputs: patterns of files in the payload's working directory to copy to this machine.
-            components: replace all of the resource's components.
-            environment: replaces that of the resource. In local mode one that is sent to a cluster counts for nothing.
-            requires: what tasks or a placement group need of the Ray cluster at the same time, as in `[{"GPU": 1}] * 8`; the
-                run is refused before submission if its nodes could never hold that. A dictionary has lists by Ray's
-                placement strategy, `{"STRICT_SPREAD": […]}`; `labels` in a bundle is its label selector.
+            components: components that replace all of the resource's components.
+            environment: an environment that replaces the resource's. Local mode ignores one that is sent to a cluster.
+            requires: a list of bundles that tasks or a placement group need of the Ray cluster at the same time, as in
+                `[{"GPU": 1}] * 8`; the run is refused before submission if its nodes could never hold them. A dictionary has
+                such lists by Ray's placement strategy, `{"STRICT_SPREAD": […]}`; `labels` in a bundle is its label selector.
             uses_pipes: False for a payload that does not open Dagster Pipes; then its exit code alone decides. With
                 topology "separate" also a mapping by component id.
 
+        Returns:
+            The result of the run, with the Dagster results that the payload reported.
+
         Raises:
-            RunFailure: the run did not succeed; its `kind` says what went wrong.
+            RunFailure: the run did not succeed; its `kind` says which part failed.
         """
         from .run_call import run
 
@@ -145,8 +148,8 @@ class ComputeResource(ComputeFields, dg.PipesClient):
     def cleanup_cluster(self, cluster_id: str) -> bool:
         """End a warm Ray cluster and everything that runs on it; on Slurm, end its job or session.
 
-        Returns whether there was one with this id, which is `CompletedRun.cluster_id` and the metadata "Ray cluster ID". Raises
-        `RunFailure` if the Ray cluster or Slurm does not answer.
+        The id of a cluster is `CompletedRun.cluster_id`, and the metadata "Ray cluster ID". Returns whether there was a cluster
+        with this id. Raises `RunFailure` if the Ray cluster or Slurm does not answer.
         """
         from .run_call import end_cluster
 
@@ -161,10 +164,11 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
         components: Sequence[HetComponent] | None = None,
     ) -> str:
-        """The batch script that `run` would submit, for a person to read; starts nothing and contacts no cluster.
+        """Returns the batch script that `run` would submit, for a person to read; starts nothing and contacts no cluster.
 
-        Words in capitals stand for values that are known only at submission. In local mode, it is the command that starts the
-        runtime and the record that it reads first. The arguments are those of `run`; raises `RunFailure` if one cannot be used.
+        Words in capitals stand for values that are known only at submission. In local mode, the text is the command that starts
+        the runtime and the description of the payload, which the runtime reads first. The arguments are those of `run`; raises
+        `RunFailure` if one is invalid.
         """
         from .run_call import example
 

@@ -1,4 +1,4 @@
-"""The fields of `ComputeResource`; `compute` has its methods."""
+"""The configuration fields of `ComputeResource`, whose methods are in `compute`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DETACH = "detach"
 
 
 class ComputeFields(StrictResource):
-    """Where and how payloads run, as users configure it."""
+    """Base class of `ComputeResource`: the configuration fields that say where and how payloads run."""
 
     mode: Annotated[str, choice(*ExecutionMode)] = "local"
     """How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob"."""

@@ -1,4 +1,4 @@
-"""Base classes and validators of all configuration classes; each mistake of a user becomes one sentence.
+"""Base classes and validators of all configuration classes; each mistake of a user raises an error of one sentence.
 
 The workarounds for enums, optional unions, subclasses, unknown keys and `EnvVar` were tested with Dagster 1.13.
 """
@@ -99,7 +99,7 @@ C = TypeVar("C", bound=dg.Config)
 
 
 class ExecutionMode(TextEnum):
-    """Where payloads run: on this machine, or in which form of Slurm job."""
+    """Where payloads run: on this machine, or in one of three forms of Slurm jobs."""
 
     LOCAL = "local"
     SLURM = "slurm"
@@ -108,14 +108,14 @@ class ExecutionMode(TextEnum):
 
 
 class Topology(TextEnum):
-    """Whether one Ray cluster and payload spans all components of an allocation, or each component has its own."""
+    """The Ray clusters of an allocation with components: one cluster and payload across all components, or one for each."""
 
     SPANNING = "spanning"
     SEPARATE = "separate"
 
 
 def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") -> str:
-    """An error message for an unknown field or argument, with what to write instead or the names that exist."""
+    """Returns an error message for an unknown field or argument, with what to write instead or the names that exist."""
     names = sorted(known)
     instead = next((text for others, text in _INSTEAD.get(owner, {}).items() if name in others.split()), None)
     if instead is None:
@@ -142,7 +142,7 @@ class StrictModel(BaseModel):
             cls.model_fields[name].description = " ".join(text.split())
 
     def __init__(self, **values: Any) -> None:
-        """Create the object from its fields; raises `ValueError` if one gets a class, or an object of a wrong class."""
+        """Create the object from its fields; raises `ValueError` if a field gets a class, or an object of a wrong class."""
         # A validator would come too late: Dagster turns objects into dictionaries before validators see them.
         for name, value in values.items():
             field = type(self).model_fields.get(name)
@@ -161,7 +161,7 @@ class StrictModel(BaseModel):
 
 
 def _wrong_object(field: FieldInfo, value: object) -> str | None:
-    """Why a field cannot hold a value, if that is a class instead of an object, or an object of the wrong class; else None."""
+    """Returns the reason why a field cannot hold a value that is a class, or an object of the wrong class; else None."""
     cls = type(value)
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"
@@ -174,7 +174,7 @@ def _wrong_object(field: FieldInfo, value: object) -> str | None:
 
 
 class StrictConfig(StrictModel, dg.Config):
-    """Base class of configuration objects inside a resource; refuses unknown fields."""
+    """Base class of configuration objects, such as those inside a resource; refuses unknown fields."""
 
 
 class StrictResource(StrictModel, dg.ConfigurableResource):
@@ -184,17 +184,17 @@ class StrictResource(StrictModel, dg.ConfigurableResource):
 
 
 def is_env_var(value: Any) -> bool:
-    """Whether a value is an unresolved `EnvVar` (`EnvVar.int` is an int that is 0)."""
+    """Returns True if a value is an unresolved `EnvVar`; one of `EnvVar.int` is an int, too, and equal to 0."""
     return isinstance(value, _ENV_VARS)
 
 
 def checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """A pydantic validator that calls `check` for every value except None and variables, which have no value yet."""
+    """Returns a pydantic validator that calls `check` for each value except None and variables, which have no value yet."""
     return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
 
 
 def choice(*options: str) -> BeforeValidator:
-    """A pydantic validator for a string from `options`, or an Enum member: Enum and Literal fields do not work with `EnvVar`."""
+    """Returns a pydantic validator for a string from `options`, or an Enum member: Enum and Literal fields fail with `EnvVar`."""
     names = tuple(map(str, options))
 
     def check(value: object) -> str:
@@ -207,19 +207,19 @@ def choice(*options: str) -> BeforeValidator:
 
 
 def at_least(low: float, unit: str = "") -> BeforeValidator:
-    """A pydantic validator for numbers that are not smaller than `low`."""
+    """Returns a pydantic validator for numbers that are not smaller than `low`."""
     return checked(lambda value: check_at_least(value, low, unit))
 
 
 def check_at_least(value: Any, low: float, unit: str = "") -> Any:
-    """The value, if it is a finite number that is not smaller than `low`; else raises `ValueError`, as all checks here do."""
+    """Returns the value if it is a finite number of at least `low`; else raises `ValueError`, as all checks of values here do."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
         raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
     return value
 
 
 def check_text(value: object) -> str:
-    """The value, if it is a string that is safe in a script, a job name or a command."""
+    """Returns the value if it is a string that is safe in a script, a job name or a command; else raises `ValueError`."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a string")
     try:
@@ -232,14 +232,14 @@ def check_text(value: object) -> str:
 
 
 def check_list(value: object, of: str) -> list[Any]:
-    """The value, if it is a list; `of` says in the error message what it should list."""
+    """Returns the value as a list, if it is a list or tuple; `of` names the items that it should have, for the error message."""
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise ValueError(f"write a list of {of}")
     return list(value)
 
 
 def check_modules(value: object) -> list[str]:
-    """The names of Python modules, each once; raises `ValueError` if one is no such name."""
+    """Returns a list of names of Python modules, each once; raises `ValueError` if one of them is invalid."""
     names = check_list(value, 'modules, such as ["ray", "torch"]')
     for name in names:
         if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):
@@ -248,7 +248,7 @@ def check_modules(value: object) -> list[str]:
 
 
 def check_time_limit(value: object) -> str:
-    """A time limit in one of the formats of sbatch(1), Slurm 22.05, as a string; 0 is refused, as it means no limit to Slurm."""
+    """Returns a time limit in a format of sbatch(1), Slurm 22.05, as a string; refuses 0, which means no limit to Slurm."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else check_text(value)
     if not _TIME_LIMIT.match(text):
         raise ValueError(
@@ -260,7 +260,7 @@ def check_time_limit(value: object) -> str:
 
 
 def check_memory(value: object) -> str:
-    """A memory size for `sbatch --mem`, such as "16G"; a number without a unit is refused."""
+    """Returns a memory size for `sbatch --mem`, such as "16G"; refuses an int or float, which has no unit."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise ValueError(f'{value!r} has no unit; write "{value:g}G" for GiB or "{value:g}M" for MiB')
     if not _MEMORY.match(check_text(value)):
@@ -269,14 +269,14 @@ def check_memory(value: object) -> str:
 
 
 def mebibytes(size: str) -> float:
-    """The MiB of a memory size for `sbatch --mem`, such as "16G"."""
+    """Returns the number of MiB in a memory size for `sbatch --mem`, such as "16G"."""
     units = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
     unit = size[-1].upper()
     return int(size[:-1]) * units[unit] if unit in units else int(size)
 
 
 def time_limit_seconds(text: str) -> float | None:
-    """The seconds of a time limit in a format of sbatch(1), Slurm 22.05; None for no limit, which 0 means as well."""
+    """Returns the seconds of a time limit in a format of sbatch(1), Slurm 22.05; None for no limit, which 0 means as well."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     days, dash, rest = text.rpartition("-")
@@ -287,7 +287,10 @@ def time_limit_seconds(text: str) -> float | None:
 
 
 def check_signal(value: object) -> str:
-    """A signal before the time limit, "SECONDS" or "SIGNAL@SECONDS", where the signal exists on this system."""
+    """Validate a signal to send before the time limit, "SECONDS" or "SIGNAL@SECONDS"; returns the text.
+
+    The signal must exist on this system.
+    """
     match = _SIGNAL.match(check_text(value))
     if not match:
         raise ValueError(f'{value!r} is not a signal before the time limit; write SECONDS or SIGNAL@SECONDS ("USR1@300")')
@@ -303,14 +306,14 @@ def check_signal(value: object) -> str:
 
 
 def check_identifier(value: object) -> str:
-    """A name that can be part of a path, and of a label or a resource of Ray."""
+    """Validate a name that can be part of a path, and of a label or a resource of Ray; returns the name."""
     if not re.match(r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", check_text(value)):
         raise ValueError(f"{value!r} is not a name: use up to 63 letters, digits, '-', '_' and '.'")
     return str(value)
 
 
 def check_sbatch_options(value: object) -> list[str]:
-    """A list of long options of sbatch."""
+    """Validate a list of long options of sbatch, such as "--licenses=matlab:1"; returns the list."""
     options = check_list(value, 'options, such as ["--licenses=matlab:1"]')
     for option in options:
         if not is_env_var(option) and not check_text(option).startswith("--"):
@@ -319,14 +322,20 @@ def check_sbatch_options(value: object) -> list[str]:
 
 
 def check_line(value: str, what: str) -> str:
-    """A string that fits on one line of a script. The error message does not show the string, which may be a secret."""
+    """Validate a string that must fit on one line of a script; returns the string.
+
+    `what` names the string in the error message, which does not show the string itself, as that may be a secret.
+    """
     if found := _CONTROL.search(value):
         raise ValueError(f"{what}: the value contains the control character {found.group()!r}; remove it")
     return value
 
 
 def check_length(text: str, what: str) -> None:
-    """Raise `ValueError` for a text that Linux cannot pass to a process, as an argument or as `NAME=VALUE` of a variable."""
+    """Raise `ValueError` for a text that Linux cannot pass to a process, as an argument or as `NAME=VALUE` of a variable.
+
+    `what` names the text in the error message.
+    """
     size = len(text.encode("utf-8", "surrogateescape"))
     if size > MAX_BYTES:
         raise ValueError(
@@ -353,10 +362,10 @@ def has_variables(value: Any) -> bool:
 
 
 def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
-    """A copy of a config object in which each `EnvVar` is replaced by its value; fields that were unset stay unset.
+    """Returns a copy of a config object in which each `EnvVar` is replaced by its value; fields that were unset stay unset.
 
-    Dagster does that in resources and run config, but not in config objects that are arguments of `run()`. `where` names the
-    object in error messages; the fields in `skip` stay unresolved. Raises `ValueError` for a variable that is not set.
+    Dagster replaces variables in resources and run config, but not in config objects that are arguments of `run()`. `where` names
+    the object in error messages; the fields in `skip` stay unresolved. Raises `ValueError` for a variable that is not set.
     """
     names = [name for name in type(config).model_fields if name in config.model_fields_set]
     values = {name: getattr(config, name) for name in names}
@@ -365,7 +374,7 @@ def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
 
 
 def _resolve(value: Any, where: str) -> Any:
-    """A value in which each `EnvVar`, at any depth, is replaced by its value; `where` names the value in error messages."""
+    """Returns a value in which each `EnvVar`, at any depth, is replaced by its value; `where` names `value` in errors."""
     if is_env_var(value):
         try:
             resolved = value.get_value()
@@ -385,7 +394,10 @@ def _resolve(value: Any, where: str) -> Any:
 
 
 def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
-    """The environment variables of a payload, with the value of every `EnvVar`; raises `ValueError` for what cannot be one."""
+    """Returns the environment variables of a payload, with the value of every `EnvVar`; raises `ValueError` for an invalid one.
+
+    `what` names the argument with the variables in error messages.
+    """
     checked_variables = {}
     for name, value in (variables or {}).items():
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):

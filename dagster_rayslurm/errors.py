@@ -1,4 +1,4 @@
-"""How a run ends: the result of a run that succeeded, the exceptions of failed runs, and the kinds of failure."""
+"""The result of a run that succeeded, the exceptions of failed runs, and the kinds of failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b
 
 
 class FailureKind(TextEnum):
-    """What failed in a run: the values of `RunFailure.kind`, in the order in which a run can meet them."""
+    """The part of a run that failed: the values of `RunFailure.kind`, in the order in which a run can meet them."""
 
     CONFIGURATION = "configuration"
     CONNECTION = "connection"
@@ -42,17 +42,17 @@ _NEVER = ("cancelled", "superseded")  # Kinds that nobody can want to retry.
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
-    """Whether a `RetryPolicy` may retry the step: `retry` if it is given, else the default of the kind of failure."""
+    """Returns whether a `RetryPolicy` may retry the step: `retry` if it is given, else the default of the kind of failure."""
     return kind is not None and kind not in _FINAL if retry is None else retry
 
 
 def without_colours(text: str) -> str:
-    """The text without the escape codes of terminals, such as colours."""
+    """Returns the text without the escape codes of terminals, such as colours."""
     return _ESCAPE_CODES.sub("", text)
 
 
 def one_sentence(error: ValueError) -> str:
-    """The message of an error in one line; a pydantic error becomes a list of fields and their problems."""
+    """Returns the message of an error in one line; a pydantic error becomes a list of fields and their problems."""
     if not isinstance(error, ValidationError):
         return str(error)
     problems = [(".".join([error.title, *map(str, each["loc"])]), each["msg"]) for each in error.errors(include_input=False)]
@@ -60,7 +60,7 @@ def one_sentence(error: ValueError) -> str:
 
 
 class UnhealthyNode(NamedTuple):
-    """A node that failed a health check: its name as Slurm calls it, the check, and what the check found."""
+    """A node that failed a health check: its name in Slurm, the name of the check, and the check's result in words."""
 
     node: str
     check: str
@@ -74,7 +74,7 @@ class RunFailure(dg.Failure):
     """Raised when a run did not succeed.
 
     Attributes:
-        kind: what failed; compares equal to its name, as in `error.kind == "payload"`.
+        kind: the part of the run that failed; compares equal to its name, as in `error.kind == "payload"`.
         unhealthy: the nodes whose failed health checks are the cause; empty for any other cause.
     """
 
@@ -86,7 +86,7 @@ class RunFailure(dg.Failure):
         retry: bool | None = None,
         unhealthy: Sequence[UnhealthyNode] = (),
     ) -> None:
-        """Create a failure; `retry` says whether a `RetryPolicy` may try again, None for the default of the kind."""
+        """Create a failure; `retry` says whether a `RetryPolicy` may retry the step, None for the default of the kind."""
         self.kind = FailureKind(kind)
         self.unhealthy = tuple(unhealthy)
         if unhealthy:
@@ -99,7 +99,7 @@ class RunFailure(dg.Failure):
 
 
 class _RetryPolicyForKinds(dg.RetryPolicy):
-    """A policy for some kinds of `RunFailure`; `apply_retry_policy` reads them, as Dagster's policies know no kinds."""
+    """A `RetryPolicy` for some kinds of `RunFailure`. Dagster does not know these kinds; `apply_retry_policy` reads them."""
 
     kinds: frozenset[FailureKind]
 
@@ -111,10 +111,10 @@ def retry_policy_for(
     backoff: dg.Backoff | None = None,
     jitter: dg.Jitter | None = None,
 ) -> dg.RetryPolicy:
-    """A `RetryPolicy` that retries a `RunFailure` of these kinds only. Other exceptions it retries as any policy does.
+    """Returns a `RetryPolicy` that retries a `RunFailure` only if it is of these kinds. Other exceptions are retried as usual.
 
-    A failure that says that another attempt cannot succeed, such as a time limit among those of the kind `allocation`, is not
-    retried. A kind that no policy retries by default, such as `submission`, is retried if it is named.
+    A failure after which another attempt cannot succeed, such as one of the kind `allocation` for a time limit, is not retried. A
+    kind that no policy retries by default, such as `submission`, is retried if it is named.
 
     Example:
         ```python
@@ -128,10 +128,10 @@ def retry_policy_for(
 
     Args:
         kinds: values of `RunFailure.kind`.
-        max_retries: as for `RetryPolicy`, like all that follow.
+        max_retries: as for `RetryPolicy`, like `delay`, `backoff` and `jitter`.
 
     Raises:
-        ValueError: a kind does not exist, or is an end that somebody wanted.
+        ValueError: no kind is given, a kind does not exist, or it is "cancelled" or "superseded", which are never retried.
     """
     known = [kind.value for kind in FailureKind if kind not in _NEVER]
     if not kinds:
@@ -147,7 +147,7 @@ def retry_policy_for(
 
 
 def apply_retry_policy(failure: RunFailure, policy: dg.RetryPolicy | None) -> None:
-    """Set whether the step's policy may retry a failure, if it is a policy of `retry_policy_for`."""
+    """Set `failure.allow_retries` by the step's retry policy if `retry_policy_for` returned that policy; else do nothing."""
     if isinstance(policy, _RetryPolicyForKinds):
         failure.allow_retries = failure.kind in policy.kinds and (failure.allow_retries or not may_retry(failure.kind))
 

@@ -1,4 +1,4 @@
-"""Presets for the network between the nodes, and what NCCL's log says when it does not use that network. Pure.
+"""Environment variables for the network between the nodes, and warnings if NCCL's log shows that NCCL does not use it. Pure.
 
 Sources: NCCL user guide, "Environment Variables" (2.27); fi_efa(7) of libfabric 1.17 and 2.1; PyTorch's documentation of
 torch.distributed for gloo; src/init.cc of NCCL 2.21 to 2.27 for the lines of its log.
@@ -33,7 +33,7 @@ _LONGEST = 65536  # Characters of a line without an end that are kept.
 
 
 def fabric_variables(fabric: str, interface: str | None) -> dict[str, str]:
-    """The environment variables of a preset; `interface` is the launcher's `network_interface`."""
+    """Returns the environment variables of a preset; `interface` is the launcher's `network_interface`."""
     variables = dict(_VARIABLES[fabric])
     if variables and interface:
         # NCCL takes a name as a prefix unless "=" stands before it.
@@ -43,7 +43,7 @@ def fabric_variables(fabric: str, interface: str | None) -> dict[str, str]:
 
 @dataclass
 class FabricWatch:
-    """Finds in a payload's output the first line in which NCCL says that it uses sockets, although it should not."""
+    """Finds in a payload's output the first line in which NCCL says that it uses TCP sockets instead of a faster network."""
 
     fabric: str
     _line: str | None = None
@@ -51,14 +51,14 @@ class FabricWatch:
     _partial: dict[str, str] = field(default_factory=dict)  # By stream, the beginning of a line.
 
     def feed(self, stream: str, text: str) -> None:
-        """Look at more of a payload's output."""
+        """Search the next output of a payload, which it wrote to standard output or error (`stream`), for such a line."""
         if self._line is None and self.fabric != "tcp":
             lines = (self._partial.pop(stream, "") + text).split("\n")
             self._partial[stream] = lines.pop()[-_LONGEST:]
             self._line = next((line.strip()[-200:] for line in lines if _SOCKETS.search(line)), None)
 
     def warning(self, nodes: int) -> str | None:
-        """The warning that follows, once, for a payload on some `nodes`; None for no warning."""
+        """Returns a warning, only once, if such a line was found in the output of a payload on `nodes` nodes; else None."""
         if self._warned or self._line is None or (self.fabric == "none" and nodes < 2):  # One node alone needs no network.
             return None
         self._warned = True

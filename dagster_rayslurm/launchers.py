@@ -1,4 +1,4 @@
-"""Launchers: how a payload is started, as a plain process or as the driver of a Ray cluster."""
+"""Launchers, which start a payload as a plain process or as the driver of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ class Launcher(StrictConfig):
                 )
 
     def command(self, argv: list[str]) -> list[str]:
-        """The command that starts the payload, such as `torchrun` around it; by default the payload's own command, `argv`.
+        """Returns the command that starts the payload, such as `torchrun` around it; by default the payload's own, `argv`.
 
-        `python` as the first word, there and in the result, means the environment's Python.
+        `python` as the first word of `argv` and of the result means the environment's Python.
         """
         return argv
 
     def ray_spec(self) -> RaySpec | None:
-        """The Ray cluster that must be complete before the payload starts; None for a payload without Ray."""
+        """Returns the Ray cluster that must be complete before the payload starts; None for a payload without Ray."""
         return None
 
     def footprint(self) -> Footprint:
-        """The resources that the payload requires on each node."""
+        """Returns the resources that the payload requires on each node; () for no requirement."""
         return ()
 
 
@@ -123,7 +123,7 @@ def _check_labels(value: object) -> object:
 
 
 def _check_health(value: object) -> str:
-    """The checks and commands in one text, a line for each: Dagster has no field that takes a text or a list."""
+    """Returns the checks and commands as one text, a line for each: Dagster has no field for a text or a list."""
     checks = value.splitlines() if isinstance(value, str) else check_list(value, 'checks, such as ["gpu-count", "clock"]')
     for check in checks:
         word = check_text(check).partition("=")[0]
@@ -197,7 +197,7 @@ class RayLauncher(Launcher):
     @model_validator(mode="before")
     @classmethod
     def _read_dashboard_from_ray_args(cls, values: Any) -> Any:
-        """The fields, with `--include-dashboard` of `ray_args` as the field `dashboard`."""
+        """Returns the fields, with `--include-dashboard` of `ray_args` as the field `dashboard`."""
         arguments: Any = values.get("ray_args") if isinstance(values, dict) else ()
         for argument in arguments if isinstance(arguments, (list, tuple)) else ():
             if isinstance(argument, str) and argument in _DASHBOARD:

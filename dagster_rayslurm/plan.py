@@ -1,6 +1,7 @@
 """Plan a payload from the arguments of a call and the fields of the resource: command, Ray cluster and requirements, checked.
 
-Nothing is started or written; the file system is only asked whether named files exist. What is invalid raises `ValueError`.
+Nothing is started or written; the file system is only asked whether named files exist. Functions raise `ValueError` for an
+invalid argument or field.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a backend needs to start one payload: the specifications of the payload and its Ray cluster."""
+    """Everything that a backend needs to start one payload: the specifications of the payload and its Ray cluster."""
 
     payload: PayloadSpec
     ray: RaySpec | None
@@ -69,7 +70,11 @@ def make_plan(
     components: Sequence[Component] = (),
     fails_infeasible: bool = False,
 ) -> Plan:
-    """The plan of a payload; `nonce` tells it from all others, `components` are in the job's order, merged with the launcher."""
+    """Returns the plan of a payload; raises `ValueError` for an invalid argument.
+
+    `nonce` is a text that no other payload has. `components` are in the job's order, and `merge_launchers` has completed their
+    launchers.
+    """
     both = sorted(set(env) & set(secret_env))
     if both:
         raise ValueError(f"secret_env: {both[0]} is in extra_env too; Ray workers would see it there")
@@ -107,12 +112,12 @@ def make_plan(
 
 
 def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
-    """The name of a run directory: parts of the Dagster run id and the step, for readers, and the unique nonce."""
+    """Returns the name of a run directory: parts of the Dagster run id and the step, for readers, and the unique nonce."""
     return f"{run_id[:8]}-{_UNSAFE.sub('_', step_key)[:40]}-{nonce}"
 
 
 def nonce_of(name: str) -> str:
-    """The nonce of a payload, from the name of its run directory."""
+    """Returns the nonce of a payload, from the name of its run directory."""
     return name.rpartition("-")[2]
 
 
@@ -129,7 +134,7 @@ def _existing_directory(path: str | None) -> str | None:
 
 
 def existing_files(paths: Sequence[str | os.PathLike[str]] | None) -> list[str]:
-    """The absolute paths of `extra_files`; raises `ValueError` if one does not exist, or two have the same name."""
+    """Returns the absolute paths of `extra_files`; raises `ValueError` if one does not exist, or two have the same name."""
     if isinstance(paths, (str, os.PathLike)):
         raise ValueError(f"extra_files: write a list, such as [{os.fspath(paths)!r}]")
     full = [os.path.abspath(os.path.expanduser(os.fspath(path))) for path in paths or []]
@@ -154,7 +159,7 @@ def _checked_outputs(patterns: Sequence[str] | None) -> list[str]:
 
 
 def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], str | None]:
-    """The command of a payload as a list of words, and the absolute path of the script of this machine that it runs, if any.
+    """Returns a payload's command as a list of words, and the absolute path of the script of this machine that it runs, or None.
 
     An existing file is a script, even with spaces in its path. Other text is split like a shell does, and is a script with
     arguments if its first word is an existing `.py` file. A list is used unchanged.
@@ -176,7 +181,7 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple
 
 
 def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
-    """The words of a command, and its script, from text; `is_path` means that the text is one path and is not split."""
+    """Returns the words of a command in a text, and its script or None; with `is_path` the text is a path and is not split."""
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
     argv, script = [text], _existing_file(text)
@@ -205,12 +210,12 @@ def _existing_file(text: str) -> str | None:
 
 
 def _without_literals(quoted: re.Match[str]) -> str:
-    """Quoted text without what a shell takes literally: in double quotes only variables have a meaning."""
+    """Returns quoted text with "_" for all that a shell takes literally; in double quotes only variables have a meaning to it."""
     return re.sub(r"\\.|[^\w$`({]", "_", quoted.group(), flags=re.DOTALL) if quoted.group().startswith('"') else "_"
 
 
 def _refuse_shell(text: str) -> None:
-    """Raise `ValueError` for text with shell syntax, as no shell runs it; lists are not checked, and may contain anything."""
+    """Raise `ValueError` for a command with shell syntax, because no shell runs it. Commands that are lists are not checked."""
     for index, word in enumerate(_WORD.findall(text)):
         bare = _QUOTED.sub(_without_literals, word)
         if _SHELL.fullmatch(bare) or (index == 0 and (bare in _BUILTINS or _ASSIGNMENT.match(bare))):
@@ -226,7 +231,10 @@ def _refuse_shell(text: str) -> None:
 
 
 def merge(base: C, own: C | None) -> C:
-    """The queue or launcher of a call: what `own` sets, and what `base` sets besides; `own` alone if its class is another one."""
+    """Returns a queue or launcher with the fields that `own` sets, and those of `base` for the others.
+
+    Returns `own` unchanged if its class is another one, and `base` if `own` is None.
+    """
     if own is None or type(own) is not type(base):
         return base if own is None else own
     fields = type(own).model_fields
@@ -236,7 +244,7 @@ def merge(base: C, own: C | None) -> C:
 
 
 def _without_contradictions(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """New values for the fields of a queue that contradict the `given` fields of the call."""
+    """Returns new values for the fields of the queue `base` that contradict the `given` fields of the call."""
     changes: dict[str, Any] = {}
     if given.get("mem") is not None:
         changes["mem_per_cpu"] = None
@@ -259,13 +267,16 @@ def _without_contradictions(base: SlurmQueueConfig, given: Mapping[str, Any]) ->
 
 
 def session_queue(queue: SlurmQueueConfig, session: SessionConfig) -> SlurmQueueConfig:
-    """The queue of a session's allocation: the resource's queue, with `num_nodes` and `time_limit` of the session if set."""
+    """Returns the queue of a session's allocation: the resource's, with `num_nodes` and `time_limit` of the session if set."""
     changes: dict[str, Any] = {"num_nodes": session.num_nodes, "time_limit": session.time_limit}
     return merge(queue, SlurmQueueConfig(**{name: value for name, value in changes.items() if value is not None}))
 
 
 def by_component(value: T | Mapping[str, T], names: Sequence[str], argument: str, default: T | None = None) -> dict[str, T]:
-    """The value of an argument of `run()` for each component; `default` is for those that a mapping leaves out."""
+    """Returns the value of an argument of `run()` for each component; `default` is for components that a mapping leaves out.
+
+    `argument` is the name of the argument, for the error message of a `ValueError`.
+    """
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
     known, values = ", ".join(map(repr, names)), {name: value.get(name, default) for name in names}

@@ -1,4 +1,4 @@
-"""`run(requires=…)`: what a payload's tasks and placement groups need of the Ray cluster, checked before submission."""
+"""The argument `requires` of `run()`: a check before submission that the Ray cluster can hold the resources a payload needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST = 4  # Most bundles that a message shows.
 
 @dataclass(frozen=True)
 class AskedNodes:
-    """Equal nodes of a Ray cluster, as launcher and queue ask for them."""
+    """Equal nodes of a Ray cluster, with the resources that launcher and queue request for each of them."""
 
     title: str
     count: int
@@ -33,10 +33,11 @@ class AskedNodes:
 
 
 def check_requires(requires: Any, nodes: Sequence[AskedNodes]) -> None:
-    """Raise `ValueError` if nodes that are asked for could not hold what is required even if nothing else ran there.
+    """Raise `ValueError` if the requested nodes could not hold the required bundles even if nothing else ran on them.
 
     Args:
-        requires: a list of bundles that are needed at the same time, as dictionaries; or by strategy such as "STRICT_SPREAD".
+        requires: a list of bundles that are needed at the same time, as dictionaries; or a mapping with such lists by placement
+            strategy, such as "STRICT_SPREAD".
         nodes: the nodes of the Ray cluster.
     """
     if not isinstance(requires, Mapping):
@@ -60,7 +61,7 @@ def check_requires(requires: Any, nodes: Sequence[AskedNodes]) -> None:
 
 
 def nodes_of_job(ray: RaySpec, request: JobRequest) -> list[AskedNodes]:
-    """The nodes of a Ray cluster in a job that is requested; an amount that Slurm chooses counts as unlimited."""
+    """Returns the nodes of a Ray cluster in a job that is requested; an amount that Slurm chooses counts as unlimited."""
     nodes = []
     for part in request.components:
         queue = part.queue
@@ -74,13 +75,13 @@ def nodes_of_job(ray: RaySpec, request: JobRequest) -> list[AskedNodes]:
 
 
 def nodes_of_machine(ray: RaySpec, machine: NodeResources) -> list[AskedNodes]:
-    """The nodes of a Ray cluster that local mode starts on this machine."""
+    """Returns the nodes of a Ray cluster that local mode starts on this machine."""
     names: list[str | None] = [each.component_id for each in ray.components] or [None]
     return [_asked(ray, name, 1, machine.num_cpus, machine.num_gpus, usable_memory(machine)) for name in names]
 
 
 def _asked(ray: RaySpec, component_id: str | None, count: int, cpus: float, gpus: float, memory: float) -> AskedNodes:
-    """Nodes with these amounts, as far as their launcher does not say others."""
+    """Returns nodes with these amounts of resources (`memory` in bytes), except for amounts that their launcher sets itself."""
     spec = node_spec(ray, component_id)
     resources = {
         "CPU": cpus if spec.num_cpus is None else spec.num_cpus,
@@ -96,7 +97,7 @@ def _asked(ray: RaySpec, component_id: str | None, count: int, cpus: float, gpus
 
 
 def _why(bundle: Bundle, nodes: Sequence[AskedNodes]) -> str:
-    """What the nodes have instead, and the fields that ask for more."""
+    """Returns the reason why no node can hold a bundle: what the nodes have, and the fields to change, for an error message."""
     short = [name for name in bundle.resources if all(name in lacking(bundle, each.node) for each in nodes)]
     names = short or sorted(bundle.resources)
     labels = sorted({rule.key for rules in bundle.selectors for rule in rules})

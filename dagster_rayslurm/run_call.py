@@ -86,7 +86,10 @@ def _run(resource: ComputeFields, context: dg.OpExecutionContext, extras: PipesE
 def submit(
     resource: ComputeFields, name: str, log: logging.Logger, detach: bool = False, **arguments: Any
 ) -> terminal.Finished | terminal.Detached:
-    """Run the payload of one call from a terminal, without Dagster; `name` stands for the step. Raises `RunFailure`."""
+    """Run the payload of one call from a terminal, without Dagster; with `detach`, return as soon as it has started.
+
+    `name` stands for the key of the step in names and messages. Raises `RunFailure`.
+    """
     if unused := _unused_fields(resource, arguments.get("environment") or resource.environment):
         log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
@@ -99,7 +102,7 @@ def submit(
 
 
 def example(resource: ComputeFields, **arguments: Any) -> str:
-    """The batch script or the command that a call would start, for a person to read; raises `RunFailure` if it is invalid."""
+    """Returns the batch script or command that a call would start, for a person to read; raises `RunFailure` if invalid."""
     with _configuration_errors():
         unused = ["slurm"] if _mode(resource) == ExecutionMode.LOCAL else []
         resource = resolve_variables(resource, type(resource).__name__, unused)
@@ -117,7 +120,7 @@ def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
 
 
 def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
-    """End the sessions with scope "run" of a Dagster run if all its steps have ended; called at the end of each process."""
+    """End the sessions with scope "run" of a Dagster run if all its steps have ended; called when a process of the run ends."""
     run, instance = context.run, context.instance
     if run is None or instance is None or run.execution_plan_snapshot_id is None:
         return
@@ -139,19 +142,22 @@ def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
 
 @dataclass(frozen=True)
 class EnvironmentSite:
-    """Where the environment of a resource's payloads is, and what they need of it."""
+    """The machine and directories where the environment of a resource's payloads is, and the settings for its installation."""
 
     connection: Connection
     base: str
     environment: Environment
-    queues: Sequence[SlurmQueueConfig]  # Of the nodes for which it is made; empty for the platform of the edge node.
+    queues: Sequence[SlurmQueueConfig]  # Of the nodes for which the environment is made; empty for the platform of the edge node.
     ray: RaySpec | None
     cache_dir: str
     retention_days: int
 
 
 def environment_site(resource: ComputeFields) -> EnvironmentSite:
-    """The site of a resource with every `EnvVar` resolved; raises `ValueError` if it has no cluster."""
+    """Returns where the environment of a resource is installed; raises `ValueError` if the resource has no cluster.
+
+    Every `EnvVar` of the resource must be resolved.
+    """
     if resource.slurm is None:
         raise ValueError("the resource has no cluster; give it one as ComputeResource(slurm=…)")
     connection = connection_to(resource.slurm.ssh)
@@ -170,7 +176,7 @@ def environment_site(resource: ComputeFields) -> EnvironmentSite:
 
 @dataclass
 class Call:
-    """A valid call of `ComputeResource.run`: its own arguments with every `EnvVar` resolved, and what they are merged to."""
+    """A valid call of `ComputeResource.run`: its arguments with every `EnvVar` resolved, merged with the resource's fields."""
 
     resource: ComputeFields
     payload_path: Payloads
@@ -242,7 +248,10 @@ class Call:
         return self.resource.slurm
 
     def _check(self, components: Sequence[HetComponent]) -> None:
-        """Raise `ValueError` for what the resource's mode and topology do not support; `components` are all that count."""
+        """Raise `ValueError` for a call that the resource's mode and topology do not support.
+
+        `components` are those of the call, or else those of the resource.
+        """
         resource, mode, local = self.resource, self.resource.mode, self.resource.mode == ExecutionMode.LOCAL
         check_slurm_mode(mode, resource.slurm, components)
         ray, slurm = self.merged if isinstance(self.merged, RayLauncher) else RayLauncher(), ExecutionMode.SLURM
@@ -286,7 +295,7 @@ class Call:
 
 
 def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
-    """The plan of a call (with topology "separate", the plans by component), and the backend, which has checked the plan."""
+    """Returns the plan of a call (with topology "separate", the plans by component), and the backend, which has checked it."""
     resource = call.resource
     plan_of: Callable[..., Plan] = partial(
         make_plan,
@@ -337,7 +346,7 @@ def _check_requires(call: Call, plan: Any) -> None:
 
 
 def choose_backend(call: Call) -> Backend:
-    """The backend for a call; raises `ValueError` if the environment or the components of a warm cluster cannot be used."""
+    """Returns the backend for a call; raises `ValueError` if the environment or a warm cluster's components cannot be used."""
     resource, environment = call.resource, call.environment or _environment(call.resource)
     if isinstance(environment, ContainerEnvironment) and resource.data_dir is not None:
         environment = environment.model_copy(update={"mounts": [*environment.mounts, resource.data_dir]})
@@ -387,7 +396,7 @@ def choose_backend(call: Call) -> Backend:
 
 
 def _log_origins(call: Call, log: Any) -> None:
-    """Say in the Dagster log where each value of a queue or launcher comes from that the call's was merged to."""
+    """Write to the Dagster log from which place each value of the merged launcher and queue comes."""
     merged: list[tuple[str, Any, Any, str]] = [("launcher", call.resource.default_launcher, call.launcher, "default_launcher")]
     if call.resource.mode != ExecutionMode.LOCAL:
         queue, by_session = call.slurm.queue, call.resource.mode == ExecutionMode.SLURM_SESSION
@@ -407,7 +416,10 @@ def _log_origins(call: Call, log: Any) -> None:
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
-    """The Ray cluster that local mode keeps warm for all payloads, and its components; none if the call brings its own."""
+    """Returns the Ray cluster that local mode keeps warm for all payloads, and its components.
+
+    Returns None and [] if the resource's components contradict each other, but the call brings its own.
+    """
     launcher = call.resource.default_launcher
     try:
         components = spanning_components(launcher, call.resource.components)
@@ -420,19 +432,19 @@ def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
 
 
 def _mode(resource: ComputeFields) -> str | None:
-    """The resource's mode; a variable is resolved here, because outside of a run Dagster does not resolve it."""
+    """Returns the resource's mode; a variable is resolved here, because outside of a run Dagster does not resolve it."""
     return resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
 
 
 def _data_dir(resource: ComputeFields) -> str | None:
-    """The data directory of payloads: absolute in local mode; else as the user wrote it, None for the default."""
+    """Returns the data directory of payloads: absolute in local mode; else as the user wrote it, None for the default."""
     if resource.mode != ExecutionMode.LOCAL:
         return resource.data_dir
     return os.path.abspath(os.path.expanduser(resource.data_dir or os.path.join(resource.local_base, "data")))
 
 
 def _environment(resource: ComputeFields) -> Environment:
-    """The Python environment of payloads, from `environment` or `pre_deployed_env_path`; raises `ValueError` for both."""
+    """Returns the Python environment of payloads, from `environment` or `pre_deployed_env_path`; raises `ValueError` for both."""
     path = resource.pre_deployed_env_path
     if path is None:
         return resource.environment
@@ -442,12 +454,12 @@ def _environment(resource: ComputeFields) -> Environment:
 
 
 def _is_ignored(resource: ComputeFields, path: str) -> bool:
-    """Whether local mode ignores the environment at `path`, because that path does not exist on this machine."""
+    """Returns True if local mode ignores the environment at `path`, because that path does not exist on this machine."""
     return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
 def _unused_fields(resource: ComputeFields, environment: object) -> str:
-    """What local mode ignores of the resource, and the environment of the call, as part of a sentence; "" for nothing."""
+    """Returns the fields of the resource, and the environment, that local mode ignores, as part of a sentence; "" for none."""
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path
     if path is not None and _is_ignored(resource, path):

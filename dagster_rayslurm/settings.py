@@ -1,4 +1,4 @@
-"""Settings of queue and launcher without code: in the metadata or `op_tags` of an asset, or the tags of a job or run."""
+"""Settings of queue and launcher without code: in the metadata or `op_tags` of an asset, or in the tags of a job or run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ _LAUNCHERS: dict[str, type[Launcher]] = {"ray": RayLauncher, "bash": BashLaunche
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that one place has for a step."""
+    """The settings of queue and launcher for a step from one place, such as the metadata of an asset."""
 
     place: str  # As the log and error messages name it, such as "op_tags".
     queue: SlurmQueueConfig | None
     launcher: Mapping[str, Any] | None
 
     def launcher_after(self, before: type[Launcher]) -> Launcher | None:
-        """The launcher with these fields, of the class that `kind` names or else of the class `before`; raises `ValueError`."""
+        """Returns the launcher with these fields, of the class that `kind` names or else of the class `before`.
+
+        Returns None without launcher settings; raises `ValueError` for invalid ones.
+        """
         if self.launcher is None:
             return None
         kind = self.launcher.get("kind")
@@ -43,13 +46,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Layered(Generic[C]):
-    """The fields of a queue or launcher that are set over the resource's, and the place from which each value comes."""
+    """The fields of a queue or launcher that override those of the resource, and the place from which each value comes."""
 
     own: C | None
     origins: Mapping[str, str]
 
     def over(self, place: str, fields: C | None) -> Layered[C]:
-        """This, with the fields that another place sets over it; an object of another class replaces all."""
+        """Returns the fields with those of another place, `fields`, set over them; `fields` of another class replace all."""
         if fields is None:
             return self
         given = fields.model_fields_set - {"kind"}
@@ -64,7 +67,10 @@ class Layered(Generic[C]):
 
 
 def parse(value: Any, place: str) -> Settings:
-    """The settings that are the value of `KEY` at a place, a dictionary or its JSON; raises `ValueError`, which names both."""
+    """Returns the settings in the value of the tag or metadata key `KEY` at a place: a dictionary, or a dictionary as JSON.
+
+    Raises `ValueError`, which names `KEY` and the place.
+    """
     where = f"{KEY} in {place}"
     value = getattr(value, "value", value)  # Of a metadata value.
     try:
@@ -93,7 +99,7 @@ def _make(cls: type[C], fields: Mapping[str, Any], place: str) -> C:
 
 
 def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settings]]:
-    """The settings of a step's assets and op, which `run()` overrides, and those of the run, which override `run()`.
+    """Returns the settings of a step's assets and op, which `run()` overrides, and those of the run, which override `run()`.
 
     Raises `ValueError` for invalid settings, and for assets of one step that contradict each other.
     """
@@ -105,7 +111,7 @@ def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settin
 
 
 def _of_metadata(assets_def: dg.AssetsDefinition) -> Iterator[tuple[Any, Settings]]:
-    """The settings in the metadata of assets and asset checks, with the key of each."""
+    """Yields the settings in the metadata of assets and asset checks, each after the key of its asset or check."""
     for what, specs in (("asset", assets_def.specs), ("asset check", assets_def.check_specs)):
         for spec in specs:
             if KEY in (spec.metadata or {}):
@@ -113,7 +119,7 @@ def _of_metadata(assets_def: dg.AssetsDefinition) -> Iterator[tuple[Any, Setting
 
 
 def _agreeing(settings: list[Settings]) -> list[Settings]:
-    """The same settings; raises `ValueError` if two of them have different values of one field."""
+    """Returns the settings unchanged; raises `ValueError` if two of them have different values of one field."""
     values: dict[str, tuple[Any, str]] = {}
     for each in settings:
         queue = each.queue and {name: getattr(each.queue, name) for name in each.queue.model_fields_set}
@@ -132,7 +138,7 @@ def _agreeing(settings: list[Settings]) -> list[Settings]:
 
 
 def check_loading(resource: object, launcher: type[Launcher]) -> None:
-    """Raise `ValueError` for invalid settings in the definitions from which Dagster takes this resource right now."""
+    """Raise `ValueError` for invalid settings in the `Definitions` object from which Dagster is loading this resource."""
     defs = _loading()
     if defs is None:
         return
@@ -144,7 +150,10 @@ def check_loading(resource: object, launcher: type[Launcher]) -> None:
 
 
 def _loading() -> dg.Definitions | None:
-    """The definitions that Dagster loads in a caller of this function; it passes them to no resource (Dagster 1.13)."""
+    """Returns the `Definitions` that Dagster is loading, or None.
+
+    Searches the call stack for them, because Dagster 1.13 passes them to no resource.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), dg.Definitions):
@@ -154,7 +163,10 @@ def _loading() -> dg.Definitions | None:
 
 
 def _of_definitions(defs: dg.Definitions, keys: set[str], alone: bool) -> Iterator[Settings]:
-    """The settings of steps that need a resource with one of these keys, and of jobs if there is no other such resource."""
+    """Yields the settings of steps that need a resource with one of these keys.
+
+    If no other resource has the same class (`alone`), the settings in the tags of jobs follow, too.
+    """
     for assets_def in (*(defs.assets or ()), *(defs.asset_checks or ())):
         if isinstance(assets_def, dg.AssetsDefinition) and assets_def.is_executable:
             made: list[Any] = [*assets_def.keys, *assets_def.check_keys]

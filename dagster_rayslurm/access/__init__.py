@@ -1,4 +1,5 @@
-"""The way in to a Ray cluster that runs: a stream to a relay on its head, and a proxy on this machine that knows its token.
+"""Access to a running Ray cluster from this machine: an HTTP proxy that adds Ray's token, and a stream to the head node.
 
-Begin with `proxy.Proxy`, which serves HTTP on the loopback address; `head.Head` keeps the stream, and `find` finds the cluster.
+Begin with `proxy.Proxy`, which serves HTTP on the loopback address. `head.Head` keeps the stream to a relay, a process on the
+head node that opens connections there, and `find` chooses the cluster by name.
 """

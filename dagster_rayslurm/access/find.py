@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, session or job that runs: choose it by name, and look whether it is still there."""
+"""Finds the running Ray cluster of a run, session or Slurm job by name, and checks later whether the cluster still runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NoCluster(ValueError):
 
 @dataclass(frozen=True)
 class Found:
-    """A Ray cluster that runs, with its run or session."""
+    """A running Ray cluster, with the run, session or job to which it belongs."""
 
     entry: Entry
     path: str  # The file that says how to reach the cluster.
@@ -32,7 +32,7 @@ class Found:
 
     @property
     def title(self) -> str:
-        """For sentences, such as "the run 1a2b3c4d-train-0123456789ab"."""
+        """The run, session or job as a phrase for sentences, such as "the run 1a2b3c4d-train-0123456789ab"."""
         return self.entry.title
 
     @property
@@ -42,9 +42,10 @@ class Found:
 
 
 def choose(ident: str, entries: Sequence[Entry]) -> Found:
-    """The cluster with dashboard that a name means, see `listing.named`; NoCluster says why there is none. Pure.
+    """Returns the running cluster that a name means, see `listing.named`. Pure.
 
-    Of a run in which each component has its own cluster, RUN/COMPONENT names one.
+    If each component of a run has a cluster of its own, RUN/COMPONENT names one of these clusters. Raises NoCluster if no
+    cluster, several, or one without dashboard has the name.
     """
     matching, component = named(ident, entries), ""
     if not matching:
@@ -72,15 +73,16 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
 
 
 def _name(entry: Entry, path: str) -> str:
-    """The name that means one cluster: that of the entry, with its component if each has its own cluster."""
+    """Returns the name of one cluster: that of its run or session, followed by "/COMPONENT" if each component has a cluster."""
     directory = os.path.dirname(path)
     return entry.name if directory == entry.directory else f"{entry.name}/{os.path.basename(directory)}"
 
 
 def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
-    """A function that reads again how to reach a cluster; it raises ClusterEnded if the cluster has ended, or OSError.
+    """Returns a function that reads again how to reach a cluster, and raises ClusterEnded if the cluster has ended, or OSError.
 
-    If its argument is True, the head did not answer, and it is asked whether the job or process is still there.
+    Call the function with True if the head node does not answer: then it also checks whether the Slurm job, or the process, still
+    runs.
     """
     connection = found.connection
 
@@ -104,7 +106,7 @@ def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
 
 
 def _is_gone(connection: Connection, access: ClusterAccess) -> bool:
-    """Whether the runtime lives no more, although a file says how to reach it: the job is over, or the process was killed."""
+    """Whether the job of a cluster is over, or without Slurm its process was killed, although its file is still there."""
     if access.job_id is None:
         return not is_running(access.pid)
     row = fetch_queue(connection).job(int(access.job_id))

@@ -1,4 +1,4 @@
-"""The stream to a relay on the head node: by TCP from the edge node, or by `srun --overlap`; opened again when it was lost."""
+"""A stream to a relay on the head node, by TCP from the edge node or by `srun --overlap`, which is opened again when lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..ssh.base import Backoff, Connection, ConnectionFailed
 
 T = TypeVar("T")
 
-# Seconds in which a TCP connection is made, and the runtime proves its identity.
+# Seconds in which a TCP connection must open, and the runtime prove its identity.
 _TCP_TIMEOUT = 3.0
 _HEAD_START = 0.7  # Seconds that TCP has before srun begins too: a firewall may drop packets without a word.
 _SRUN_TIMEOUT = 60.0
@@ -33,13 +33,14 @@ _MOST_NOISE = 65536  # Bytes that a shell and srun may print before the relay's 
 
 
 class ClusterEnded(Exception):
-    """Raised when there is no way to a cluster any more; the text is one sentence."""
+    """Raised when a cluster has ended, or can no longer be reached; the text is one sentence."""
 
 
 def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:
-    """A stream to a new relay on the head of a Slurm job, by the way that answers first; and whether it is by srun, as lines.
+    """Opens a stream to a new relay on the head node of a Slurm job, by TCP or srun, whichever answers first.
 
-    Raises ConnectionFailed if the edge node cannot be reached, another OSError if the head cannot.
+    Returns the stream, and True if it is that of srun, which carries the relay's data as encoded lines. Raises
+    ConnectionFailed if the edge node cannot be reached, another OSError if the head node cannot.
     """
     connection.home()  # A login that fails says why.
     answers: queue.Queue[tuple[socket.socket, bool] | OSError] = queue.Queue()
@@ -113,10 +114,10 @@ def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
 
 
 class Head:
-    """Keeps a stream to the head of one Ray cluster, for many connections to one of its ports.
+    """Keeps a stream to the head node of one Ray cluster, which carries many connections to one port of that node.
 
-    `find` says where the cluster is, and raises ClusterEnded when it has ended; its argument says whether the head is out of
-    reach. `say` is called with a sentence when the stream is lost, and when it is there again.
+    `find` returns how to reach the cluster, and raises ClusterEnded when the cluster has ended; it is called with True if the
+    head node cannot be reached. `say` is called with a sentence when the stream is lost, and when it is open again.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Head:
         self._ready = asyncio.Event()
 
     async def run(self) -> None:
-        """Keep the stream until the cluster has ended, which raises ClusterEnded."""
+        """Keeps the stream open until the cluster has ended; then raises ClusterEnded."""
         tasks = [asyncio.ensure_future(each) for each in (self._stay_connected(), self._check())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -144,7 +145,7 @@ class Head:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _check(self) -> None:
-        """Look whether the cluster is still there: a payload's may end while its node, and so the stream, stays."""
+        """Checks repeatedly whether the cluster still runs: a payload's cluster may end while the stream to its node stays."""
         while True:
             await asyncio.sleep(_CHECK)
             with contextlib.suppress(OSError):
@@ -173,13 +174,14 @@ class Head:
             outage = Backoff()
 
     async def until_ready(self, timeout: float) -> None:
-        """Wait for the stream; TimeoutError if it does not come in time."""
+        """Waits until the stream is open; raises asyncio.TimeoutError after `timeout` seconds."""
         await asyncio.wait_for(self._ready.wait(), timeout)
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Send `first` to the port, then copy both ways between it and a client until the server closes.
+        """Sends `first` to the port, then copies data both ways between the port and a client until the server closes.
 
-        Returns False, and leaves the client as it is, if there came no answer to a GET, which may be sent again.
+        Returns False, with nothing sent to the client, if `first` could not be sent, or is a GET or HEAD request that got no
+        answer; the caller may then send it again.
         """
         assert self._multiplexer is not None
         stream = await self._multiplexer.open(self._port)
@@ -212,7 +214,7 @@ class Head:
         return reader, writer
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Use a stream until it ends."""
+        """Forwards connections over a stream until the stream ends."""
         self._multiplexer = relay.Multiplexer(reader, writer)
         self._ready.set()
         try:
@@ -222,7 +224,7 @@ class Head:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """As `asyncio.to_thread`, but the end of the loop does not wait for a function that hangs."""
+    """Runs a function in a thread as `asyncio.to_thread` does, but so that the end of the loop does not wait for the thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Which user of this machine made a connection on the loopback address (proc(5), /proc/net/tcp)."""
+"""Finds which user of this machine opened a connection on the loopback address (proc(5), /proc/net/tcp)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Address = tuple[str, int]
 
 
 def is_own(peer: Address, here: Address) -> bool:
-    """Whether a process of this user made a connection between IPv4 addresses; True where the system does not tell."""
+    """Whether a process of this user opened the connection from `peer` to `here`, IPv4 addresses; True without /proc/net/tcp."""
     if not os.path.exists(_TABLES[0]):  # As on macOS.
         return True
     return owner(peer, here, _rows()) == os.geteuid()
 
 
 def owner(peer: Address, here: Address, rows: Iterable[str]) -> int | None:
-    """The id of the user whose process holds the connection's other end; None if no row of the tables tells. Pure."""
+    """Returns the id of the user whose process opened the connection from `peer` to `here`; None if no row shows it. Pure."""
     ends = [_hex(peer), _hex(here)]
     for row in rows:
         words = row.split()

@@ -1,8 +1,8 @@
-"""An HTTP proxy on the loopback address that adds Ray's token, for browsers and tools that know no tokens.
+"""An HTTP proxy on the loopback address that adds Ray's token, for browsers and tools that cannot send the token.
 
-Its URL begins with a secret path, so that web pages, which the user's browser shows, do not reach it; a tool that writes URLs
-into its output may send the secret as a header instead. On Linux it also serves processes of its own user only, so that another
-user gets nothing even with the URL, which may be among a command's arguments.
+The proxy's URL begins with a secret path, so that web pages in the user's browser cannot send requests to the proxy; a tool that
+prints URLs may send the secret as a header instead. On Linux the proxy also serves only processes of its own user, so that
+another user gets nothing even with the URL, which may be among a command's arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .peer import is_own
 
 _HEAD_TIMEOUT = 30.0  # Seconds in which a client sends the head of its request.
 _LINK_TIMEOUT = 20.0  # Seconds for which a request waits for a lost stream to the cluster.
-_TRIES, _PAUSE = 3, 0.2  # Tries of a request to which there came no answer, and seconds between two.
+_TRIES, _PAUSE = 3, 0.2  # Most attempts to send a request that gets no answer, and seconds between two of them.
 _LONGEST_HEAD = 65536
 _REQUEST = re.compile(rb"([A-Z]{1,20}) (/[\x21-\x7e]*) HTTP/1\.[01]")
 # Headers that the proxy sets itself, those for proxies, and those that would tell Ray or another service's server a secret:
@@ -31,25 +31,25 @@ SECRET_HEADER = "X-Rayslurm-Secret"
 
 
 class Upstream(Protocol):
-    """What the proxy needs of `head.Head`."""
+    """The methods of `head.Head` that the proxy calls."""
 
     async def until_ready(self, timeout: float) -> None:
-        """Wait until `forward` can be called; TimeoutError if that takes too long."""
+        """Waits until `forward` can be called; raises asyncio.TimeoutError after `timeout` seconds."""
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Send `first`, then copy both ways; False if there came no answer."""
+        """Sends `first` to the service, then copies data both ways; returns False if the request may be sent again."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the proxy itself."""
+    """An HTTP response that the proxy itself gives, such as an error."""
 
     status: str
     text: str
     location: str = ""
 
     def encode(self) -> bytes:
-        """The answer as HTTP."""
+        """Returns the bytes of the HTTP response."""
         body = (self.text + "\n").encode()
         lines = [f"HTTP/1.1 {self.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
         lines += ["Cache-Control: no-store", "Connection: close", *([f"Location: {self.location}"] if self.location else [])]
@@ -61,9 +61,9 @@ _FORBIDDEN = Answer("403 Forbidden", "Use the URL that `rayslurm dashboard` prin
 
 
 def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = True) -> bytes | Answer:
-    """The head of a request for the service on the head node's `port`, or the answer to a refused one. Pure.
+    """Returns the head of an HTTP request as sent on to the head node's `port`, or the response that refuses the request. Pure.
 
-    Without `strips` the service expects the secret at the beginning of its paths.
+    The path loses the secret at its beginning, unless `strips` is False because the service expects the secret there.
 
     Each request has a connection of its own, as only the head of the first request on a connection is read.
     """
@@ -101,22 +101,22 @@ def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = Tr
 
 
 class Proxy:
-    """Serves a port of one cluster's head node on the loopback address of this machine."""
+    """Serves one HTTP port of a cluster's head node on the loopback address of this machine."""
 
     def __init__(self, upstream: Upstream, token: str, port: int, secret: str | None = None) -> None:
-        """With `secret` the service knows it, and expects it at the beginning of its paths."""
+        """`secret` is given if the service expects it at the beginning of all paths; otherwise the proxy chooses one."""
         self._upstream, self._token, self._port, self._strips = upstream, token, port, secret is None
         self._secret = secret or secrets.token_urlsafe(24)
         self._server: asyncio.Server | None = None
         self.url = ""  # Set by `start`; without a slash at the end, as tools append paths to it.
 
     async def start(self, port: int = 0) -> None:
-        """Listen on a port, 0 for any that is free; raises OSError if it is taken."""
+        """Starts to listen on a port, any free one if `port` is 0; raises OSError if the port is taken."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=_LONGEST_HEAD)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/{self._secret}"
 
     async def close(self) -> None:
-        """Listen no more; open connections end with the event loop."""
+        """Stops listening; open connections end with the event loop."""
         if self._server is not None:
             self._server.close()
 
@@ -132,7 +132,7 @@ class Proxy:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer | None:
-        """Serve one request; returns the answer if it is the proxy's own."""
+        """Serves one request; returns the response to send if it is the proxy's own, None if the service's was forwarded."""
         if not is_own(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
             return _FORBIDDEN
         try:

@@ -1,4 +1,4 @@
-"""Serve a port of a cluster's head node until it ends: for a command that does nothing else, or beside a block of code."""
+"""Serves a port of a cluster's head node until the cluster ends (`serve`), or in the background of a block of code (`served`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_TIMEOUT = 90.0  # Seconds in which the first stream to the head must come
 
 @dataclass(frozen=True)
 class Service:
-    """What listens on a port of the head node's loopback address; see `Proxy`."""
+    """An HTTP server on a port of the head node's loopback address; `token` and `secret` are arguments of `Proxy`."""
 
     port: int
     token: str
@@ -28,7 +28,7 @@ class Service:
 
 
 def dashboard_of(access: ClusterAccess) -> Service:
-    """The dashboard of a cluster that has one."""
+    """Returns the Ray dashboard of a cluster as a service; the cluster must have a dashboard."""
     assert access.dashboard_port is not None  # `choose` refuses clusters without dashboard.
     return Service(access.dashboard_port, access.token)
 
@@ -36,9 +36,10 @@ def dashboard_of(access: ClusterAccess) -> Service:
 async def serve(
     found: Found, say: Callable[[str], None], ready: Callable[[str], Any], port: int = 0, service: Service | None = None
 ) -> None:
-    """Serve until the cluster ends, which raises ClusterEnded. `ready` is called with the URL once the cluster is reached.
+    """Serves a service of a cluster, by default the Ray dashboard, until the cluster ends; then raises ClusterEnded.
 
-    The service is the dashboard if none is named.
+    It listens on `port` of this machine, any free one for 0. `ready` is called with the URL once the cluster is reached, and
+    `say` with a sentence when the connection is lost or restored.
     """
     service = service or dashboard_of(found.access)
     head = Head(found.connection, found.access, look_again(found), say, service.port)
@@ -62,7 +63,10 @@ async def serve(
 
 @contextlib.contextmanager
 def served(found: Found, say: Callable[[str], None], service: Service | None = None) -> Iterator[str]:
-    """The URL of a service, or of the cluster's dashboard, inside the block; raises ClusterEnded if it cannot be reached."""
+    """Serves a service, by default the Ray dashboard, inside the block, and yields its URL.
+
+    Raises ClusterEnded if the cluster cannot be reached. `say` is called with a sentence when the connection is lost or restored.
+    """
     url: Future[str] = Future()
     loop = asyncio.new_event_loop()
     task = loop.create_task(serve(found, say, url.set_result, service=service))

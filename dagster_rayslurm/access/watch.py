@@ -1,4 +1,4 @@
-"""What `rayslurm top` shows of a Ray cluster, from the answers of the dashboard's interfaces (tried on Ray 2.60). Pure."""
+"""The state of a Ray cluster for `rayslurm top`, parsed from answers of the Ray dashboard (tried on Ray 2.60). Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Paths of the dashboard, asked for in turn, one at a time: the head answers each from what it has, whatever the number of nodes.
+# Paths of the dashboard, requested one at a time; the head node answers each without asking the other nodes.
 QUERIES = {
     "nodes": "/nodes?view=summary",
     "tasks": "/api/v0/tasks/summarize",
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the cluster; memory in bytes. What it may use is what Ray was given there."""
+    """One node of the cluster, memory in bytes; `resources` and totals are the amounts that Ray may use there."""
 
     name: str
     address: str
@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is known of a cluster; each answer replaces its part."""
+    """The state of a cluster as far as it is known; each answer of the dashboard replaces one field."""
 
     nodes: tuple[Node, ...] = ()
     tasks: Counts = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Snapshot:
     payloads: tuple[Mapping[str, Any], ...] = ()  # Of a session, in the order of its queue.
 
     def with_answer(self, query: str, answer: Any) -> Snapshot:
-        """The snapshot after an answer to one of the queries; raises ValueError if it has another form."""
+        """Returns a copy with the dashboard's answer in the field `query`; raises ValueError for an answer of unknown form."""
         try:
             return replace(self, **{query: _READERS[query](answer)})
         except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -68,7 +68,7 @@ class Snapshot:
 
     @property
     def totals(self) -> Mapping[str, float]:
-        """The resources of all living nodes."""
+        """The resources of all living nodes together, by name."""
         total: Counter[str] = Counter()
         for node in self.nodes:
             if node.alive:
@@ -77,7 +77,7 @@ class Snapshot:
 
     @property
     def never(self) -> list[str]:
-        """Sentences about tasks and placement groups that ask for what no living node has at all."""
+        """Sentences about tasks and placement groups that wait for resources which no living node has."""
         alive = [node for node in self.nodes if node.alive]
         if not alive:
             return []
@@ -94,7 +94,7 @@ class Snapshot:
 
 
 def state_counts(counts: Counts) -> Counter[str]:
-    """How many tasks or actors are in each state."""
+    """Returns the number of tasks or actors in each state."""
     total: Counter[str] = Counter()
     for each in counts.values():
         total.update(each)
@@ -131,7 +131,7 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts node10 behind node9."""
+    """Returns a sort key by which node10 comes after node9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 

@@ -1,4 +1,4 @@
-"""What all backends share: their interface to execution, the run directory, how a payload is ended, and the sweep of a base."""
+"""Code that all backends share: their protocols, a run directory's files, cancelling a payload, and removing old files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..slurm.shared_queue import fetch_queue
 from ..ssh.base import Connection
 from .ownership import UNCONTESTED, Ownership
 
-_INTERVAL = 1.0  # Seconds between two attempts to deliver a request.
+_INTERVAL = 1.0  # Seconds between two attempts to deliver a cancel request.
 # Seconds within which a further signal belongs to the same interrupt: Ctrl-C reaches a step process twice, from the terminal
 # and from Dagster's multiprocess executor.
 _REPEATED = 1.0
@@ -37,7 +37,7 @@ _REPEATED = 1.0
 
 @dataclass(frozen=True)
 class Layout:
-    """The directories below the base directory, the same on this machine and on a cluster."""
+    """The paths of the directories below a base directory, with the same names on this machine and on a cluster."""
 
     base: Path
 
@@ -50,13 +50,13 @@ class Layout:
 
     @classmethod
     def here(cls, local_base: str) -> Layout:
-        """The directories on this machine."""
+        """Returns the layout below `local_base`, a directory of this machine; a tilde means the home directory."""
         return cls(Path(os.path.abspath(os.path.expanduser(local_base))))
 
 
 @dataclass(frozen=True)
 class Step:
-    """The Dagster step that runs a payload: one attempt at it, and this attempt's ownership of the payload."""
+    """One attempt at a Dagster step that runs a payload, with the attempt's ownership of the payload."""
 
     run_id: str
     step_key: str
@@ -67,7 +67,7 @@ class Step:
 
 
 class RunningPayload(Protocol):
-    """A payload whose runtime was started, or waits in Slurm's queue. What it does not say is that of a local process."""
+    """A payload whose runtime was started or waits in Slurm's queue. The defaults in this class suit a local process."""
 
     cluster_id: str  # Name of the Ray cluster.
     job_id: str | None = None  # Slurm's job id; None without Slurm.
@@ -79,10 +79,13 @@ class RunningPayload(Protocol):
         return False
 
     def poll(self, evidence: Evidence) -> str | None:
-        """How the runtime ended, in words; None while it lives. RunFailure: it can never start, or waited for too long."""
+        """Returns how the runtime ended, in words; None while it lives.
+
+        Raises RunFailure if the runtime can never start, or has waited for too long.
+        """
 
     def cancel(self, now: bool = False) -> None:
-        """Ask the runtime to end the payload, at once or after its grace period."""
+        """Ask the runtime to end the payload: at once with `now`, otherwise after a grace period."""
 
     def kill(self) -> None:
         """End the runtime and all its processes at once."""
@@ -91,14 +94,15 @@ class RunningPayload(Protocol):
         """Add logs and Slurm's accounting to the evidence; called if the record alone does not explain the end."""
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
-        """What this backend adds to the Dagster metadata of a result or failure, such as the Slurm job id."""
+        """Returns the Dagster metadata that this backend adds to a result or failure, such as the Slurm job id."""
         return {}
 
     def release(self, evidence: Evidence) -> None:
         """Stop watching the runtime; first end a runtime that must not go on, such as one that never started."""
 
 
-# Callback to which a backend passes each running payload at once; a registered payload is released whatever happens.
+# Callback that a backend calls with each payload as soon as the payload's runtime was started. `release` of such a payload is
+# called later, even after an error.
 Register = Callable[[RunningPayload], None]
 
 Plans = Mapping[str, Plan]  # Plans by name of their component, in the order of the components in the job.
@@ -109,38 +113,38 @@ class Backend(Protocol):
 
     @property
     def connection(self) -> Connection:
-        """Reaches the files on the machine or cluster where runtimes run."""
+        """The connection to the machine or cluster where runtimes run."""
 
     @property
     def layout(self) -> Layout:
-        """The directories on that machine or cluster; the first access may ask the cluster."""
+        """The directories on the machine or cluster where runtimes run; the first access may connect to the cluster."""
 
     @property
     def cadence(self) -> Cadence:
-        """How often records are read."""
+        """The pauses between two reads of a payload's run record."""
 
     def check(self, plan: Any, /) -> None:
-        """Refuse a plan that this backend cannot run, by a ValueError that names the field, before anything starts."""
+        """Raise a ValueError, which names the configuration field, if this backend cannot run a plan; nothing is started."""
 
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
-        """Write the run directory, new unless the step reattached, and start the runtimes; raises StartError or OSError."""
+        """Start the runtimes in a run directory, which is created unless the step reattached; raises StartError or OSError."""
 
     def example(self, plan: Any, /) -> str:
-        """The command or batch script of a plan, to read; words in capitals stand for values known only at the start."""
+        """Returns the command or batch script of a plan, for display; words in capitals stand for values not known before."""
 
     def sweep(self, retention_days: float) -> None:
-        """Remove files that were not used for `retention_days` from the machine or cluster where runtimes run."""
+        """Remove run directories and other files not used for `retention_days` from the machine or cluster where runtimes run."""
 
 
 @runtime_checkable
 class CanReattach(Protocol):
-    """A backend whose payloads outlive the Dagster process, so that a later attempt can take them over."""
+    """A backend whose payloads outlive the Dagster process, so that a later attempt at the step can continue them."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         """Whether the payload of a run directory runs this plan and has not failed, so that `start` can continue it."""
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
-        """End such a payload whose last owner died after it had begun to end the payload; raises StartError or OSError."""
+        """End the payload of a run directory whose owner died while it was ending the payload; raises StartError or OSError."""
 
 
 @runtime_checkable
@@ -148,19 +152,19 @@ class CanExclude(Protocol):
     """A backend whose jobs can avoid nodes that failed a health check."""
 
     def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
-        """Note nodes that failed a health check for all runs of this user; raises OSError."""
+        """Record nodes that failed a health check, so that later jobs of this user can avoid them; raises OSError."""
 
     def exclusion_for_plan(self, plan: Any, /) -> Exclusion:
-        """Which nodes a new job for a plan would avoid; raises OSError."""
+        """Returns the nodes that a new job for a plan would avoid; raises OSError if the cluster or Slurm does not answer."""
 
 
 # ---- Files
 
 
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
-    """The files that a run directory has before its runtime starts, by name.
+    """Returns the content of the files that a run directory has before its runtime starts, by file name.
 
-    Those of the record are empty: on NFS, a file that was once looked for in vain stays missing for a minute.
+    The files of the run record are empty: on NFS, a file that was looked up before it existed stays missing for a minute.
     """
     files = {PAYLOAD: to_json(plan.payload), CONTEXT: json.dumps(context), JOURNAL: "", STDIO: ""}
     if plan.secret_env:
@@ -176,18 +180,18 @@ def write_run_dir(connection: Connection, run_dir: str, files: Mapping[str, byte
 
 
 def cancel_request_json(now: bool) -> str:
-    """A cancel request as the runtime reads it; `now` leaves the payload no grace period."""
+    """Returns a cancel request as the JSON text that the runtime reads; `now` leaves the payload no grace period."""
     return json.dumps({"op": Operation.CANCEL, "now": now})
 
 
 def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> None:
-    """Ask the runtime of a run directory to end its payload, at once or after its grace period."""
+    """Ask the runtime of a run directory to end the payload: at once with `now`, otherwise after a grace period."""
     connection.write(os.path.join(run_dir, CANCEL), cancel_request_json(now).encode())
 
 
 @dataclass
 class CancelRequest:
-    """The cancel request for one payload: made by `send`, and repeated by `resend` until it is delivered."""
+    """The request to end one payload: `send` sends the request, and `resend` repeats it until it is delivered."""
 
     deliver: Callable[[bool], Any]  # Called with `now` to deliver the request; raises OSError on failure.
     log: Any
@@ -197,13 +201,13 @@ class CancelRequest:
     sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
 
     def send(self, now: bool) -> None:
-        """Send a request, unless an equal one was sent; a request without a grace period replaces one with a grace period."""
+        """Send the request to end the payload, unless it was sent before; `now` replaces a request with a grace period."""
         if self.now is None or now > self.now:
             self.now, self.delivered, self.sent_at = now, False, -math.inf
             self.resend()
 
     def resend(self) -> None:
-        """Repeat a request that was not delivered, at most once a second."""
+        """Send the request again if it was not delivered, at most once a second."""
         if self.now is None or self.delivered or time.monotonic() - self.sent_at < _INTERVAL:
             return
         try:
@@ -216,7 +220,7 @@ class CancelRequest:
         self.sent_at = time.monotonic()
 
     def resend_for(self, evidence: Evidence) -> None:
-        """Resend the request; mark the payload unreachable in the evidence if a request without grace period cannot arrive."""
+        """Call `resend`; if a request without grace period cannot be delivered, mark the payload unreachable in the evidence."""
         self.resend()
         if self.now and self.error is not None:
             evidence.unreachable = str(self.error)
@@ -224,7 +228,7 @@ class CancelRequest:
 
 @contextmanager
 def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
-    """Call `take` with each SIGINT or SIGTERM inside the block, in the main thread; afterwards the former handlers are back."""
+    """Call `take` with the number of each SIGINT or SIGTERM that arrives in the block. No effect outside the main thread."""
     with ExitStack() as stack:
         for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
             # getsignal returns None for a handler that Python did not install; such a handler cannot be restored.
@@ -247,7 +251,10 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt; yields whether another one came since."""
+    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt.
+
+    Yields a function that returns True once another signal has come, later than a second after the block began.
+    """
     ignored_until = time.monotonic() + _REPEATED
     later: list[int] = []
     with _handled_by(lambda signum: later.append(signum) if time.monotonic() > ignored_until else None):
@@ -259,9 +266,9 @@ def sweep_remote(
 ) -> list[str]:
     """Remove run directories, sessions, bundles and runtimes not used for `retention_days`, and leftovers of killed processes.
 
-    A session's directory stays while its job may live. The newest directory of a session's name stays as long as anybody
-    looks for that session, because its number determines the next number. A bundle or runtime stays while a run or session
-    names it. One process on any machine sweeps in `every_minutes` (0: all do).
+    The directory of a session's allocation stays while its job may live. The newest one of each session stays as long as any
+    process looks for that session, because its number determines the next number. A bundle or runtime stays while a run or
+    session names it. Only one process, on whatever machine, sweeps within `every_minutes`; with 0 each call sweeps.
 
     Returns the removed paths, relative to the base directory. Raises OSError if the cluster cannot be reached, the base
     directory cannot be written, or the timeout is over; a later sweep removes the rest.

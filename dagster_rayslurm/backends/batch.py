@@ -48,7 +48,7 @@ CLUSTER = "slurm-"  # Prefix of a Ray cluster's id in Slurm mode; the nonce that
 
 @dataclass(frozen=True)
 class ClusterBackend:
-    """What backends have in common that run payloads on a Slurm cluster."""
+    """Base class of the backends that run payloads on a Slurm cluster."""
 
     slurm: SlurmResource
     # Whether jobs avoid the nodes that failed a health check in this user's runs.
@@ -63,15 +63,18 @@ class ClusterBackend:
         return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
     def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
-        """Note nodes that failed a health check for all runs of this user; raises OSError."""
+        """Record nodes that failed a health check, so that later jobs of this user can avoid them; raises OSError."""
         remember(self.connection, str(self.layout.base), nodes)
 
     def exclusion(self, request: JobRequest) -> Exclusion:
-        """Which nodes a job must avoid; raises OSError if the cluster cannot be asked."""
+        """Returns the nodes that a job must avoid, none unless `avoids_unhealthy`.
+
+        Raises OSError if the cluster or Slurm does not answer.
+        """
         return exclusion_for(self.connection, str(self.layout.base), request) if self.avoids_unhealthy else Exclusion()
 
     def avoiding(self, request: JobRequest, step: Step) -> JobRequest:
-        """The request, without the nodes that failed a health check; the Dagster log names them."""
+        """Returns the job request with the nodes excluded that failed a health check, and logs the names of these nodes."""
         try:
             exclusion = self.exclusion(request)
         except SlurmUnanswered as error:
@@ -96,20 +99,20 @@ class ClusterBackend:
 
 @dataclass(frozen=True)
 class JobBackend(ClusterBackend):
-    """What backends have in common that submit a Slurm job for each step."""
+    """Base class of the backends that submit a Slurm job for each step."""
 
     queue: SlurmQueueConfig
     environment: Environment
     queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
     patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
-    components: tuple[Component, ...] = ()  # Of a heterogeneous job, in order, each with its own queue.
-    # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
+    components: tuple[Component, ...] = ()  # The components of a heterogeneous job, in order.
+    # Function that returns the `MakeWay` for a waiting job, from connection, base directory and log; None ends no idle sessions.
     make_way: Callable[[Connection, str, Any], MakeWay] | None = None
     cadence: Cadence = _CADENCE
     detect_platform: bool = True  # Whether environments are made for the compute nodes' platform, or for the edge node's.
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
-        """Deliver a plan's files to the cluster; returns them, the Python that runs the plan, and the path of the runtime."""
+        """Send a plan's files to the cluster; returns the files, the Python that runs the plan, and the path of the runtime."""
         base = str(self.layout.base)
         packed = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
         with remote_base_errors(base):
@@ -118,7 +121,10 @@ class JobBackend(ClusterBackend):
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
-        """Cancel the job by its name on an error or interrupt inside: Slurm may have accepted it though no answer arrived."""
+        """Cancel the job by its name if the block fails or is interrupted: Slurm may have accepted it although no answer arrived.
+
+        After SubmissionRefused there is no job to cancel.
+        """
         try:
             yield
         except SubmissionRefused:
@@ -129,7 +135,7 @@ class JobBackend(ClusterBackend):
             raise
 
     def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
-        """Submit a job, unless the run directory names one already; call it within `cancel_on_error`."""
+        """Submit a job, unless the run directory has the id of one; returns the job. To be called inside `cancel_on_error`."""
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
@@ -148,7 +154,7 @@ class JobBackend(ClusterBackend):
         )
 
     def interpreter_for(self, plan: Plan, step: Step) -> Interpreter:
-        """Returns the Python of the environment, which is sent if need be, after a check that this Python can run the plan."""
+        """Send the environment if the cluster lacks it, check that its Python can run the plan, and return that Python."""
         queues = [each.queue for each in self.components] or [self.queue] if self.detect_platform else []
         environment = send_environment(self.connection, self.environment, str(self.layout.base), step.log, queues)
         return check_environment_on(self.connection, environment, plan.ray, plan.uses_pipes, str(self.layout.environments))
@@ -198,15 +204,15 @@ class BatchBackend(JobBackend):
     def _prepare(
         self, plan: Plan, run_dir: str, step: Step, submits: bool = False
     ) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Deliver a plan's files to the cluster; returns them, the request to Slurm, and the files that state the request.
+        """Send a plan's files to the cluster; returns the files, the job request, and the run directory's files made from it.
 
-        If the caller `submits` the job, the request avoids nodes that failed a health check.
+        If the caller `submits` the job, the job request excludes nodes that failed a health check.
         """
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
         name = job_name(step.step_key, plan.payload.nonce)
         request = self._request(plan, job_name=name, comment=job_comment(step.run_id, step.step_key, step.partition_key))
-        leading_queue = self.components[0].queue if self.components else self.queue  # Has the whole job's options.
+        leading_queue = self.components[0].queue if self.components else self.queue  # Has the options of the whole job.
         spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, leading_queue)
         lasting = replace(spec, control_key="", control_ports=[])
         asked = job_script(replace(request, comment=""), interpreter, runtime, run_dir, self.slurm)
@@ -233,7 +239,7 @@ class BatchBackend(JobBackend):
 
 
 def absolute(connection: Connection, path: str) -> str:
-    """The path as an absolute path on the cluster; a tilde means the home directory there."""
+    """Returns the absolute form of a path on the cluster; a tilde means the home directory on the cluster."""
     return os.path.normpath(expand_home(connection, path))
 
 
@@ -264,13 +270,16 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
 
 
 def cluster_nonce(cluster_id: str) -> str | None:
-    """Returns the nonce in the id of a Ray cluster; None if the text is no such id."""
+    """Returns the nonce in a Ray cluster's id, such as "slurm-0123456789ab"; None if the text is no such id."""
     match = re.fullmatch(rf"{CLUSTER}([0-9a-f]{{12}})", cluster_id)
     return match[1] if match else None
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the Slurm job of a Ray cluster; returns whether there was one. StartError: Slurm does not confirm its end."""
+    """Cancel the Slurm job of a Ray cluster; returns whether there was one.
+
+    Raises StartError if Slurm does not confirm the end of the job.
+    """
     nonce = cluster_nonce(cluster_id)
     if nonce is None:
         return False
@@ -312,7 +321,7 @@ def job_script(
 
 
 def example_script(request: JobRequest, slurm: SlurmResource, role: str = "node", directory: str = "runs/RUN_DIR") -> str:
-    """Returns the batch script of a request, with words in capitals for values that are known only at submission."""
+    """Returns the batch script of a job request for display, with words in capitals for values known only at submission."""
     base = slurm.remote_base
     python, runtime = Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz"
     return job_script(request, python, runtime, f"{base}/{directory}", slurm, role)

@@ -1,4 +1,4 @@
-"""All runs, sessions and other Slurm jobs of a user on a cluster, and the runs on this machine, whatever started them."""
+"""List and find a user's runs, sessions and other Slurm jobs on a cluster, and the runs and sessions on this machine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .sessions.local import list_sessions
 from .sessions.registry import Generation, generation_of
 
 _TIMEOUT = 120.0  # Seconds for squeue.
-_SHORTEST = 4  # Characters of the beginning of a name that name an entry.
+_SHORTEST = 4  # Fewest characters of the beginning of a name that find an entry.
 
 
 class Kind(TextEnum):
-    """What an entry is."""
+    """The kinds of entries in a listing."""
 
     RUN = "run"  # One payload: of a Dagster step, or of `rayslurm submit`.
     SESSION = "session"
@@ -39,14 +39,14 @@ class Kind(TextEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One run, session or job."""
+    """One run, session or Slurm job in a listing."""
 
     kind: Kind
-    name: str  # Of the run directory, the session or the job.
+    name: str  # Name of the run directory, the session or the job.
     state: str
     connection: Connection
     directory: str = ""  # "" for a job.
-    says: str = ""  # The last word of a run, or why a job waits.
+    says: str = ""  # The last message of a run, or why a job waits.
     job_id: str | None = None
     cluster_id: str | None = None
     node: str | None = None
@@ -54,33 +54,34 @@ class Entry:
     at: float | None = None  # When the state began, or else when the entry last changed.
     exit_code: int | None = None
     generation: Generation | None = field(default=None, repr=False)
-    run_id: str = ""  # Of the Dagster run.
+    run_id: str = ""  # Id of the Dagster run.
     words: frozenset[str] = frozenset()  # Other names of a run: its step and its assets.
-    clusters: Mapping[str, ClusterAccess] = field(default_factory=dict, repr=False)  # By the path of the file that tells of each.
+    # How to reach the Ray clusters of a run or session, by the path of the file that describes the cluster.
+    clusters: Mapping[str, ClusterAccess] = field(default_factory=dict, repr=False)
 
     @property
     def title(self) -> str:
-        """For sentences."""
+        """The kind and the name of the entry, for messages."""
         return f"the {self.kind.value} {self.name}"
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the run, session or job has ended, or was never submitted."""
         return self.state in (*_OVER, *map(str, (SessionState.ENDED, SessionState.DEAD)))
 
     def row(self) -> dict[str, Any]:
-        """The entry as JSON."""
+        """Returns the entry as a dictionary for JSON."""
         names = ("name", "says", "job_id", "cluster_id", "node", "partition", "at", "exit_code", "directory")
         shown = {"kind": self.kind.value, **{name: getattr(self, name) for name in names}}
         return {**shown, "state": str(self.state), "place": self.connection.place}
 
 
 _ENDED, _LOST, _UNKNOWN = "ended", "lost", "unknown"
-_OVER = (_ENDED, _LOST, _UNKNOWN)  # A run is unknown whose runtime has not started, and which has no job: it was not submitted.
+_OVER = (_ENDED, _LOST, _UNKNOWN)  # A run that has no job and no started runtime is "unknown": it was not submitted.
 
 
 def list_all(connection: Connection, base: str) -> list[Entry]:
-    """What is below a base directory and in Slurm's queue, by one call; on this machine's own base without Slurm.
+    """Returns the runs and sessions below a base directory, and the user's other jobs in Slurm's queue, by one remote call.
 
     Raises OSError if the cluster or Slurm does not answer.
     """
@@ -101,14 +102,18 @@ def list_all(connection: Connection, base: str) -> list[Entry]:
 
 
 def list_here(base: str) -> list[Entry]:
-    """The runs and sessions of the local mode."""
+    """Returns the runs and the live sessions of local mode on this machine, below the base directory of local mode."""
     here = LocalConnection()
     runs = [_run(here, base, each, None) for each in edge_runs.runs(os.path.join(base, "runs"))]
     return [*runs, *(_session(here, each, None) for each in list_sessions(Layout.here(base)))]
 
 
 def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
-    """The entries with a name, job id or cluster id; else those of a Dagster run, step or asset; else those that begin so."""
+    """Returns the entries to which `ident` refers.
+
+    Those are the entries with this name, job id or cluster id; if there are none, those of this Dagster run, step or asset; if
+    there are none of these either, those whose name or Dagster run id begins with `ident`.
+    """
     exact = [each for each in entries if ident and ident in (each.name, each.job_id, each.cluster_id)]
     exact = exact or [each for each in entries if ident and (ident == each.run_id or ident in each.words)]
     if exact or len(ident) < _SHORTEST:
@@ -117,7 +122,10 @@ def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def find(ident: str, entries: Sequence[Entry]) -> Entry:
-    """The one entry with a name, see `named`; of a step or asset the newest run. Raises ValueError for none, and for several."""
+    """Returns the one entry to which `ident` refers (see `named`); for a step or asset, its newest run.
+
+    Raises ValueError if there is no such entry, or there are several.
+    """
     matching = named(ident, entries)
     # A session and its payloads share a job. Of several generations of a session the newest is meant.
     sessions = [each for each in matching if each.kind == Kind.SESSION and ident in (each.name, each.job_id, each.cluster_id)]
@@ -178,7 +186,7 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
 
 
 def access_in(content: Any) -> ClusterAccess | None:
-    """How to reach a Ray cluster, from the content of its file; None if it is damaged, or of another version."""
+    """Returns how to reach a Ray cluster, from the parsed content of its file; None if damaged or of another version."""
     try:
         return from_fields(ClusterAccess, content) if content else None
     except SpecError:
@@ -186,7 +194,7 @@ def access_in(content: Any) -> ClusterAccess | None:
 
 
 def is_running(pid: object) -> bool:
-    """Whether a process of this machine lives."""
+    """Whether a process of this machine lives; True also if `pid` is not an integer, because the process is then unknown."""
     if not isinstance(pid, int):
         return True
     try:
@@ -200,7 +208,7 @@ def is_running(pid: object) -> bool:
 
 def _session(connection: Connection, generation: Generation, snapshot: QueueSnapshot | None) -> Entry:
     said = generation.announcement
-    if snapshot is None:  # Of this machine: only those that live are listed.
+    if snapshot is None:  # On this machine only live sessions are listed.
         row, state = None, SessionState.UP
     else:
         row = job_of(generation, snapshot)
@@ -238,7 +246,7 @@ def _job(connection: Connection, row: QueueRow) -> Entry:
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object in a file's content; empty if it is damaged, or something else."""
+    """Returns the JSON object in a file's content as a dictionary; an empty one if the content is damaged or no object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -38,7 +38,7 @@ _KEEPER_TIMEOUT = 5.0  # Seconds in which the keeper (the process that watches a
 
 @dataclass(frozen=True, kw_only=True)
 class ThisMachine:
-    """What backends have in common whose payloads run on this machine."""
+    """Base class of the backends that run payloads on this machine."""
 
     layout: Layout
     interpreter: Interpreter
@@ -47,7 +47,7 @@ class ThisMachine:
     cadence: Cadence = LOCAL_CADENCE
 
     def sweep(self, retention_days: float) -> None:
-        """Do nothing, as this machine is swept in every mode."""
+        """Do nothing: in every mode, the caller itself removes old files from this machine."""
 
 
 class LocalBackend(ThisMachine):
@@ -83,12 +83,12 @@ class LocalBackend(ThisMachine):
         )
 
     def on_this_machine(self, ray: RaySpec, components: Sequence[ComponentSpec]) -> RaySpec:
-        """The Ray cluster with all its components simulated here."""
+        """Returns the settings of a Ray cluster for this machine alone, on which its components are simulated."""
         return replace(on_one_machine(ray, components, resources.count_cpus(os.environ)), simulate=self.simulate)
 
 
 class OwnRuntime(RunningPayload):
-    """The runtime of one payload, as a child process; it ends when its standard input closes, so at the latest with Dagster."""
+    """The runtime of one payload, as a child process; it ends when its standard input closes, at the latest when Dagster ends."""
 
     def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
         self.cluster_id = cluster_id
@@ -132,7 +132,7 @@ def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directo
 
 
 def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:
-    """Start a runtime with its log, in a process session of its own, so that Ctrl-C in a terminal reaches only Dagster."""
+    """Start a runtime that logs into its directory, in a process session of its own, so that Ctrl-C reaches only Dagster."""
     with open(os.path.join(directory, RUNTIME_LOG), "ab") as log:
         return subprocess.Popen(command, cwd=directory, stdin=stdin, stdout=log, stderr=log, start_new_session=True)
 
@@ -143,7 +143,10 @@ def reap_later(process: subprocess.Popen[bytes]) -> None:
 
 
 def lacking(plan: Plan, *units: str) -> str | None:
-    """A sentence about the first requirement of a plan, counted in one of `units`, that this machine does not meet; or None."""
+    """Returns a sentence about the first requirement of a plan that this machine does not meet; None if there is none.
+
+    Only requirements in one of the `units` are checked: "CPUs", "GPUs" or "GiB".
+    """
     for label, footprint in _footprints(plan):
         asked = tuple(want for want in footprint if want.unit in units and want.amount is not None)
         problem = footprint_error(asked, resources.detect(with_gpus="GPUs" in units)) if asked else None
@@ -153,7 +156,10 @@ def lacking(plan: Plan, *units: str) -> str | None:
 
 
 def _footprints(plan: Plan) -> list[tuple[str, Footprint]]:
-    """Returns the resources that each node of a plan needs, with the component's label; GPUs of components are simulated."""
+    """Returns the resources that each node of a plan needs, each after a label that names the component, or "".
+
+    GPUs of components are left out, as they are simulated.
+    """
     if not plan.components:
         return [("", plan.footprint)]
     nodes = plan.ray.components if plan.ray is not None else []

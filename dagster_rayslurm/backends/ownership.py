@@ -43,7 +43,10 @@ class Ownership:
     _confirmed: bool = False
 
     def take_over(self) -> bool:
-        """Try to become the owner; False if the present one has begun to end or judge the payload. May raise OSError."""
+        """Try to become the owner of the payload; returns whether this attempt is the owner now. May raise OSError.
+
+        That fails if the present owner has begun to end or judge the payload, or has removed the run directory.
+        """
         for _ in range(_TRIES):
             owners = self._owners()
             if not owners or any(owner.endswith(_JUDGED) for owner in owners):
@@ -56,7 +59,7 @@ class Ownership:
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
     def confirm(self) -> bool:
-        """Whether this attempt is still the owner; if so, no later one can take the payload over. May raise OSError."""
+        """Returns whether this attempt is still the owner; then no later attempt can take the payload over. May raise OSError."""
         if self.new_owner is None and not self._confirmed:
             judged = self.name + _JUDGED
             try:
@@ -67,14 +70,14 @@ class Ownership:
         return self._confirmed
 
     def confirm_or_assume(self) -> bool:
-        """As `confirm`, but while the cluster does not answer this attempt counts as the owner, unless a new one is known."""
+        """As `confirm`, but if the cluster does not answer, returns True unless a new owner is already known."""
         try:
             return self.confirm()
         except OSError:
             return self.new_owner is None
 
     def _find_new_owner(self, judged: str) -> str | None:
-        """The new owner in words, if this attempt's owner file is missing; None if this attempt is still the owner."""
+        """Returns the new owner in words, if this attempt's owner file is missing; None if this attempt is still the owner."""
         owners = self._owners() or []
         if judged in owners:
             return None  # An earlier rename worked, and its answer was lost.
@@ -92,7 +95,7 @@ class Ownership:
         self.connection.rename(os.path.join(self.run_dir, old), os.path.join(self.run_dir, new))
 
     def _owners(self) -> list[str] | None:
-        """The names of the owner files, at most two during a rename; None if the run directory does not exist."""
+        """Returns the names of the owner files, at most two during a rename; None if the run directory does not exist."""
         try:
             names = self.connection.call(files.names, self.run_dir, repeat=True)
         except FileNotFoundError:
@@ -105,25 +108,25 @@ UNCONTESTED = Ownership(LocalConnection(), "", FIRST_OWNER, lambda: None, _confi
 
 
 def owner_file(run_id: str) -> str:
-    """Returns a new name for the owner file of a later attempt: with the run, this process, this host and a random part."""
+    """Returns a new name for a later attempt's owner file, made of run id, process id, hostname and a random part."""
     return f"{_PREFIX}{run_id}.{os.getpid()}.{re.sub('[^A-Za-z0-9.-]', '_', socket.gethostname())}.{secrets.token_hex(4)}"
 
 
 def owner_in_words(name: str) -> str:
-    """Returns the owner that an owner file names, in words: its run, process and host."""
+    """Returns a description of the owner from the name of its owner file: run, process and host."""
     run_id, _, rest = name.removeprefix(_PREFIX).removesuffix(_JUDGED).partition(".")
     pid, _, rest = rest.partition(".")
     return f"run {run_id} (process {pid} on {rest.rpartition('.')[0]})"
 
 
-# File in the run directory that tells one request from another: `fingerprint` of all that the payload was started with.
+# File in the run directory with the `fingerprint` of the payload and all settings with which it was started.
 REQUEST_FILE = "wish.json"
 
 _MOST_BYTES = 4 * 1024 * 1024  # Bytes of one read of a file in the run directory.
 
 
 def fingerprint(*parts: str) -> bytes:
-    """A text that is the same for the same parts only, which leave out the Dagster run and random keys."""
+    """Returns a hexadecimal hash of the parts; callers leave out the Dagster run and random keys, as they differ in a retry."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest().encode()
 
 
@@ -136,10 +139,12 @@ def reattachable_job(
     log: Any,
     requeue: bool = False,
 ) -> str | None:
-    """The id of the job whose payload a retry may continue: same request, and not failed; None if there is none.
+    """Returns the id of the job whose payload a retry may continue; None if there is none.
 
-    `request` is what `REQUEST_FILE` would have now. `job_of` finds the payload's job from the record's `start`, or None; it
-    returns None if the job is gone. With `requeue` Slurm may run the job again after a signal from outside.
+    A retry may continue a payload that has not failed, and that was started with the same settings: `request` is the content of
+    `REQUEST_FILE` for the retry. `job_of` gets the `start` line of the payload's record, or None if there is none, and returns
+    the id of the payload's job, or None if the job is gone. With `requeue`, an end by a signal from outside does not count, as
+    Slurm may run the job again.
     """
     if connection.modified(os.path.join(run_dir, JOURNAL)) is None:
         return None

@@ -1,4 +1,4 @@
-"""A payload's files: bundle them under names that are hashes of their content, and send them to the cluster."""
+"""Bundle a payload's files, under names that are hashes of their content, and send the bundles to the cluster."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class PayloadFiles:
     bundles: Mapping[str, Bundle]
 
     def places(self, base: str) -> list[str]:
-        """The paths of the bundles on the cluster, below the base directory."""
+        """Returns the paths of the bundles on the cluster, below the base directory."""
         return [place_of(base, bundle) for bundle in self.bundles.values()]
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
-    """Bundle the files of a plan on this machine for the absolute base directory on the cluster; `deliver` sends them."""
+    """Bundle the files of a plan on this machine; `deliver` sends the bundles.
+
+    `base` and `data_dir` are absolute paths on the cluster. Raises StartError if a file cannot be read or bundled.
+    """
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
     try:
@@ -75,7 +78,7 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any) ->
 
 @contextmanager
 def remote_base_errors(base: object) -> Iterator[None]:
-    """Turn an OSError about the base directory on the cluster into a StartError; connection errors pass."""
+    """Turn an OSError raised in the block into a StartError about the cluster's base directory; let connection errors pass."""
     try:
         yield
     except ConnectionFailed:

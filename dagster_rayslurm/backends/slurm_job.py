@@ -24,14 +24,14 @@ from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import LocalConnection
 from .base import CancelRequest, Step, deferred_interrupts, write_cancel_request
 
-# Ends an idle session whose nodes a waiting job could use; gets the queue, and the rows of that job.
+# Function that ends idle sessions whose nodes a waiting job could use; its arguments are the queue, and the job's rows in it.
 MakeWay = Callable[[QueueSnapshot, Sequence[QueueRow]], None]
 
 _FIRST_QUERY = 2.0  # Seconds after submission until Slurm says why a job waits; an earlier query would only delay the next query.
 _EXIT_INTERVAL = 1.0  # Seconds between two reads of the exit code that the batch script leaves.
 # Seconds for which an ended job's files are still read, because they may become visible later than the job's state.
 _SETTLING_TIME = 3.0
-# Seconds like `_SETTLING_TIME`, for a failed job without a visible record whose log says why its runtime did not start.
+# As `_SETTLING_TIME`, for a failed job without a visible record, whose log may say why its runtime did not start.
 _UNSEEN_TIMEOUT = 15.0
 _SIGNAL_EXIT = 128  # Exit codes from here on mean that a signal ended the runtime.
 _EXITED = frozenset({"COMPLETED", "FAILED"})  # Slurm's states of a job whose batch script ended by itself.
@@ -88,7 +88,7 @@ class SlurmJob:
 
     @property
     def started_at(self) -> float | None:
-        """When the runtime began, by the cluster's clock; None if it has not."""
+        """The time at which the runtime began, by the cluster's clock; None if it has not begun."""
         return self._watch.started_at
 
     @property
@@ -103,7 +103,7 @@ class SlurmJob:
     # ---- State
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
-        """Update the status from the queue, if `ask`, and the exit code; returns False, and logs why, if they cannot be read."""
+        """Update `status` from the exit code and, with `ask`, from Slurm's queue; log and return False if a read fails."""
         try:
             if started_at is not None and self._watch.started_at is None:
                 # The clock of the payload's node may be ahead of the cluster's.
@@ -117,7 +117,7 @@ class SlurmJob:
         return True
 
     def _observe_queue(self) -> None:
-        """Update the status from the shared snapshot of the queue; for a cancelled job, from a query of its own."""
+        """Update the status from the snapshot of the queue that all steps share; for a cancelled job, query Slurm itself."""
         snapshot = None
         if not self.cancelled:
             now = self.now()
@@ -137,7 +137,7 @@ class SlurmJob:
 
     @property
     def _rows(self) -> tuple[QueueRow, ...]:
-        """The job in the queue, or its components; empty if it is not there."""
+        """The job's rows in the last snapshot of the queue, one for each component; empty if the job is not there."""
         return self._snapshot.components(self.number) if self._snapshot is not None else ()
 
     @property
@@ -206,7 +206,10 @@ class SlurmJob:
     # ---- End
 
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
-        """How the job ended, in words; None while it lives, and while files that it wrote may still become visible."""
+        """Returns how the job ended, in words; None while it lives, and while files that it wrote may still become visible.
+
+        For `started` and `recorded` see `settling_time`.
+        """
         status = self.status
         if not status.over:
             return None
@@ -223,14 +226,17 @@ class SlurmJob:
         return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
     def _log_explains_end(self) -> bool:
-        """Whether Slurm's reason or a log explains the end; a runtime that keeps a record logs nothing."""
+        """Whether Slurm's reason explains the job's end, or a line of a log does, other than srun's lines about failed tasks."""
         if self.status.reason.startswith(_SCRIPT_NOT_RUN):
             return True
         lines = relevant_lines(f"{self._log_tail(LOG)}\n{self._log_tail(node_log(0))}")
         return not all(map(failed_tasks, lines))
 
     def explain(self, evidence: Evidence, timeout: float = STATE_TIMEOUT) -> None:
-        """Add the ends of logs, and Slurm's accounting, which may take `timeout` seconds to be final, to the evidence."""
+        """Add the last lines of the job's logs, and Slurm's accounting, to the evidence.
+
+        Wait up to `timeout` seconds until Slurm's accounting has the job's final state.
+        """
         facts = self._fetch_facts(timeout)
         evidence.job = facts and facts.with_component_ids([part.component_id for part in self.request.components])
         script_log = self._log_tail(LOG)
@@ -270,7 +276,7 @@ class SlurmJob:
             pause = min(2 * pause, 4.0)
 
     def metadata(self, evidence: Evidence) -> dict[str, Any]:
-        """Returns what Dagster shows of the job with a result or failure: id, name, partition, account and nodes."""
+        """Returns the job's id, name, partition, account and nodes, as Dagster metadata of a result or failure."""
         metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": self.request.job_name}
         allocation = ((evidence.end_or_partial or {}).get("context") or {}).get("allocation") or {}
         used = [each["partition"] for each in allocation.get("components") or [allocation] if each.get("partition")]
@@ -284,7 +290,10 @@ class SlurmJob:
         return metadata
 
     def cancel_until_gone(self, grace_period: float = 0.0) -> None:
-        """Repeat `scancel`, after `grace_period` seconds, until Slurm confirms the end, and log the outcome; once only."""
+        """Repeat `scancel` until Slurm confirms the job's end, for a minute at most, and log the outcome.
+
+        The job may end by itself for `grace_period` seconds before the first `scancel`. Further calls do nothing.
+        """
         if self._cancel_confirmed:
             return
         self._cancel_confirmed = True
@@ -300,9 +309,9 @@ class SlurmJob:
 
 
 def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
-    """For how many seconds after a job's end its files may still become visible. Pure.
+    """Returns the seconds after a job's end in which files that it wrote may still become visible to this process. Pure.
 
-    `started`: the beginning of the job's record was read. `recorded`: the job has a record that somebody follows.
+    `started`: the beginning of the job's run record was read. `recorded`: the caller reads a run record of the job.
     """
     if status.exit_code is None:
         exited = status.state in _EXITED
@@ -315,7 +324,7 @@ def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
 
 @dataclass(eq=False)
 class BatchJob:
-    """The payload of one Slurm job; see `RunningPayload`."""
+    """A running payload in a Slurm job that its step submitted; for the methods see `RunningPayload`."""
 
     job: SlurmJob
     commands: Connection
@@ -374,7 +383,7 @@ class BatchJob:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Called when the step is done with the payload: end a job that was cancelled, has not started, or may hang."""
+        """End the job if it was cancelled, has not started, or may hang; called when the step is done with the payload."""
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self.job.cancelled:
             return  # Slurm cannot be asked, and the job may go on.
@@ -388,7 +397,10 @@ class BatchJob:
             self.job.cancel_until_gone(_END_TIMEOUT)
 
     def _send_cancel(self, now: bool) -> None:
-        """Ask the runtime to end the payload; if the runtime has not started, ask Slurm to cancel the job."""
+        """Ask the runtime to end the payload, or Slurm to cancel the job if the runtime has not started.
+
+        Do nothing if a later attempt at the step owns the payload. Raises OSError if the request cannot be delivered.
+        """
         if not self.step.owner.confirm():
             return
         if self._started:
@@ -404,5 +416,5 @@ class BatchJob:
             raise OSError(f"{self.commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """When the job's record began, by the node's clock; None if it has not begun."""
+        """Returns the time at which the job's runtime began its record, by the clock of its node; None if it has not begun."""
         return evidence.started_at

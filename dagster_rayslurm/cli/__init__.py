@@ -10,7 +10,7 @@ import click
 from .. import __version__
 from .options import all_cluster_options
 
-# By command: the module that has it, which is imported when the command is called, and what `rayslurm --help` says of it.
+# For each command, its module, which is imported when the command is called, and its text in `rayslurm --help`.
 _COMMANDS = {
     "attach": ("attach", "Open a shell on the head node of a run, session or job."),
     "cancel": ("logs", "End a run, session or job."),
@@ -30,7 +30,7 @@ _COMMANDS = {
 
 
 class _Commands(click.Group):
-    """Commands that are imported when they are called: Dagster's import takes longer than some of them."""
+    """A group that imports each command only when it is called, since importing Dagster takes longer than some commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(_COMMANDS)

@@ -34,7 +34,7 @@ _SCRIPT, _TOKEN, _JUPYTER = "attach.sh", "attach.token", "attach.jupyter.json"
 _PORTS = range(20000, 32000)  # Outside of the ephemeral range of Linux (ip(7)).
 _NOT_THERE = 127  # The exit code of a shell that does not find a command.
 
-# Takes the environment of a process over, but for what belongs to that process alone.
+# Shell code that exports the environment variables of a process, except those that belong to that process alone.
 _TAKE_OVER = """\
 environ=/proc/{pid}/environ
 if ! [ -r "$environ" ]; then
@@ -60,8 +60,8 @@ done <"$environ"
 def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) -> None:
     """Open a shell on the head node of a run, session or job: `ray.init()` reaches its Ray cluster there.
 
-    It has the payload's environment, token and working directory. Behind `--` a command runs instead of a shell. The exit code is
-    that of the shell or command.
+    The shell has the payload's environment, token and working directory. A command behind `--` runs instead of a shell. The exit
+    code is that of the shell or command.
     """
     with one_sentence_errors():
         one = entry(ident)
@@ -73,7 +73,10 @@ def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) ->
 
 
 def _jupyter(one: Entry) -> int:
-    """Run JupyterLab on the head node, and serve it here; its token and the secret of the URL are in a file, not in arguments."""
+    """Runs JupyterLab on the head node, serves it on this machine, and returns its exit code.
+
+    Jupyter's token and the secret of the URL are in a file, as other users can see the arguments of processes.
+    """
     if not one.clusters:
         raise ValueError(f"{one.name} has no Ray cluster, through which JupyterLab would be reached; it is {one.state}")
     path, way = next(iter(one.clusters.items()))
@@ -102,7 +105,7 @@ def _jupyter(one: Entry) -> int:
 
 
 def _shell(one: Entry, words: Sequence[str]) -> list[str]:
-    """The command on the head node: bash in the payload's environment, or a command there."""
+    """Returns the command for the head node: an interactive bash in the payload's environment, or `words` in it."""
     if one.kind == Kind.JOB:
         return list(words) or ["bash", "-i"]
     script = f"{one.directory}/{_SCRIPT}"
@@ -113,7 +116,7 @@ def _shell(one: Entry, words: Sequence[str]) -> list[str]:
 
 
 def _environment(one: Entry) -> str:
-    """The text of the script that makes the environment."""
+    """Returns the text of the script that sets the payload's environment variables and working directory."""
     head = '[ -z "$PS1" ] || ! [ -r ~/.bashrc ] || . ~/.bashrc\n'
     prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({one.name}) ")}"$PS1"\n'
     if one.kind == Kind.SESSION:
@@ -126,7 +129,7 @@ def _environment(one: Entry) -> str:
 
 
 def _of_session(one: Entry) -> str:
-    """The part for a session: the environment of its runtime, and the address and token of its warm Ray cluster."""
+    """Returns the part of the script for a session: its runtime's environment, and the address and token of its Ray cluster."""
     assert one.generation is not None and one.generation.announcement is not None
     text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")
     described = send_request(one.connection, one.generation, {"op": Operation.DESCRIBE})
@@ -147,7 +150,7 @@ def _of_session(one: Entry) -> str:
 
 
 def _step(one: Entry) -> list[str]:
-    """The srun that starts a command on the head node; nothing on this machine."""
+    """Returns the words of an srun that starts a command on the head node; none for a run on this machine, without Slurm."""
     if one.job_id is None:
         return []
     node, heterogeneous = _head(one)
@@ -157,7 +160,7 @@ def _step(one: Entry) -> list[str]:
 
 
 def _head(one: Entry) -> tuple[str | None, bool]:
-    """The head node by Slurm's name, and whether the job is heterogeneous."""
+    """Returns Slurm's name of the head node, None if it is not known, and whether the job is heterogeneous."""
     if one.generation is not None and one.generation.announcement is not None:
         said = one.generation.announcement
         return said.hosts[0], said.heterogeneous

@@ -1,6 +1,6 @@
-"""Which cluster a command works on: `--from`, `--cluster`, environment variables, or the default of a `rayslurm.toml`.
+"""Finds the cluster for a command: by `--from`, `--cluster`, environment variables, or the default of a `rayslurm.toml`.
 
-All of them lead to a `ComputeResource`, so that the terminal has the fields of Dagster's resource and no others.
+Each of these sources gives a `ComputeResource`, so that the terminal has the fields of Dagster's resource and no others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Cluster:
 
     @property
     def slurm(self) -> SlurmResource:
-        """The Slurm resource."""
+        """The `SlurmResource` of the configuration."""
         assert self.resource.slurm is not None  # `_usable` refuses resources without it.
         return self.resource.slurm
 
@@ -70,7 +70,7 @@ class Cluster:
 
 
 def the_cluster() -> Cluster:
-    """The cluster that the options, the environment or a file name; an error of the command, with a remedy, if none does."""
+    """Returns the cluster that options, environment variables or a file name; raises ClickException if none does."""
     cluster = find_cluster()
     if cluster is None:
         raise click.ClickException(_NONE)
@@ -78,7 +78,7 @@ def the_cluster() -> Cluster:
 
 
 def find_cluster() -> Cluster | None:
-    """As `the_cluster`, but None if no cluster is configured at all."""
+    """Returns the same cluster as `the_cluster`, but None if no cluster is configured at all."""
     if cluster_option("source") and cluster_option("cluster"):
         raise click.UsageError("--from and --cluster exclude each other; give one of them")
     with one_sentence_errors():
@@ -91,7 +91,10 @@ def _prefix() -> str:
 
 
 def _found() -> tuple[ComputeResource, str] | None:
-    """The resource as configured, and where, in words. What an option says goes before what the environment says."""
+    """Returns the resource as configured, and the source of the configuration in words; None if no cluster is configured.
+
+    Options take precedence over environment variables.
+    """
     prefix, named = _prefix(), given("cluster")
     source = None if cluster_option("cluster") else given("source")
     if source:
@@ -109,7 +112,7 @@ def _found() -> tuple[ComputeResource, str] | None:
 
 
 def _usable(resource: ComputeResource, source: str) -> Cluster:
-    """The cluster of a resource, with the options and variables that change it; raises `ValueError` if it has none."""
+    """Returns the cluster of a resource, changed by options and variables; raises `ValueError` if the resource has no cluster."""
     if resource.slurm is None:
         raise ValueError(f"{source}: the resource has no cluster; set ComputeResource(slurm=SlurmResource(…))")
     resource = resolve_variables(resource, "ComputeResource")
@@ -135,7 +138,7 @@ C = TypeVar("C", bound=dg.Config)
 
 
 def changed(config: C, **fields: Any) -> C:
-    """A copy of a resource or configuration with some other fields; its other fields stay set or unset as they are."""
+    """Returns a copy of a resource or configuration with new values of `fields`; other fields stay set or unset as they are."""
     return type(config)(**{**{name: getattr(config, name) for name in config.model_fields_set}, **fields})
 
 
@@ -156,9 +159,9 @@ def _user_file() -> Path:
 
 
 def find_file(directory: Path) -> Path | None:
-    """The nearest `rayslurm.toml`, in a directory or above, else that of the user; None if there is none.
+    """Returns the nearest `rayslurm.toml`, in a directory or above, else the one in the user's home; None without either.
 
-    Raises `ValueError` for a file of another user: it could make commands log in elsewhere, and run code there.
+    Raises `ValueError` for a file of another user, as that could make commands log in to another host and run code there.
     """
     for path in (*(each / FILE for each in (directory, *directory.parents)), _user_file()):
         if path.is_file():
@@ -169,7 +172,7 @@ def find_file(directory: Path) -> Path | None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The content of a `rayslurm.toml`, with "default" and "clusters"; raises `ValueError`."""
+    """Returns the "default" (or None) and the "clusters" of a `rayslurm.toml`; raises `ValueError` if the file is not valid."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -184,7 +187,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def from_file(path: Path, name: str | None) -> tuple[ComputeResource, str]:
-    """The resource of a named cluster, or of the default one, in a `rayslurm.toml`, and where it is, in words."""
+    """Returns the resource of the cluster `name`, or of the default one, in a `rayslurm.toml`, and its place in words."""
     content = read_file(path)
     clusters, chosen = content["clusters"], name or content["default"]
     if chosen is None and len(clusters) > 1:
@@ -213,7 +216,7 @@ def _login(fields: Mapping[str, Any]) -> SSHConnectionResource:
 
 
 def _chosen(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a class, with objects for tables that choose a class by their `kind`, such as launchers."""
+    """Returns the fields of a class; tables that choose a class by their `kind`, such as launchers, become objects of it."""
     made = dict(fields)
     for name, value in fields.items():
         field = cls.model_fields.get(name)
@@ -227,7 +230,7 @@ def _chosen(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _variables(value: Any) -> Any:
-    """A value of the file, in which {env = "NAME"} stands for a variable, as in Dagster's own configuration files."""
+    """Returns a value of the file with a `dg.EnvVar` for each {env = "NAME"}, the form of Dagster's own configuration files."""
     if isinstance(value, dict):
         if set(value) == {"env"} and isinstance(value["env"], str):
             return dg.EnvVar(value["env"])
@@ -243,10 +246,10 @@ def _listed(names: Mapping[str, Any]) -> str:
 
 
 def load_resource(source: str) -> ComputeResource:
-    """The `ComputeResource` that MODULE:RESOURCE names: an object of a module, or a resource of its `Definitions`.
+    """Returns the `ComputeResource` that MODULE:RESOURCE names: an object of a module, or a resource of its `Definitions`.
 
     MODULE is a dotted name or a file, as for `dagster dev`. Without RESOURCE the definitions must have a single one. Raises
-    `ValueError` if there is none, or the module cannot be imported.
+    `ValueError` if the resource is not found, or the module cannot be imported.
     """
     module_name, _, name = source.partition(":")
     module = _module(module_name)
@@ -271,7 +274,7 @@ def load_resource(source: str) -> ComputeResource:
 
 
 def _definitions(value: Any) -> dg.Definitions | None:
-    """The definitions that a value of a module is, or that a function with the decorator `dg.definitions` returns."""
+    """Returns `value` if it is `Definitions`, or calls it if it has the decorator `dg.definitions`; None for another value."""
     if isinstance(value, dg.Definitions):
         return value
     if type(value).__name__ == "LazyDefinitions":
@@ -281,7 +284,7 @@ def _definitions(value: Any) -> dg.Definitions | None:
 
 
 def _module(name: str) -> ModuleType:
-    """Import a module by its dotted name, from the current directory too, or by its file."""
+    """Imports and returns a module by its dotted name, also from the current directory, or by the path of its file."""
     try:
         if not name.endswith(".py"):
             if (here := os.getcwd()) not in sys.path:

@@ -1,4 +1,4 @@
-"""What the commands of `rayslurm` share: JSON and tables, errors in one sentence, durations."""
+"""Functions that the commands of `rayslurm` share: JSON and tables, errors in one sentence, durations."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def print_values(values: Mapping[str, Any]) -> None:
 
 
 def value_text(value: Any) -> str:
-    """A value as text for a table: a list has one line per item."""
+    """Returns a value as text for a table, with one line per item of a list."""
     if isinstance(value, dict):
         return "  ".join(f"{name} {item}" for name, item in value.items() if item is not None)
     return "\n".join(map(value_text, value)) if isinstance(value, list) else str(value)
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as D-HH:MM:SS, H:MM:SS or M:SS; "" for None."""
+    """Returns seconds as D-HH:MM:SS, H:MM:SS or M:SS; "" for None."""
     if seconds is None:
         return ""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
@@ -77,7 +77,7 @@ def duration(seconds: float | None) -> str:
 
 
 def terminal_log(quiet: bool) -> logging.Logger:
-    """A log that goes to the standard error of this command."""
+    """Returns a logger that writes to standard error; if `quiet` only warnings and errors."""
     log = logging.getLogger("rayslurm.terminal")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -1,4 +1,4 @@
-"""`rayslurm doctor`: whether runs will work on a cluster, and what to mend; `rayslurm check` is its short form."""
+"""`rayslurm doctor` checks whether runs will work on a cluster, and names what to mend; `rayslurm check` is its short form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZES = ("num_nodes", "cpus_per_node", "gpus_per_node")
 
 
 def _options(command: Any) -> Any:
-    """The options that say which cluster is examined, and for which jobs."""
+    """Decorator that adds the options for the cluster to examine, and for the allocation that its jobs request."""
     for name in reversed((*_QUEUE, *_SIZES)):
         kind = click.IntRange(0) if name in _SIZES else click.STRING
         what = f"`{name}` of the SlurmQueueConfig."
@@ -31,7 +31,7 @@ def _options(command: Any) -> Any:
 
 
 def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
-    """What is examined: the cluster's resource, with the options."""
+    """Returns the configuration to examine: the cluster's resource, changed by the options."""
     cluster = the_cluster()
     queue = {name: value for name, value in options.items() if value is not None}
     slurm = changed(cluster.slurm, queue=cluster.slurm.queue.having(**queue))
@@ -57,7 +57,7 @@ def doctor(env: str | None, probe: bool, probe_nodes: int, wait: int, as_json: b
 @click.command()
 @_options
 def check(env: str | None, **queue: Any) -> None:
-    """The short form of `doctor`: only warnings and failures, and a line that sums up."""
+    """Examine a cluster as `doctor` does, but print only warnings, failures and a line that sums up."""
     with one_sentence_errors():
         report = examine(_wanted(env, queue), 0, 0, lambda text: click.echo(text, err=True))
     _print_lines([line for line in report.lines if line.verdict in (Verdict.WARNING, Verdict.FAILURE)])

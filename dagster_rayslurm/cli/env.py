@@ -1,4 +1,4 @@
-"""`rayslurm env`: make the environment of a resource on its cluster before any run needs it, look at it, and remove old ones."""
+"""`rayslurm env`: creates the payloads' environment on a cluster ahead of runs, checks it, and lists and removes old ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIMEOUT = 600.0
 
 
 class _Log:
-    """Prints what a Dagster log would show."""
+    """A logger that prints messages in the terminal, without the prefix that they have in a Dagster log."""
 
     def info(self, text: str) -> None:
         click.echo(text.removeprefix("[rayslurm] "))
@@ -41,7 +41,7 @@ class _Log:
 @click.group()
 @all_cluster_options
 def env() -> None:
-    """Make the environment of payloads on the cluster, and look at those that are there."""
+    """Create the environment of payloads on the cluster, and list, check and remove the environments there."""
 
 
 def _site() -> EnvironmentSite:
@@ -60,7 +60,7 @@ def _sent(site: EnvironmentSite) -> Environment:
 @env.command()
 @cluster_options
 def build() -> None:
-    """Fetch and build on this machine what the cluster's platform needs, and send nothing."""
+    """Fetch and build the files of the environment for the cluster's platform on this machine, and send nothing."""
     with one_sentence_errors():
         site = _site()
         environment = _sent(site)
@@ -74,7 +74,7 @@ def build() -> None:
 @env.command()
 @cluster_options
 def push() -> None:
-    """Make the environment on the cluster, unless it is there; prints its path."""
+    """Create the environment on the cluster, unless it exists there, and print its path."""
     with one_sentence_errors():
         site = _site()
         environment = _sent(site)
@@ -85,7 +85,7 @@ def push() -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress | None]:
-    """A bar in a terminal; elsewhere lines."""
+    """Yields a function that shows the bytes sent as a bar in a terminal; None if the output is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
@@ -103,7 +103,7 @@ def _progress() -> Iterator[Progress | None]:
 @cluster_options
 @json_option
 def list_environments(as_json: bool) -> None:
-    """List the environments that were made on the cluster."""
+    """List the environments that runs or `push` created on the cluster."""
     with one_sentence_errors():
         site = _site()
         rows: list[dict[str, Any]] = site.connection.call(edge.made, site.base, repeat=True, timeout=_TIMEOUT)
@@ -123,7 +123,7 @@ def list_environments(as_json: bool) -> None:
 @env.command()
 @cluster_options
 def check() -> None:
-    """Look at the environment as a run does before it submits anything; makes nothing."""
+    """Check the environment as a run does before it submits a job; creates nothing."""
     with one_sentence_errors():
         site = _site()
         located = send_environment(site.connection, site.environment, site.base, _Log(), site.queues, make=False)
@@ -138,7 +138,7 @@ def check() -> None:
 @cluster_options
 @click.option("--days", type=click.IntRange(min=0), help="Days without use; by default the resource's retention_days.")
 def prune(days: int | None) -> None:
-    """Remove environments that were not used for long, and that no run or session names."""
+    """Remove environments that were not used for long, and that no run or session refers to."""
     with one_sentence_errors():
         site = _site()
         age = max((site.retention_days if days is None else days) * _DAY, _LEAST_AGE)

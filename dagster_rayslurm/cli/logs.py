@@ -1,4 +1,4 @@
-"""`rayslurm logs` and `cancel`: follow a run, and end a run, session or job."""
+"""`rayslurm logs` prints the output of a run, and follows it; `rayslurm cancel` ends a run, session or job."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def logs(ident: str, follow: bool) -> None:
 
 
 def _components(run: Entry) -> list[str | None]:
-    """The components of a run, each with a record of its own; or None for the run itself."""
+    """Returns the names of a run's components, each of which has its own journal; [None] for a run without components."""
     try:
         return [*sorted(run.connection.call(edge_files.names, f"{run.directory}/{COMPONENTS}", repeat=True))] or [None]
     except FileNotFoundError:
@@ -79,14 +79,14 @@ def _follower(run: Entry, component: str | None, log: logging.Logger) -> Followe
 
 
 class _Job:
-    """Whether the job or process of a run is still there, asked for now and then."""
+    """Checks from time to time whether the Slurm job or the process of a run still exists."""
 
     def __init__(self, run: Entry) -> None:
         self._run, self._asked_at = run, time.monotonic()
         self._over = "it has ended" if run.over else None
 
     def exit(self) -> str | None:
-        """How the runtime has ended, in words; None while it lives."""
+        """Returns how the runtime has ended, in words; None while it runs, as far as the last check shows."""
         if self._over is None and time.monotonic() - self._asked_at > _ASK_INTERVAL:
             self._asked_at = time.monotonic()
             self._over = self._look()
@@ -129,7 +129,7 @@ def cancel(ident: str, now: bool, as_json: bool) -> None:
 
 
 def _end(one: Entry, now: bool) -> None:
-    """End an entry. Raises StartError or OSError if its end is not confirmed."""
+    """Ends a run, session or job; raises StartError or OSError if the end is not confirmed."""
     if one.kind == Kind.SESSION:
         assert one.generation is not None
         if one.job_id is None:
@@ -150,7 +150,7 @@ def _end(one: Entry, now: bool) -> None:
 
 
 def _ends(run: Entry, timeout: float) -> bool:
-    """Whether all records of a run get their `end` in time."""
+    """Waits until each journal of a run has its `end` record; returns False if one has none after `timeout` seconds."""
     records = [_EndOfRecord(run, component) for component in _components(run)]
     deadline = time.monotonic() + timeout
     while not all(each.seen() for each in records):
@@ -161,7 +161,7 @@ def _ends(run: Entry, timeout: float) -> bool:
 
 
 class _EndOfRecord:
-    """Looks for the `end` of one record."""
+    """Reads the journal of a run, or of one component, until the `end` record."""
 
     def __init__(self, run: Entry, component: str | None) -> None:
         directory = run.directory if component is None else component_dir(run.directory, component)
@@ -169,7 +169,7 @@ class _EndOfRecord:
         self._reader, self._seen = LineReader(), False
 
     def seen(self) -> bool:
-        """Whether the record has ended."""
+        """Reads new records of the journal, and returns whether the `end` record has been read."""
         while not self._seen and (data := self._connection.read(self._path, self._reader.next_read, _CHUNK)):
             self._seen = any(record.get("type") == "end" for record in self._reader.feed(data))
         return self._seen

@@ -1,4 +1,4 @@
-"""The options of `rayslurm` that name the cluster, and what all commands share beside them. It imports nothing slow."""
+"""The options of `rayslurm` that name the cluster, for all commands. This module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VARIABLES = {"cluster": "RAYSLURM_CLUSTER", "source": "RAYSLURM_FROM", "remote_
 
 
 def _remember(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Called by click: keep the value for `find_cluster`, whichever of the nested commands has the option."""
+    """Callback of click that keeps an option's value for `cluster_option`, whichever of the nested commands has the option."""
     if value is not None:
         context.meta[_KEY + str(parameter.name)] = value
 
@@ -27,7 +27,7 @@ def _option(*names: str, **more: Any) -> Callable[[F], F]:
 
 
 def _cluster_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
-    """Called by the shell's completion of `--cluster`."""
+    """Callback of click for shell completion: returns the names of clusters that begin with `incomplete`."""
     from .cluster import find_file, read_file
 
     try:
@@ -38,14 +38,14 @@ def _cluster_names(context: click.Context, parameter: click.Parameter, incomplet
 
 
 def cluster_options(command: F) -> F:
-    """Decorator: the options that name the cluster. They may stand behind `rayslurm` or behind its command."""
+    """Decorator that adds the options that name the cluster, which may stand behind `rayslurm` or behind its command."""
     command = _option("--from", "source", metavar="MODULE:RESOURCE", help="A ComputeResource of your definitions.")(command)
     what = f"A cluster of the nearest {FILE}, or of that in ~/.config/rayslurm."
     return _option("--cluster", metavar="NAME", help=what, shell_complete=_cluster_names)(command)
 
 
 def all_cluster_options(command: F) -> F:
-    """Decorator: `cluster_options`, the base directory on the cluster, and the names of environment variables."""
+    """Decorator that adds `cluster_options`, `--remote-base`, and `--prefix` for the names of environment variables."""
     what = "Base directory on the cluster, `remote_base` of the SlurmResource."
     command = _option("--remote-base", metavar="DIRECTORY", help=what)(command)
     what = "What the variables of the edge node begin with.  [default: SLURM_EDGE_NODE_]"
@@ -54,11 +54,11 @@ def all_cluster_options(command: F) -> F:
 
 
 def cluster_option(name: str) -> str | None:
-    """The value of an option that names the cluster."""
+    """Returns the value of an option that names the cluster, wherever it stands; None if it is not given."""
     return click.get_current_context().meta.get(_KEY + name) or None
 
 
 def given(name: str) -> str | None:
-    """The value of an option, or else of its environment variable."""
+    """Returns the value of an option, or else of its environment variable; None if neither is set."""
     variable = _VARIABLES.get(name)
     return cluster_option(name) or (os.environ.get(variable) if variable else None) or None

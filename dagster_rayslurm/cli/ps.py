@@ -24,7 +24,7 @@ ident_argument = click.argument("ident", metavar="NAME")
 
 
 def entries() -> list[Entry]:
-    """All runs, sessions and jobs of the cluster that is configured, and the runs and sessions of the local mode."""
+    """Returns all runs, sessions and jobs of the configured cluster, if any, and the runs and sessions of the local mode."""
     cluster, layout = find_cluster(), click.get_current_context().find_root().obj
     base = str(layout.base) if isinstance(layout, Layout) else cluster.resource.local_base if cluster else ""
     found = list_here(base)
@@ -36,7 +36,7 @@ def entries() -> list[Entry]:
 
 
 def entry(ident: str) -> Entry:
-    """The run, session or job that a name means."""
+    """Returns the run, session or job that a name means; raises ValueError if there is none, or several."""
     return find(ident, entries())
 
 
@@ -73,7 +73,7 @@ def _cells(entry: Entry) -> list[str]:
 def show(ident: str, as_json: bool) -> None:
     """Show a run, session or job; of a run with --json its phases and its end, one object per line.
 
-    NAME is a run's or session's name or how it begins, a job id, a cluster id, or the step of which the newest run is meant.
+    NAME is a run's or session's name or how it begins, a job id, a cluster id, or a step, which stands for its newest run.
     """
     with one_sentence_errors():
         one = entry(ident)
@@ -97,7 +97,7 @@ def show(ident: str, as_json: bool) -> None:
 
 
 def read_journal(run: Entry) -> Iterator[Record]:
-    """The records of a run's journal. Raises OSError."""
+    """Yields the records of a run's journal, the file in which the runtime notes events; raises OSError if it cannot be read."""
     if run.connection.modified(f"{run.directory}/{JOURNAL}") is None:
         raise OSError(f"{run.connection.place}: {run.directory}/{JOURNAL} cannot be read: No such file or directory")
     reader = LineReader()
@@ -106,7 +106,7 @@ def read_journal(run: Entry) -> Iterator[Record]:
 
 
 def _facts(records: Sequence[Record]) -> dict[str, Any]:
-    """What people want to know of a run's record."""
+    """Returns the values of a run's journal that `show` prints: phases, versions, nodes, end and usage, by name."""
     facts: dict[str, Any] = {}
     for record in records:
         kind = record["type"]

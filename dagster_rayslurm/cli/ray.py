@@ -1,4 +1,4 @@
-"""`rayslurm dashboard | job | top`: look at a Ray cluster that runs, and submit jobs to it."""
+"""`rayslurm dashboard` and `rayslurm job`: look at a running Ray cluster, and submit jobs to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TARGET = (
 
 
 def find_target(target: str, wait: bool = False) -> Found:
-    """The cluster that a word names; with `wait` once it is up. An error of the command without one."""
+    """Returns the running cluster that a name means; if `wait`, waits until it is up. Raises ClickException if there is none."""
     said = ""
     while True:
         with one_sentence_errors():
@@ -53,13 +53,13 @@ def find_target(target: str, wait: bool = False) -> Found:
 
 
 def say(sentence: str) -> None:
-    """Print a sentence for people, beside the output."""
+    """Prints a sentence for people on standard error, apart from the command's output."""
     click.echo(f"rayslurm: {sentence}", err=True)
 
 
 @contextmanager
 def reached(target: str) -> Iterator[str]:
-    """The URL of a cluster's dashboard inside the block; an error of the command if it cannot be reached."""
+    """Serves a cluster's dashboard inside the block, and yields its URL; raises ClickException if it cannot be reached."""
     try:
         with served(find_target(target), say) as url:
             yield url
@@ -79,7 +79,7 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
     TARGET is a Dagster run, an asset, a session or a Slurm job: its id or key, how that begins, or the name of a run directory.
 
     The URL that is printed works for a browser, curl, `ray job submit --address` and other tools alike; Ray's token is added.
-    It serves you alone, and only as long as this command runs.
+    The URL works for you alone, and only as long as this command runs.
     """
     found = find_target(target, wait)
     pages: list[str] = []
@@ -103,7 +103,10 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
 
 
 def _open(url: str) -> str:
-    """Open a URL in the browser; returns the path of the page that leads to it, as the URL must not be among arguments."""
+    """Opens a URL in the browser, and returns the path of a page that leads there, to delete later.
+
+    The browser is started with that page, since other users can see the arguments of processes and the URL has a secret.
+    """
     fd, path = tempfile.mkstemp(prefix="rayslurm-", suffix=".html")  # Only this user may read it.
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(
@@ -142,7 +145,10 @@ for _name, _help in {
 
 
 def _ray_job(name: str, arguments: list[str], url: str) -> int:
-    """Run `ray job` with this machine's Ray; returns its exit code. It prints its address, so the secret goes as a header."""
+    """Runs `ray job` with this machine's Ray, and returns its exit code.
+
+    `ray job` prints the address of the cluster, so the secret is not in the address but in a header.
+    """
     if importlib.util.find_spec("ray") is None:
         raise click.ClickException("Ray's job client is not installed here; run: pip install 'dagster-rayslurm[ray]'")
     environ = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}

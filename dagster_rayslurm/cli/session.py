@@ -44,10 +44,10 @@ class Session:
     connection: Connection
     generation: Generation
     row: dict[str, Any]
-    description: Mapping[str, Any] = field(default_factory=dict)  # What the session says of itself.
+    description: Mapping[str, Any] = field(default_factory=dict)  # The session's answer about itself; empty before `refresh`.
 
     def refresh(self) -> None:
-        """Ask the session for its description and put it into the row, unless it has not announced itself yet, or has ended."""
+        """Asks the session for its description and updates `row`; does nothing if the session is not up."""
         if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
             return
         try:
@@ -159,7 +159,7 @@ def stop(layout: Layout, ident: str, as_json: bool) -> None:
 
 
 def _sessions(layout: Layout) -> list[Session]:
-    """The sessions of this machine, and of the cluster if one is configured."""
+    """Returns the sessions of this machine, and those of the cluster if one is configured."""
     here = LocalConnection()
     found = [Session(here, each, {**_row(here, each, SessionState.UP), "job_id": None}) for each in list_local_sessions(layout)]
     cluster = find_cluster()
@@ -184,7 +184,7 @@ def _sessions(layout: Layout) -> list[Session]:
 
 
 def _row(connection: Connection, generation: Generation, state: SessionState, job: QueueRow | None = None) -> dict[str, Any]:
-    """A row for `list`, with None for all values that only the session itself or the queue knows."""
+    """Returns the values of a session that `list` prints; None for those that only the session itself or the queue knows."""
     announced = generation.announcement
     return {
         "key": generation.key,
@@ -203,7 +203,10 @@ def _row(connection: Connection, generation: Generation, state: SessionState, jo
 
 
 def _find(ident: str, found: list[Session], alive: bool = False) -> Session:
-    """The session that `ident` names, by cluster id, job id, or how its name begins; of its generations the newest."""
+    """Returns the session with a cluster id, job id, name, or beginning of a name; of several generations the newest one.
+
+    If `alive`, sessions that have ended do not count. Raises ClickException if no session, or several, match.
+    """
     over = [each for each in found if each.row["state"] in _OVER]
     for candidates in ([each for each in found if each not in over], [] if alive else over):
         exact = [each for each in candidates if ident in (each.row["cluster_id"], each.row["job_id"], each.row["key"])]
@@ -218,7 +221,7 @@ def _find(ident: str, found: list[Session], alive: bool = False) -> Session:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    """The texts of one line of the table of sessions, in the order of `_COLUMNS`."""
+    """Returns the cells of one row of the table of sessions, in the order of `_COLUMNS`."""
     state = f"{row['state']} ({row['reason']})" if row["reason"] else str(row["state"])
     name = f"{row['key']}\n{row['cluster_id'] or ''}".rstrip() + (f" #{row['generation']}" if row["generation"] > 1 else "")
     numbers = ("" if row[column] is None else str(row[column]) for column in ("running", "waiting", "served"))

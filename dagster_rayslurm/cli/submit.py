@@ -1,4 +1,4 @@
-"""`rayslurm submit` and `rayslurm script`: a command on the cluster without Dagster, and the batch script for it."""
+"""`rayslurm submit` runs a command on the cluster without Dagster; `rayslurm script` prints the batch script for it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SEVERAL: dict[str, Any] = {"multiple": True, "default": ()}
 
 
 def allocation_options(command: F) -> F:
-    """Decorator: what to ask of Slurm, and what to run first."""
+    """Decorator that adds the options for the allocation to request of Slurm, and for shell commands that run first."""
     options = (
         click.option("--nodes", "--num-nodes", "-n", "nodes", type=click.IntRange(1), help="Number of nodes."),
         click.option("--gpus", "--num-gpus", "gpus", type=click.IntRange(0), help="GPUs on each node."),
@@ -66,7 +66,7 @@ def allocation_options(command: F) -> F:
 
 
 def _job_options(command: F) -> F:
-    """Decorator: what runs, and on what. The names of Ray's slurm-launch.py are among the names."""
+    """Decorator that adds the options of a run: command, allocation, files, cluster; names of Ray's slurm-launch.py work too."""
     options = (
         click.option("--name", "--exp-name", help="Name of the run and the job.  [default: that of the program]"),
         click.option("--command", "text", metavar="TEXT", help="The command as one text, instead of behind `--`."),
@@ -93,8 +93,8 @@ def _job_options(command: F) -> F:
 def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Run a command on the cluster, with a Ray cluster around it: `rayslurm submit --nodes 4 --gpus 2 -- python train.py`.
 
-    Its output is live, and its exit code becomes that of this command. Ctrl-C cancels it, and a second Ctrl-C at once. Other exit
-    codes: 2 for wrong options, 124 after the time limit, 125 if something else than the command has failed, 130 after Ctrl-C.
+    The command's output is live, and its exit code becomes that of `submit`. Ctrl-C cancels the run, and a second Ctrl-C at once.
+    Other exit codes: 2 for wrong options, 124 after the time limit, 125 if anything but the command has failed, 130 after Ctrl-C.
     """
 
     log = terminal_log(quiet)
@@ -148,7 +148,7 @@ def script(standalone: bool, **options: Any) -> None:
 
 
 class _Job:
-    """What the options of a command line say, as arguments of `ComputeResource.run`. Raises `ValueError`."""
+    """The arguments of `ComputeResource.run` for the options of a command line; raises `ValueError` if an option is wrong."""
 
     def __init__(self, cluster: Cluster | None, options: Mapping[str, Any]) -> None:
         words, text = list(options["words"]), options["text"]
@@ -181,7 +181,7 @@ class _Job:
         }
 
     def standalone_script(self) -> str:
-        """A batch script that runs the command without this package."""
+        """Returns a batch script that runs the command without this package."""
         resource, slurm = self.resource, self.resource.slurm
         launcher = merge(resource.default_launcher, self.launcher)
         queue = SlurmQueueConfig() if slurm is None else slurm.queue
@@ -197,7 +197,10 @@ class _Job:
 
 
 def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | None:
-    """The resource's environment with commands that run first; None without commands. Raises `ValueError` if that cannot be."""
+    """Returns the resource's environment, preceded by shell commands; None if there are no commands.
+
+    Raises `ValueError` for an environment or mode in which no commands can run first.
+    """
     if not commands:
         return None
     if resource.mode == ExecutionMode.LOCAL:
@@ -211,7 +214,7 @@ def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | 
 
 
 def _activation(resource: ComputeResource, commands: Sequence[str]) -> list[str]:
-    """Commands of bash, and then those that activate the resource's environment on the cluster."""
+    """Returns `commands`, followed by bash commands that activate the resource's environment on the cluster."""
     there, path = resource.environment, resource.pre_deployed_env_path
     if path is not None or isinstance(there, PreDeployedEnvironment):
         prefix = there.path if isinstance(there, PreDeployedEnvironment) else str(path)
@@ -225,7 +228,7 @@ def _activation(resource: ComputeResource, commands: Sequence[str]) -> list[str]
 
 
 def queue_of(options: Mapping[str, Any]) -> SlurmQueueConfig | None:
-    """The queue that `allocation_options` name; None if they name nothing."""
+    """Returns the queue configuration that the options of `allocation_options` describe; None if none of them is given."""
     fields = {
         "num_nodes": options["nodes"],
         "cpus_per_node": options["cpus"],
@@ -238,7 +241,7 @@ def queue_of(options: Mapping[str, Any]) -> SlurmQueueConfig | None:
 
 
 def _resource(cluster: Cluster | None, mode: str | None) -> ComputeResource:
-    """The resource in the mode that is asked for; a resource in local mode runs on its cluster unless the option says local."""
+    """Returns the cluster's resource in `mode`; for None in its own mode, or in mode slurm if its own is local."""
     if cluster is None:
         return ComputeResource()
     own = cluster.resource.mode
@@ -251,7 +254,7 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str | None:
-    """The directory to send; None for none, or for that of the resource's launcher."""
+    """Returns the directory to send with the run; None to send none, or the one that the resource's launcher names."""
     if options["working_dir"] and options["no_working_dir"]:
         raise click.UsageError("--working-dir and --no-working-dir exclude each other; give one of them")
     if options["working_dir"] or options["no_working_dir"] or resource.default_launcher.working_dir:
@@ -261,7 +264,10 @@ def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str |
 
 
 def _payload(words: Sequence[str], directory: str | None) -> Payload:
-    """The payload of a command: a script that the working directory does not bring is sent by itself."""
+    """Returns the payload of a command line: a list of words, or a text with the path of a Python script that must be sent too.
+
+    A script is sent by itself if it is not in the working directory that is sent.
+    """
     python = words[0] in _PYTHONS and len(words) > 1
     script = words[1] if python else words[0]
     if not script.endswith(".py") or not os.path.isfile(script):
@@ -272,7 +278,7 @@ def _payload(words: Sequence[str], directory: str | None) -> Payload:
 
 
 def _program(words: Sequence[str]) -> str:
-    """The name of a run whose command line gives none: the script or module, or else the program."""
+    """Returns a name for a run, from its command: that of the script or module, or else of the program."""
     script = next((word for word in words if word.endswith(".py")), None)
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else None
     return os.path.splitext(os.path.basename(script or module or words[0]))[0] or "run"
@@ -286,7 +292,7 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _where() -> str:
-    """The options behind `rayslurm` with which a later command finds the same cluster."""
+    """Returns the options, as text to insert after `rayslurm`, with which a later command finds the same cluster; "" for none."""
     names = {"--cluster": "cluster", "--from": "source", "--prefix": "prefix", "--remote-base": "remote_base"}
     given = [(word, cluster_option(name)) for word, name in names.items()]
     return "".join(f"{word} {shlex.quote(value)} " for word, value in given if value)
@@ -301,7 +307,7 @@ def _tell_failure(failure: RunFailure) -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM cancel as Ctrl-C does. SIGHUP, the end of the terminal, ends this process alone, and the job goes on."""
+    """Lets SIGTERM cancel the run inside the block, as Ctrl-C does; after SIGHUP, when the terminal closes, the job goes on."""
 
     def interrupt(signum: int, _: object) -> None:
         raise KeyboardInterrupt(signum)

@@ -31,7 +31,7 @@ from .ray import find_target, say, target_argument
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_INTERVAL = 1.0  # Seconds between two requests; each asks for one part, and the parts take turns.
+_INTERVAL = 1.0  # Seconds between two requests to the dashboard; each request fetches one part of the snapshot, in turn.
 _TIMEOUT = 30.0
 _GIB, _MIB = 2**30, 2**20
 VIEWS = ("nodes", "tasks", "actors", "jobs", "payloads")
@@ -40,7 +40,7 @@ KEYS = "j k: move   Enter: details   Tab: next view   t: tasks   q: quit"
 
 @dataclass(frozen=True)
 class Screen:
-    """What the keys choose. Pure."""
+    """The view and row that the user has chosen by keys. Pure."""
 
     view: str = "nodes"
     row: int = 0
@@ -48,7 +48,7 @@ class Screen:
     over: bool = False
 
     def after(self, key: str, rows: int) -> Screen:
-        """The screen after a key, when its view has so many rows."""
+        """Returns the screen after the user has pressed a key, in a view of `rows` rows."""
         if key in ("q", "\x03", ""):
             return replace(self, over=True)
         if key in ("j", "k"):
@@ -62,7 +62,7 @@ class Screen:
 
 @dataclass
 class Watch:
-    """Asks for the parts of a snapshot in turn, in a thread of its own."""
+    """Fetches the parts of a snapshot one after another; a thread of its own calls `run`."""
 
     url: str
     payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks a session for its payloads; None without one.
@@ -71,7 +71,7 @@ class Watch:
     over: threading.Event = field(default_factory=threading.Event)
 
     def ask(self, query: str) -> None:
-        """Replace one part of the snapshot."""
+        """Fetches one part of the snapshot; if that fails sets `problem` instead."""
         try:
             if query == "payloads":
                 payloads = tuple(self.payloads()) if self.payloads else ()
@@ -83,7 +83,7 @@ class Watch:
             self.problem = f"{query}: {error}"
 
     def run(self) -> None:
-        """Ask for one part a second, until `over` is set."""
+        """Fetches one part per second, faster before the nodes are known, until `over` is set."""
         for query in cycle([*QUERIES, *(["payloads"] if self.payloads else [])]):
             self.ask(query)
             if self.over.wait(_INTERVAL if self.snapshot.nodes else 0.2):
@@ -119,7 +119,7 @@ def top(target: str, once: bool, as_json: bool) -> None:
 
 
 def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
-    """A function that asks the session of a cluster for its payloads; None if a payload has the job to itself."""
+    """Returns a function that asks the session of a cluster for its payloads; None if the cluster is not that of a session."""
     own = [each for each in entries() if each.kind == Kind.SESSION and each.cluster_id == found.access.cluster_id]
     session = own[-1].generation if own else None
     if session is None:
@@ -169,7 +169,10 @@ def _live(watch: Watch, title: str, ended: Sequence[str]) -> None:
 
 @contextmanager
 def _single_keys() -> Iterator[Callable[[float], str | None]]:
-    """A function that returns the next key, "" at the end of the input, or None after some seconds; no Enter is needed."""
+    """Lets the terminal deliver keys without Enter inside the block; yields a function that reads one key.
+
+    The function returns the key, "" at the end of the input, or None if no key comes within the given seconds.
+    """
     import os
     import termios
     import tty
@@ -189,11 +192,11 @@ def _single_keys() -> Iterator[Callable[[float], str | None]]:
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-# ---- What is shown
+# ---- The screen
 
 
 def header(snapshot: Snapshot, title: str, problem: str) -> RenderableType:
-    """The totals of the cluster, and what can never be placed."""
+    """Returns the lines above the table: the cluster's totals, states of tasks and actors, and what can never be placed."""
     from rich.console import Group
     from rich.text import Text
 
@@ -215,7 +218,7 @@ def header(snapshot: Snapshot, title: str, problem: str) -> RenderableType:
 
 
 def rows(snapshot: Snapshot, view: str) -> list[list[str]]:
-    """The rows of a view, as cells."""
+    """Returns the rows of a view, each as the texts of its cells."""
     if view == "nodes":
         return [_node_row(node) for node in snapshot.nodes]
     if view in ("tasks", "actors"):
@@ -246,7 +249,7 @@ _HEADERS = {
 
 
 def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
-    """The rows of the view that fit into so many lines, around the chosen one."""
+    """Returns a table of the rows of the view that fit into `height` lines, around the chosen row."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -263,7 +266,7 @@ def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
 
 
 def details(node: Node) -> list[str]:
-    """What more there is to say of a node: its address, its resources and each of its GPUs."""
+    """Returns further lines about a node: its address, its Ray resources and each of its GPUs."""
     bytes_of = ("memory", "objectStoreMemory")
     shown = {name: amount for name, amount in sorted(node.resources.items()) if not name.startswith("node:")}
     amounts = [f"{name} {amount / _GIB:.1f} GiB" if name in bytes_of else f"{name} {amount:g}" for name, amount in shown.items()]

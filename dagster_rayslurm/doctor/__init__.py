@@ -1,6 +1,6 @@
-"""`rayslurm doctor`: facts of a cluster, and the lines that say what is right, doubtful or wrong with it.
+"""`rayslurm doctor`: collects facts about a cluster, and turns them into report lines on what works, is doubtful or fails.
 
-`collect` and `probe` collect facts. The other modules are pure: they turn facts into lines.
+`collect`, `login` and `probe` query the cluster. The other modules are pure: they turn the facts into lines.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ..slurm.config import SlurmQueueConfig, SlurmResource
 
 
 class Verdict(TextEnum):
-    """What a line says of its subject."""
+    """The result of one check, as a line of the report shows it."""
 
     OK = "ok"
     WARNING = "warning"  # Runs work, but something is slow, unusual or will fail in some cases.
-    FAILURE = "failure"  # Runs fail until it is mended.
-    SKIPPED = "skipped"  # Not looked at.
+    FAILURE = "failure"  # Runs fail until the defect is mended.
+    SKIPPED = "skipped"  # The check was not made.
 
 
 @dataclass(frozen=True)
 class Line:
-    """One subject, what was found, and what to do about it; "" if nothing is to be done."""
+    """One line of the report: the subject of a check, the verdict, the finding, and the remedy ("" if none is needed)."""
 
     name: str
     verdict: Verdict
@@ -34,44 +34,44 @@ class Line:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The resource that is examined."""
+    """The configuration to examine: a Slurm cluster, and the environment of the payloads on it."""
 
     slurm: SlurmResource
     environment: Environment
 
     @property
     def queue(self) -> SlurmQueueConfig:
-        """The footprint of jobs."""
+        """The allocation (partition, nodes, CPUs, GPUs, time) that jobs request of Slurm."""
         return self.slurm.queue
 
 
 def ok(name: str, text: str) -> Line:
-    """A line about something that is right."""
+    """Returns a line about a check that passed."""
     return Line(name, Verdict.OK, text)
 
 
 def warning(name: str, text: str, remedy: str) -> Line:
-    """A line about something doubtful."""
+    """Returns a line about a finding that makes runs slow, unusual, or fail in some cases."""
     return Line(name, Verdict.WARNING, text, remedy)
 
 
 def failure(name: str, text: str, remedy: str) -> Line:
-    """A line about something that makes runs fail."""
+    """Returns a line about a defect that makes runs fail."""
     return Line(name, Verdict.FAILURE, text, remedy)
 
 
 def skipped(name: str, text: str) -> Line:
-    """A line about something that was not looked at."""
+    """Returns a line about a check that was not made."""
     return Line(name, Verdict.SKIPPED, text)
 
 
 def has_failure(lines: Iterable[Line]) -> bool:
-    """Whether one of the lines is a failure."""
+    """Whether any of the lines has the verdict FAILURE."""
     return any(line.verdict is Verdict.FAILURE for line in lines)
 
 
 def size(count: float) -> str:
-    """A number of bytes in words, such as "1.5 GiB"."""
+    """Returns a number of bytes as text, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"

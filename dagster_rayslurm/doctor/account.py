@@ -1,4 +1,4 @@
-"""The user's associations and QOS in accounting, and what they allow. Pure."""
+"""The user's associations and QOS (quality of service) in Slurm's accounting, and their limits on jobs. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SHOW = "`sacctmgr show associations user=$USER` and `sacctmgr show qos` show the
 
 @dataclass(frozen=True)
 class Row:
-    """An association or a QOS: its columns by the names of sacctmgr(1)."""
+    """An association or a QOS that sacctmgr lists; `columns` has its values by the column names of sacctmgr(1)."""
 
-    what: str
+    what: str  # For sentences, such as "account physics" or "QOS normal".
     columns: dict[str, str]
 
     def __getitem__(self, name: str) -> str:
@@ -32,25 +32,28 @@ class Row:
 
 
 def parse_associations(text: str, cluster: str) -> list[Row]:
-    """This user's associations on a cluster; `cluster` may be unknown, ""."""
+    """Returns this user's associations on a cluster, from the output of sacctmgr; on all clusters if `cluster` is ""."""
     names = (*_ASSOCIATION, "grpjobs", "grpsubmit", "grptres")
     rows = [Row("", dict(zip(names, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
     return [Row(f"account {row['account']}", row.columns) for row in rows if not cluster or row["cluster"] == cluster]
 
 
 def parse_qos(text: str) -> list[Row]:
-    """All QOS."""
+    """Returns all QOS in the output of sacctmgr."""
     rows = [dict(zip(_QOS, line.split("|"), strict=False)) for line in text.splitlines() if "|" in line]
     return [Row(f"QOS {row['name']}", row) for row in rows]
 
 
 def qos_of(row: Row) -> list[str]:
-    """The names of the QOS that an association allows."""
+    """Returns the names of the QOS that an association allows."""
     return [name.lstrip("+-") for name in row["qos"].split(",") if name]
 
 
 def forbids(row: Row, queue: SlurmQueueConfig, seconds: float | None) -> list[str]:
-    """Which limits of an association or QOS keep every job of this size from running, in words."""
+    """Returns a sentence for each limit of an association or QOS that keeps every job with this allocation from running.
+
+    `seconds` is the time limit of the job; None if the job has none.
+    """
     found = []
     for limit in ("maxjobs", "maxsubmit", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmit"):
         if row[limit] == "0":
@@ -72,7 +75,7 @@ def _amounts(tres: str) -> Sequence[tuple[str, int]]:
 
 
 def _wanted(queue: SlurmQueueConfig, kind: str) -> int | None:
-    """How much of a trackable resource the job asks for; None if the queue does not say."""
+    """Returns the amount of a trackable resource (TRES) that the job requests; None for a kind other than nodes, CPUs or GPUs."""
     if kind == "node":
         return queue.num_nodes
     if kind == "cpu":

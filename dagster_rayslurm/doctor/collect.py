@@ -1,4 +1,4 @@
-"""Examine a cluster: collect facts, turn them into lines, and stop where a failure makes the rest pointless."""
+"""Examines a cluster: collects facts, turns them into report lines, and leaves out checks that a failure makes pointless."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from .resource import resource_text
 from .slurm_lines import Slurm, questions, slurm_lines
 
 _TIMEOUT = 30.0  # Seconds for each of Slurm's programs.
-_MARGIN = 120.0  # Seconds that the edge node has beyond that, for the start-up files of shells.
+_MARGIN = 120.0  # Further seconds for the whole call on the edge node, for the start-up files of shells.
 
 
 @dataclass
 class Report:
-    """What was found: lines, the partitions as a table, and the text of a resource to paste; "" if Slurm did not answer."""
+    """The result of an examination: report lines, the partitions for a table, and Python code of a resource to paste.
+
+    `resource`, the code, is "" if Slurm showed no partitions.
+    """
 
     lines: list[Line] = field(default_factory=list)
     partitions: list[Partition] = field(default_factory=list)
@@ -37,7 +40,10 @@ class Report:
 
 
 def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[str], None]) -> Report:
-    """Examine a cluster; with `probe_nodes` also compute nodes, by a job that may wait `patience` seconds in the queue."""
+    """Examines a cluster and returns the report; unless `probe_nodes` is 0, a job on that many compute nodes examines these too.
+
+    The job may wait `patience` seconds in the queue; `say` is called with a sentence about why it waits.
+    """
     login = log_in(wanted.slurm.ssh)
     if isinstance(login, list):
         return Report(login)
@@ -70,7 +76,10 @@ def _script(request: JobRequest) -> str:
 
 
 def _environment(connection: Connection, wanted: Wanted, base: str, lines: list[Line]) -> list[str] | None:
-    """Add the line about the environment; returns the command that starts its Python."""
+    """Adds a line about the environment to `lines`.
+
+    Returns the command that starts its Python; None if the environment was not checked or cannot be used.
+    """
     name, environment = "environment", wanted.environment
     if isinstance(environment, SentEnvironment):
         lines.append(skipped(name, f"{type(environment).__name__} is made by the first run; `rayslurm env check` looks at it"))

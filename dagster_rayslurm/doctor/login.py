@@ -1,4 +1,7 @@
-"""Log in to the edge node as a run does, and look at the login. Nothing is tried without a login: sshd bans who does that."""
+"""Logs in to the edge node as a run does, and examines the login.
+
+The SSH port is never tried without a login, as an SSH server may ban clients that connect and do not log in.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,16 @@ from . import Line, failure, ok, warning
 _SLOW_LOGIN = 10.0  # Seconds.
 _SLOW_COMMAND = 1.0
 _FORWARD_TIMEOUT = 10.0
-# Lines of a login, in the order in which it can fail.
+# The parts of a login, in the order in which they can fail; each has a line in the report.
 _PARTS = ("network", "host key", "authentication", "login shell")
 
 
 @dataclass(frozen=True)
 class Login:
-    """A connection that works: how far the edge node's clock is ahead, known within `margin` seconds, and the lines."""
+    """A connection that works, and the report lines about it.
+
+    The edge node's clock is `skew` seconds ahead of this machine's, with an error of at most `margin` seconds.
+    """
 
     connection: Connection
     skew: float
@@ -30,7 +36,7 @@ class Login:
 
 
 def log_in(ssh: SSHConnectionResource | None) -> Login | list[Line]:
-    """Log in; the lines alone if that fails."""
+    """Logs in to the edge node, or to this machine if `ssh` is None; returns only report lines if the login fails."""
     connection, began = connection_to(ssh), time.perf_counter()
     try:
         connection.call(slurm.now, repeat=True)
@@ -47,7 +53,7 @@ def log_in(ssh: SSHConnectionResource | None) -> Login | list[Line]:
 
 
 def _failed(error: ConnectionFailed) -> list[Line]:
-    """A line for each part of a login up to the one that failed; its sentence names the remedy."""
+    """Returns an OK line for each part of a login before the one that failed, and a failure with a remedy for that one."""
     sentence, _, remedy = str(error).partition("; ")
     passed = _PARTS[: _PARTS.index(error.subject)]
     return [*(ok(name, "passed") for name in passed), failure(error.subject, sentence, remedy or "try again later")]
@@ -73,7 +79,7 @@ def _host_keys(ssh: SSHConnectionResource) -> list[Line]:
 
 
 def _forwarding(connection: Connection) -> Line:
-    """Whether the server lets this machine through to an address behind it."""
+    """Returns a line on whether the SSH server forwards TCP connections, tried with a port that listens on the edge node."""
     port = connection.call(machine.listen_once, _FORWARD_TIMEOUT, repeat=True)
     answer = b""
     with contextlib.suppress(OSError), connection.connect("127.0.0.1", port, _FORWARD_TIMEOUT) as stream:

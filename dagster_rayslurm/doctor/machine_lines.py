@@ -1,4 +1,4 @@
-"""Lines about one machine, the edge node or a compute node, from the facts of `edge.machine.look`. Pure."""
+"""Report lines about one machine, the edge node or a compute node, from the facts that `edge.machine.look` collects. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 
 
 def edge_lines(facts: Mapping[str, Any], skew: float, margin: float) -> list[Line]:
-    """The lines about the edge node; `skew` is how far its clock is ahead of this machine's, known within `margin` seconds."""
+    """Returns the lines about the edge node, whose clock is `skew` seconds ahead of this machine's (± `margin`)."""
     machine = facts["machine"]
     return [
         *_shell(facts["shell"]),
@@ -39,7 +39,7 @@ def edge_lines(facts: Mapping[str, Any], skew: float, margin: float) -> list[Lin
 
 
 def node_lines(machine: Mapping[str, Any], skew: float, margin: float, node: str) -> list[Line]:
-    """The lines about a compute node, called `node`."""
+    """Returns the lines about the compute node `node`; its clock is `skew` seconds ahead of the edge node's (± `margin`)."""
     where = f"{node}: "
     lines = [_clock(f"{where}clock", node, "the edge node", skew, margin)]
     lines += _base(machine, where, skew)
@@ -73,9 +73,9 @@ def _clock(name: str, machine: str, other: str, skew: float, margin: float) -> L
 
 
 def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]:
-    """The base directory: it can be written, nobody else can, there is space, and programs may run there.
+    """Yields lines on whether only this user can write to the base directory, and on its space, clock and mount options.
 
-    If this machine's clock is `skew` seconds ahead, files seem to be that old: this says nothing of the file server.
+    To a machine whose clock is `skew` seconds ahead, new files look that old; this is no fault of the file server's clock.
     """
     name, base = f"{where}base directory", machine["directories"]["base"]
     path, choose = base["path"], "choose another SlurmResource.remote_base, of your own and shared with the compute nodes"
@@ -107,7 +107,7 @@ def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]
 
 
 def _space(base: Mapping[str, Any]) -> str | None:
-    """Why a directory takes no more files; None if it does."""
+    """Returns why a directory takes no more files (full, or over quota); None if it takes more."""
     said = base.get("error", "")
     if "space left" in said or "quota" in said.lower():
         return str(said)
@@ -158,7 +158,7 @@ def _limits(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _variables(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
-    """Variables that the user's start-up files set, and that change what runs."""
+    """Yields a warning about environment variables of the user that change how programs run; nothing if there are none."""
     set_there, found = machine["variables"], []
     if where:  # Slurm sets its own ones there.
         set_there = {key: value for key, value in set_there.items() if "_" not in key or key.startswith(("RAY_", "LD_"))}
@@ -184,7 +184,7 @@ def _variables(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
         yield warning(f"{where}variables", "; ".join(found), remedy)
 
 
-# Variables of sbatch that count if the field of the queue is left out, see `slurm.request.SBATCH_FIELDS`.
+# Variables of sbatch that are obeyed if the field of the queue is left out, see `slurm.request.SBATCH_FIELDS`.
 _COUNTING = tuple(f"SBATCH_{name}" for name in ("PARTITION", "ACCOUNT", "QOS", "RESERVATION", "CONSTRAINT"))
 
 

@@ -1,4 +1,4 @@
-"""Partitions and nodes, from the answers of `scontrol show partition` and `sinfo --Node`. Pure."""
+"""Partitions and their nodes, parsed from the output of `scontrol show partition` and `sinfo --Node`. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _USABLE = ("idle", "mix", "alloc", "comp", "plnd", "resv")
 
 @dataclass(frozen=True)
 class Node:
-    """A node in a partition."""
+    """A node of a partition, as sinfo shows it."""
 
     name: str
     state: str  # Slurm's compact word, with a flag such as "*" for a node that does not respond.
@@ -39,13 +39,13 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        """Whether the node is free."""
+        """Whether the node takes jobs and runs none now."""
         return self.usable and self.state.startswith("idle")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition with its nodes; its settings have the names of slurm.conf(5)."""
+    """A partition with its nodes; `settings` has the names of slurm.conf(5), such as "MaxTime"."""
 
     name: str
     settings: dict[str, str]
@@ -58,7 +58,7 @@ class Partition:
 
     @property
     def state(self) -> str:
-        """UP, or DOWN, DRAIN or INACTIVE."""
+        """The partition's state: UP, DOWN, DRAIN or INACTIVE."""
         return self.settings.get("State", "UP")
 
     @property
@@ -75,19 +75,19 @@ class Partition:
         return most
 
     def limit(self, setting: str) -> float | None:
-        """A number of nodes or of seconds; None if there is no limit."""
+        """Returns a setting as a number: seconds if its name ends in "Time", else nodes; None if there is no limit."""
         text = self.settings.get(setting, "UNLIMITED")
         if setting.endswith("Time"):
             return limit_seconds(text)
         return float(text) if text.isdigit() else None
 
     def names(self, setting: str) -> list[str]:
-        """A list of names; empty if there is no restriction."""
+        """Returns the names that a setting such as "AllowGroups" lists; an empty list if the setting restricts nothing."""
         text = self.settings.get(setting, "ALL")
         return [] if text in ("ALL", "(null)", "N/A", "") else text.split(",")
 
     def cells(self) -> list[str]:
-        """Its row in the table of partitions."""
+        """Returns the partition's row in a table with `COLUMNS`."""
         name = self.name + ("*" if self.is_default else "")  # As sinfo shows it.
         numbers = (len(self.nodes), len(self.usable), sum(node.idle for node in self.nodes))
         gpus = ", ".join(f"{count} {kind or 'gpu'}" for kind, count in sorted(self.gpus.items()))
@@ -100,7 +100,7 @@ class Partition:
 
 
 def limit_seconds(text: str) -> float | None:
-    """The seconds of a time limit as Slurm prints it; None if there is none."""
+    """Returns the seconds of a time limit as Slurm prints it; None if there is no limit."""
     return None if text in ("", "(null)", "NONE", "N/A", "Partition_Limit") else time_limit_seconds(text)
 
 
@@ -110,7 +110,7 @@ def _span(values: Iterable[int]) -> str:
 
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
-    """The partitions, each with its nodes."""
+    """Returns the partitions, each with its nodes, from the output of the commands `PARTITIONS` and `NODES`."""
     found = {}
     for line in partitions.splitlines():
         settings = dict(_PAIR.findall(line))

@@ -1,4 +1,4 @@
-"""A small job that looks at compute nodes from the inside, submitted, followed and removed as runs are."""
+"""The probe: a small job that examines compute nodes from the inside; it is submitted, followed and removed as a run is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .probe_lines import NO_PYTHON, ended_lines, probe_lines
 
 _SECONDS = 120.0  # Seconds that the job waits for the edge node, at most.
 _LAG_PATIENCE = 60.0  # Seconds until a change of a file must be seen by the other side.
-_OWN_END = 3.0  # Seconds in which the job may end by itself once it was told to.
+_OWN_END = 3.0  # Seconds that the job has to end by itself when its work is done, before it is cancelled.
 _SHOWN = 2000  # Most bytes of a log that explain a failure.
 _PROGRAM, _OPTIONS = "machine.py", "options.json"
 # Starts the program by the first Python there is: an old one will do. {run_dir} is the shell's $1.
@@ -46,9 +46,9 @@ def run_probe(
     patience: float,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """Run a job on some nodes, and say what was found there. It is cancelled and removed afterwards, however this ends.
+    """Runs the probe on `nodes` compute nodes and returns the report lines; in any case the job and its directory are removed.
 
-    `say` receives what the job waits for.
+    The job may wait `patience` seconds to start; `say` is called with a sentence about why it waits.
     """
     nonce = secrets.token_hex(6)
     run_dir = f"{base}/runs/doctor-{nonce}"
@@ -76,13 +76,13 @@ def run_probe(
 
 
 class _Silent:
-    """A log that nobody reads."""
+    """A logger that discards its messages."""
 
     def error(self, message: str) -> None: ...
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
-    """A short job with the user's partition and account, and little else, so that it starts soon."""
+    """Returns the request for a job in the user's queue, but with the least CPUs, memory and time, so that it starts soon."""
     queue = wanted.queue.having(
         num_nodes=nodes,
         cpus_per_node=None,
@@ -102,7 +102,10 @@ def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequ
 def _files(
     request: JobRequest, run_dir: str, base: str, wanted: Wanted, interpreter: list[str] | None, nodes: int
 ) -> dict[str, bytes]:
-    """The files of the run directory; those that the nodes write are there from the start, for the sake of NFS."""
+    """Returns the files of the run directory by name.
+
+    Files that the nodes will write exist from the start, empty, as NFS caches for a while that a name is missing.
+    """
     python = interpreter[0] if interpreter else ""
     command = ["sh", "-c", _START, "rayslurm", run_dir, python]
     options = {"run_dir": run_dir, "base": base, "nodes": nodes, "seconds": _SECONDS, "probe": PROBE}
@@ -126,7 +129,10 @@ def _follow(
     patience: float,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """Wait until the nodes have written their facts, and look at them from the edge node."""
+    """Waits until the nodes have written their facts, examines the nodes from the edge node too, and returns the lines.
+
+    If the job cannot start, waits longer than `patience` seconds, or ends early, one line says so.
+    """
     nodes, pause, waiting, started = request.queue.num_nodes, 0.2, "", None
     while True:
         facts = connection.call(site.probe_state, run_dir, nodes, repeat=True)
@@ -169,7 +175,7 @@ def _rows(connection: Connection, job_id: int) -> list[QueueRow]:
 
 
 def _ended(connection: Connection, run_dir: str, job_id: int) -> list[Line]:
-    """The lines for a job that ended before its nodes wrote their facts."""
+    """Returns the lines for a job that ended before its nodes wrote their facts."""
     facts = fetch_job_facts(connection, job_id)
     log = b"".join(connection.read(f"{run_dir}/{name}", 0, _SHOWN) for name in (LOG, "node-0.log"))
     return ended_lines(

@@ -1,4 +1,4 @@
-"""Lines about compute nodes, from what the job of a probe found there. Pure."""
+"""Report lines about compute nodes, from the facts that the job of a probe collected there. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from . import Line, Wanted, failure, ok, warning
 from .machine_lines import node_lines
 
 NO_PYTHON = 63  # Exit code of the probe's shell command on a node without Python.
-_SLOW_LAG = 5.0  # Seconds within which a change of a file should be seen there and answered.
-# A runtime that cannot open its output file: the exit code of slurmstepd has this in place of a signal (seen on 22.05).
+_SLOW_LAG = 5.0  # Seconds within which a node should see a change of a file and answer it.
+# Number that slurmstepd reports in place of a signal if it cannot open the output file of srun (seen on 22.05).
 _NO_OUTPUT_FILE = 53
 _REMOTE_BASE = "choose a SlurmResource.remote_base on a file system that the edge and all compute nodes share"
 
 
 def ended_lines(end: Mapping[str, Any]) -> list[Line]:
-    """The line for a job that ended, or still runs, without facts of all nodes."""
+    """Returns a failure that explains why a job ended, or still runs, without facts of all its nodes; `end` describes the job."""
     where, log = end.get("nodes") or "a compute node", end.get("log", "")
     last = next((line for line in reversed(log.splitlines()) if "error" in line.lower()), "")[:300]
     if end["state"] == "RUNNING":
@@ -38,7 +38,11 @@ def ended_lines(end: Mapping[str, Any]) -> list[Line]:
 
 
 def probe_lines(nodes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any], wanted: Wanted, seconds: float) -> list[Line]:
-    """The lines about some nodes; `measured` is from `edge.site.reach_and_measure`."""
+    """Returns the lines about the examined nodes.
+
+    `nodes` has the facts of each node, `measured` is the result of `edge.site.reach_and_measure`, and `seconds` is the time from
+    submission to the end.
+    """
     hosts = [node["host"] for node in nodes]
     lines = [ok("probe", f"a job on {', '.join(hosts)}, {seconds:.0f} s from submission to the end")]
     columns = (measured[name] for name in ("reached", "lags", "skews"))

@@ -1,4 +1,4 @@
-"""The text of a `SlurmResource` that suits what was examined, to paste into definitions. Pure."""
+"""Python code of a `SlurmResource` for the cluster that was examined, to paste into Dagster definitions. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECRETS = ("password", "key_passphrase")
 
 
 def resource_text(wanted: Wanted, slurm: Slurm) -> str:
-    """Python text that makes the resource. A partition that does not exist is replaced by one that does."""
+    """Returns Python code that constructs the examined resource, with an existing partition in place of a missing one."""
     resource = wanted.slurm
     known = [each.name for each in slurm.partitions]
     partition = ",".join(each.name for each in slurm.chosen())
@@ -31,7 +31,10 @@ def resource_text(wanted: Wanted, slurm: Slurm) -> str:
 
 
 def _made(config: StrictConfig | StrictResource) -> Iterator[str]:
-    """The lines of the call that makes a configuration, with the fields that have no default value, and a comma at the end."""
+    """Yields the lines of the Python expression that constructs a configuration object, with a comma at the end.
+
+    Only fields that differ from their defaults appear, and the time limit of a queue.
+    """
     yield f"{type(config).__name__}("
     for name, field in type(config).model_fields.items():
         value: Any = getattr(config, name)

@@ -1,4 +1,4 @@
-"""Lines about Slurm: its programs and daemons, accounting, the partition, and whether it would take the job. Pure."""
+"""Report lines about Slurm: its programs and daemons, accounting, the partition, and a test submission. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MUNGE = re.compile(r"munge|authentication (error|fail)", re.IGNORECASE)
 
 
 class Answer(NamedTuple):
-    """What one of Slurm's programs said; the code is None if it took too long, and 127 if the program is not there."""
+    """The result of a command of Slurm; the exit code is None if the command took too long, and 127 if it was not found."""
 
     code: int | None
     out: str
@@ -33,13 +33,16 @@ class Answer(NamedTuple):
 
     @property
     def said(self) -> str:
-        """What it said about its failure, in one line."""
+        """The last line that the failed command printed, or a phrase such as "exit code 1" if it printed nothing."""
         lines = (self.error or self.out).strip().splitlines()
         return lines[-1] if lines else "it took too long" if self.code is None else f"exit code {self.code}"
 
 
 def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any]]:
-    """What the edge node asks Slurm's programs; `script` is the batch script of a job as it would be submitted."""
+    """Returns the commands that the edge node runs, by name: each with its standard input and the variables that it may see.
+
+    `script` is the batch script of a job as it would be submitted, and `login_variables` are the `SBATCH_*` variables for sbatch.
+    """
     commands: dict[str, Sequence[str]] = {
         "ping": ("scontrol", "ping"),
         "config": ("scontrol", "show", "config"),
@@ -54,18 +57,18 @@ def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any
 
 @dataclass(frozen=True)
 class Slurm:
-    """What Slurm's programs said, and the request that is examined."""
+    """The facts of the edge node, with the answers of Slurm's programs, and the configuration to examine."""
 
     facts: Mapping[str, Any]
     wanted: Wanted
 
     def answer(self, name: str) -> Answer:
-        """The answer to one of the questions."""
+        """Returns the answer to one of the commands of `questions`, by its name."""
         return Answer(*self.facts["answers"][name])
 
     @property
     def config(self) -> dict[str, str]:
-        """The settings of slurmctld; empty if it did not answer."""
+        """The settings of slurmctld by name; empty if slurmctld did not answer."""
         return dict(_SETTING.findall(self.answer("config").out))
 
     @property
@@ -74,25 +77,25 @@ class Slurm:
         return parse_partitions(self.answer("partitions").out, self.answer("nodes").out)
 
     def value(self, field: str) -> str | None:
-        """A field of the queue, or the user's own variable that sbatch takes instead."""
+        """Returns a field of the queue, or else the user's `SBATCH_*` variable that sbatch obeys instead; None without both."""
         own = getattr(self.wanted.queue, field)
         variable = any(each.name == field and each.login_variable for each in SBATCH_FIELDS)
         return own or (self.facts["machine"]["variables"].get(f"SBATCH_{field.upper()}") if variable else None)
 
     def chosen(self) -> list[Partition]:
-        """The partitions in which the job may run: those that are named, or the default one."""
+        """Returns the partitions in which the job may run: the existing ones that it names, or the cluster's default one."""
         named = (self.value("partition") or "").split(",")
         return [each for each in self.partitions if each.name in named or (named == [""] and each.is_default)]
 
 
 def slurm_lines(facts: Mapping[str, Any], wanted: Wanted) -> list[Line]:
-    """The lines about Slurm. If slurmctld does not answer, the others would only repeat that."""
+    """Returns the lines about Slurm; checks that need slurmctld are left out if slurmctld does not answer."""
     slurm = Slurm(facts, wanted)
     lines = [_programs(slurm), *_controller(slurm)]
     if has_failure(lines):
         return [*lines, skipped("partition", "not checked, because Slurm does not answer")]
     lines += [*_version(slurm), *_accounting(slurm), *_job_age(slurm), *_partition(slurm)]
-    # sbatch names one objection; it has nothing to add to a line that has named it already.
+    # sbatch names only one objection, which after a failure may be the same one.
     return lines if has_failure(lines) else [*lines, _test(slurm)]
 
 
@@ -168,7 +171,7 @@ def _accounting(slurm: Slurm) -> Iterator[Line]:
 
 
 def _account(slurm: Slurm, rows: Sequence[Row]) -> Iterator[Line]:
-    """Whether the account and the QOS are the user's, and what they allow."""
+    """Yields lines on whether the user may charge the account and use the QOS, and whether their limits allow the job."""
     account, qos, name = slurm.value("account"), slurm.value("qos"), "account"
     accounts = sorted({row["account"] for row in rows})
     mine = [row for row in rows if row["account"] == account] if account else rows
@@ -205,7 +208,7 @@ def _job_age(slurm: Slurm) -> Iterator[Line]:
 
 
 def _partition(slurm: Slurm) -> Iterator[Line]:
-    """The partition of the queue: whether it exists, takes this user's jobs, and has the nodes for them."""
+    """Yields lines on whether the partition exists, takes this user's jobs, allows the time limit, and has fitting nodes."""
     name, named = "partition", slurm.value("partition")
     everything = slurm.partitions
     available = ", ".join(each.name for each in everything) or "none"
@@ -236,7 +239,7 @@ def _partition(slurm: Slurm) -> Iterator[Line]:
 
 
 def _objections(partition: Partition, slurm: Slurm) -> Iterator[str]:
-    """Why a partition takes none of this user's jobs."""
+    """Yields each reason why a partition takes none of this user's jobs; nothing if the partition takes them."""
     groups, accounts = partition.names("AllowGroups"), partition.names("AllowAccounts")
     account, qos, queue = slurm.value("account"), slurm.value("qos"), slurm.wanted.queue
     if partition.state != "UP":
@@ -262,7 +265,7 @@ def _objections(partition: Partition, slurm: Slurm) -> Iterator[str]:
 
 
 def _nodes(slurm: Slurm, nodes: Sequence[Node]) -> Iterator[Line]:
-    """Whether enough nodes of the partition work and have what is asked for on each."""
+    """Yields lines on whether enough nodes work, and have the CPUs, memory and GPUs that the job requests of each."""
     name, queue, config = "nodes", slurm.wanted.queue, slurm.config
     if not nodes:
         hidden = "nodes" in config.get("PrivateData", "")
@@ -311,7 +314,7 @@ def _gpus(slurm: Slurm, nodes: Sequence[Node]) -> Line | None:
 
 
 def _test(slurm: Slurm) -> Line:
-    """What sbatch says to the job as it would be submitted."""
+    """Returns a line with the answer of `sbatch --test-only`: that Slurm would take the job, or why Slurm would refuse it."""
     name, test = "test submission", slurm.answer("test")
     if test.code == 0:
         line = next((line for line in test.error.splitlines() if "to start at" in line), "sbatch would take the job")

@@ -28,7 +28,7 @@ PACKAGE = "rayslurm_edge"  # Name of this package in the agent's process.
 PART = 256 * 1024  # Most bytes of a frame's body, so that no large message holds up the others for long.
 _LENGTHS = struct.Struct(">II")
 
-# The word is printed twice, so that a shell that echoes its commands does not print the hello.
+# The word is printed twice, so that a shell that echoes its commands does not print the hello line.
 _BOOT = (
     'import os,sys,zlib;os.write(1,("%%c%%s %%d.%%d%%c"%%(10,"%s"*2,sys.version_info[0],sys.version_info[1],10)).encode());'
     'i=os.fdopen(os.dup(0),"rb");exec(zlib.decompress(i.read(int(i.read(8)))).decode())'
@@ -36,15 +36,15 @@ _BOOT = (
 
 
 def command_line(python: str, word: str) -> str:
-    """The command for a login shell that starts the agent: it prints `word` twice and Python's version, and reads `program`.
+    """Return the command that starts the agent in a login shell; it prints `word` twice and Python's version, and runs `program`.
 
-    It has no newline, exclamation mark, backslash or quote that sh, csh or fish would take for their own.
+    The command has no newline, exclamation mark, backslash or quote that sh, csh or fish would interpret.
     """
     return f"exec {python} -I -S -X utf8 -c '{_BOOT % word}'"
 
 
 def program(directory: str) -> bytes:
-    """What the agent reads first: the text of this module and of the others in the same directory, compressed."""
+    """Return the bytes that the agent reads first: their number, and the compressed source of all modules in a directory."""
     texts = {}
     for name in sorted(os.listdir(directory)):
         if name.endswith(".py"):
@@ -59,7 +59,7 @@ def program(directory: str) -> bytes:
 
 
 def frames(header: "dict[str, Any]", values: "list[Any]") -> "Iterator[bytes]":
-    """The frames of a message with some values: each is bytes, or can be written as JSON."""
+    """Yield the frames of a message; each of its values is bytes, or can be written as JSON."""
     body = memoryview(b"".join(value for value in values if isinstance(value, bytes)))
     while len(body) > PART:
         yield _frame({"id": header["id"], "part": True}, body[:PART])
@@ -74,7 +74,7 @@ def _frame(header: "dict[str, Any]", body: memoryview) -> bytes:
 
 
 def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], list[Any]]]":
-    """The header and the values of each message, until `read` returns fewer bytes than asked for. No part of a message counts."""
+    """Yield header and values of each message, until `read` returns fewer bytes than asked for; drops an incomplete message."""
     parts = {}  # type: dict[int, bytearray]
     while True:
         lengths = read(_LENGTHS.size)
@@ -105,7 +105,7 @@ class Sender:
 
     A message is cut into frames. Threads take turns after each frame, so that a large message does not hold up the others.
 
-    `broken` is called when a frame could not be sent whole, so that nothing can follow it.
+    `broken` is called when a frame could not be sent whole, so that no other frame can follow it.
     """
 
     def __init__(self, write: "Callable[[bytes], object]", broken: "Callable[[], object]") -> None:
@@ -113,7 +113,7 @@ class Sender:
         self._lock, self._next = threading.Lock(), threading.Lock()
 
     def send(self, header: "dict[str, Any]", values: "list[Any]") -> None:
-        """Send a message; blocks while others are sent."""
+        """Send a message; blocks while frames of other messages are sent."""
         for frame in frames(header, values):
             with self._next:  # With one lock alone, a thread that sends many frames would keep the others out.
                 self._lock.acquire()
@@ -132,7 +132,7 @@ class Sender:
 
 
 class _Modules:
-    """Imports modules from their texts, each when it is needed."""
+    """Import hook that loads the modules of this package from their source texts."""
 
     def __init__(self, texts: "dict[str, str]") -> None:
         self._texts = texts
@@ -148,7 +148,10 @@ class _Modules:
 
 
 def serve(texts: "dict[str, str]", stdin: "Any") -> None:
-    """Answer requests until standard input ends. Called by the program that the client sends."""
+    """Call the functions that messages on `stdin` name, and answer on standard output, until `stdin` ends; then exit.
+
+    The program that the client sends calls this with the source texts of the other modules, by name.
+    """
     sys.meta_path.insert(0, _Modules(texts))
     with open("/proc/self/environ", "rb") as file:
         if b"\0LC_CTYPE=" not in b"\0" + file.read():

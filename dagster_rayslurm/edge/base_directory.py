@@ -1,4 +1,4 @@
-"""The base directory on a cluster: find and install bundles and the runtime, and remove what was not used for long."""
+"""The base directory on a cluster: find and install bundles and the runtime, and remove files that were not used for long."""
 
 import contextlib
 import grp
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SWEPT = ".swept"  # File in the base directory that each sweep touches first, so that its age tells when the last sweep began.
 BOOKMARK = ".followed"  # Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster.
-_LEFTOVER = 86400.0  # Seconds after which a file or directory with a temporary name was left by a killed process.
+_LEFTOVER = 86400.0  # Seconds after which a file or directory with a temporary name counts as left by a killed process.
 _RUN = "[A-Za-z0-9_.-]+-[0-9a-f]{12}"
 _USED = re.compile(rb"(?:bundles|files|prefixes|runtime)/[A-Za-z0-9_.-]+")
 _NAMED = (
@@ -30,15 +30,15 @@ _OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions")
 
 
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
-    """Which of some paths below the base directory exist.
+    """Check who can change the base directory, and find which of some paths relative to it exist.
 
-    Returns the name of another user who owns one of our directories, or ""; one of them that everybody may write to, or ""; the
-    group that may change the base directory, or ""; and the paths that exist.
+    Returns the name of another user who owns the base directory or one of `_OURS` in it, or ""; the path of one of these that
+    everybody may write to, or ""; the name of a group that may change the base directory, or ""; and the paths that exist.
 
     The paths are touched, because the sweep keeps recently touched files. Names are predictable, so on a shared file system
     another user could place a runtime there. Therefore only files of this user count, in directories that this user owns and
-    that are not world-writable. Our own directories are closed to the group, because project file systems open them by umask or
-    default ACL. The base directory may hold more than our files.
+    that are not world-writable. The directories in `_OURS` are closed to the group, because project file systems open them by
+    umask or default ACL; the base directory is not, as it may hold files of other programs.
     """
     user, group, found = os.geteuid(), "", []
     for name in ("", *_OURS):
@@ -75,9 +75,10 @@ def _name(entry: "object", number: int) -> str:
 
 
 def install(directory: str, name: str, archive: str, data: bytes) -> None:
-    """Make the directory `name` in a directory from `data`, or from the archive of this name there, which is removed.
+    """Unpack a .tar.gz archive as the directory `name` in `directory`, unless this user has that directory already.
 
-    The name tells the content. If the directory is there already, by this user, that is fine.
+    The archive is the file `archive` in `directory`, which is removed then, or if `archive` is "" the bytes `data`. An existing
+    directory has the same content, because `name` is the hash of it.
     """
     make_private(directory)
     target, uploaded = os.path.join(directory, name), os.path.join(directory, archive) if archive else ""
@@ -107,19 +108,19 @@ def _is_ours(path: str) -> bool:
 
 
 def make_private(directory: str) -> None:
-    """Make a directory that only this user can enter, or close one to all others."""
+    """Create a directory that only this user can enter, or set the mode of an existing one to that."""
     files.make_dir(directory)
     os.chmod(directory, 0o700)
 
 
 def install_file(directory: str, name: str, data: bytes) -> None:
-    """Make a read-only file."""
+    """Write `data` to the read-only file `name` in a directory, which is created if missing and closed to other users."""
     make_private(directory)
     files.write(os.path.join(directory, name), data, 0o400)
 
 
 def remove(path: str) -> None:
-    """Remove a file, or a directory with everything in it, also if parts of it are read-only."""
+    """Remove a file, or a directory with everything in it, even if parts of it are read-only."""
     for parent, _, _ in os.walk(path):
         with contextlib.suppress(OSError):
             os.chmod(parent, 0o700)
@@ -127,36 +128,40 @@ def remove(path: str) -> None:
 
 
 def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> "list[str]":
-    """Sweep unless a process on any machine began to less than `every` seconds ago; returns the removed paths.
+    """Remove files below the base directory that were not used for `age` seconds; returns their paths, relative to it.
 
-    Files not used for `age` seconds are removed. `jobs` are the ids of jobs that Slurm knows; None if it does not answer.
+    Removes none if a process on any machine began a sweep less than `every` seconds ago. `jobs` are the ids of jobs that Slurm
+    knows; None if it does not answer.
     """
     swept = os.path.join(base, SWEPT)
     if not os.path.isdir(base) or (_is_recent(swept, every) and not _is_recent(swept, -every)):
-        return []  # A time in the future is that of a clock which was wrong once.
+        return []  # A time far in the future was written by a wrong clock.
     os.close(os.open(swept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
     return _Sweep(base, age, jobs).run()
 
 
 def sweep_runs(base: str, age: float) -> "list[str]":
-    """Remove the run directories, outputs and bookmarks not used for `age` seconds, and nothing else; returns their paths."""
+    """Remove only run directories, outputs and `BOOKMARK` files not used for `age` seconds; returns their relative paths."""
     return _Sweep(base, age, None).runs()
 
 
 def sweep_environments(base: str, age: float) -> "list[str]":
-    """Remove environments and their files that no run and no session names and nobody used for `age` seconds; their paths."""
+    """Remove prefixes and files that no run or session names and that were not used for `age` seconds.
+
+    Returns their paths, relative to the base directory.
+    """
     return _Sweep(base, age, None).unused(("prefixes", "files"))
 
 
 def _is_recent(path: str, age: float) -> bool:
-    """Whether a path changed less than `age` seconds ago; False for a missing path."""
+    """Return True if a path exists and was modified less than `age` seconds ago."""
     with contextlib.suppress(OSError):
         return time.time() - os.lstat(path).st_mtime < age
     return False
 
 
 def _below(path: str, depth: int = 1) -> "list[str]":
-    """The paths in a directory, and below it, down to a depth; none if it cannot be listed."""
+    """Return the paths of all entries down to `depth` levels below a directory; [] if it cannot be listed."""
     with contextlib.suppress(OSError):
         found = [os.path.join(path, name) for name in os.listdir(path)]
         return found + [each for one in found if depth > 1 and not os.path.islink(one) for each in _below(one, depth - 1)]
@@ -224,7 +229,10 @@ class _Sweep:
         return os.path.join(self._base, *names)
 
     def _names(self, place: str, form: str, directory: bool = False) -> "list[str]":
-        """The names of a form in a directory, of files or directories that belong to this user."""
+        """Return the names of this user's entries in a directory that match the regular expression `form`.
+
+        With `directory`, only those of directories.
+        """
         found = []
         for path in _below(self._path(place)):
             name = os.path.basename(path)
@@ -239,7 +247,11 @@ class _Sweep:
         return not any(_is_recent(each, self._age) for each in [path, *(_below(path) if place == "files" else ())])
 
     def _sweep_session(self, session: str) -> None:
-        """Remove ended generations but the newest, whose number determines the next one; all if nobody looks for the session."""
+        """Remove the old and ended generations of a session, which are its numbered directories, one for each of its jobs.
+
+        The newest stays, because its number determines the next one. If all are ended and nothing in the session was used for
+        long, the session's directory is removed.
+        """
         numbers = sorted(map(int, self._names(session, "[1-9][0-9]{0,8}", directory=True)))
         old = []
         for number in numbers:
@@ -256,7 +268,7 @@ class _Sweep:
                 self._retire(session, str(number))
 
     def _is_over(self, directory: str) -> bool:
-        """Whether no job of a session's generation may live."""
+        """Return True if the job of a generation has ended or has no id; False if it may still run, or Slurm did not answer."""
         if _text(os.path.join(directory, "exit")):
             return True
         job = _text(os.path.join(directory, "job_id")).split("\n")[0]
@@ -266,7 +278,7 @@ class _Sweep:
         return not job or (self._jobs is not None and int(job) not in self._jobs)
 
     def _used(self) -> "set[str]":
-        """What the files of runs, sessions and environments name."""
+        """Return the paths, such as "bundles/NAME", that files of runs, sessions and environments mention."""
         used = set()  # type: set[str]
         made = [os.path.join(path, "rayslurm.json") for path in _below(self._path("prefixes"))]
         for path in _below(self._path("runs"), 2) + _below(self._path("sessions"), 3) + made:
@@ -276,9 +288,9 @@ class _Sweep:
         return used
 
     def _retire(self, place: str, name: str) -> None:
-        """Remove what other processes may look for: under another name, so that they see no half of it.
+        """Rename a file or directory and then remove it, so that no other process finds a half of it under its name.
 
-        If it was marked as in use meanwhile, it gets its name back (see `upload.deliver`).
+        If another process has marked it as used meanwhile, it gets its name back (see `upload.deliver`).
         """
         path, grave = self._path(place, name), self._path(place, self._grave)
         with contextlib.suppress(OSError):
@@ -289,7 +301,7 @@ class _Sweep:
             self._remove(place, name, self._grave)
 
     def _remove(self, place: str, name: str, now: str = "") -> None:
-        """Remove a file or directory, which may have another name now."""
+        """Remove a file or directory, which is called `now` unless that is "", and record it as removed under `name`."""
         path = self._path(place, now or name)
         with contextlib.suppress(OSError):
             remove(path)

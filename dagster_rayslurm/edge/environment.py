@@ -1,4 +1,4 @@
-"""Python environments: where the Python of one is, which versions it has, and how one is made from the files that were sent."""
+"""Python environments on the cluster: find the Python and the versions in one, and build one from the files that were sent."""
 
 import contextlib
 import fcntl
@@ -46,7 +46,7 @@ _IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_mod
 
 
 def find(prefix: str) -> "tuple[str, str]":
-    """The Python and the `activate.sh` in an environment's directory; "" for what it lacks."""
+    """Return the paths of the Python and of the `activate.sh` in an environment's directory; "" for one that is missing."""
     paths = [os.path.join(prefix, name) for name in _PYTHONS]
     script = os.path.join(prefix, "activate.sh")
     python = next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), "")
@@ -54,13 +54,14 @@ def find(prefix: str) -> "tuple[str, str]":
 
 
 def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: float, timeout: float) -> "dict[str, Any]":
-    """Look at the environment in the directory `prefix`, or if that is "" at the one of `python`, and import modules there.
+    """Find the versions in the environment in the directory `prefix`, or if that is "" of `python`, and import modules there.
 
-    Facts in the file `cache` count for `age` seconds, as long as the environment's paths do not change. `activate.sh` and Python
-    may take `timeout` seconds to start.
+    Facts in the file `cache` are used again for `age` seconds, as long as the environment's paths do not change. `activate.sh`
+    and Python may take `timeout` seconds to start.
 
-    Returns `python`, `activate`, `facts`, and whether these were `cached`. For an environment that cannot be used `problem`; if
-    it does not start, also `code` and `error`, what it said.
+    Returns a dict with `python`, `activate`, `container`, `facts` (see `PROBE`), and `cached`, which is True if the facts come
+    from the cache. If the environment cannot be used, the dict has a `problem`, the key of a message in `environments.check`;
+    if it does not start, also its exit `code` and its `error` output.
     """
     activate, container, runner = "", None, []  # type: str, dict[str, Any] | None, list[str]
     if prefix:
@@ -95,7 +96,7 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
 
 
 def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """What `PROBE` finds by a Python after the words `start`: `facts`, `paths`; or a `problem`, with `code` and `error`."""
+    """Run `PROBE` by `python` after the words `start`; returns `facts` and `paths`, or a `problem` with `code` and `error`."""
     environ = _environ(start)
     word = os.urandom(16).hex()  # It separates the answer from what start-up scripts print.
     if activate:
@@ -122,14 +123,17 @@ def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[st
 
 
 def _container(prefix: str) -> "dict[str, Any] | None":
-    """What `environments.container` wrote about the container that the Python of a prefix runs in."""
+    """Return the content of `container.json`, which describes the container of a prefix; None for a prefix without one."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, "container.json"), encoding="utf-8") as file:
         return dict(json.load(file))
     return None
 
 
 def _look_at_pyxis(container: "dict[str, Any]", timeout: float) -> "dict[str, Any]":
-    """Whether srun has Pyxis' options, and an image that is a path is there; facts about the image are not known."""
+    """Check that srun has the options of Pyxis, and that an image given by its path exists.
+
+    Returns a `problem`, or `facts` that are None, because only a job can look into the image.
+    """
     if container["path"].startswith("/") and not os.path.exists(container["path"]):
         return {"problem": "image"}
     _, out, error = slurm.run(["srun", "--help"], b"", timeout, ())
@@ -137,7 +141,7 @@ def _look_at_pyxis(container: "dict[str, Any]", timeout: float) -> "dict[str, An
 
 
 def _states(paths: "list[str]") -> "list[list[int] | None]":
-    """What changes when a file or the entries of a directory change, for each path; None for a path that does not exist."""
+    """Return stat fields of each path, which differ after a change of the file or directory; None for a missing path."""
     states = []  # type: list[list[int] | None]
     for path in paths:
         try:
@@ -151,7 +155,7 @@ def _states(paths: "list[str]") -> "list[list[int] | None]":
 # -- environments that are sent ------------------------------------------------------------------------------------------
 
 PREFIX = "{prefix}"  # Stands in the commands of `make` for the path of the new prefix.
-# Shell script that tells the platform, and the Pythons behind the names in its arguments after the first, which is `_PYTHON`.
+# Shell script that prints the platform, and by its first argument, `_PYTHON`, the Pythons that its other arguments name.
 _PLATFORM = """\
 echo "machine $(uname -m)"
 echo "libc $(getconf GNU_LIBC_VERSION 2>/dev/null)"
@@ -175,11 +179,11 @@ def _environ(runner: "Sequence[str]") -> "dict[str, str]":
 
 
 def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """A machine's architecture, features of its CPUs, version of glibc, "" for another library, and Pythons.
+    """Return the `machine` (architecture), `cpu` flags, `glibc` version ("" for another C library) and `pythons` of a machine.
 
-    The machine is that on which the command `runner` runs another one, or without it this one. The Pythons are `python`, a path
-    or a command; for "" all that have a usual name on the PATH. Each is a list of path, version, implementation and machine.
-    Without an answer there is only `problem`, what the runner said.
+    It is the machine on which the command `runner` runs the words after it, or this one if `runner` is empty. Each Python is a
+    list of path, version, implementation and architecture; they are the one of `python`, a path or a command, or for "" all with
+    a usual name on the PATH. If there is no answer, the dict has only a `problem`, the last line of the error output.
     """
     names = [python] if python else ["python3"] + ["python3.%d" % minor for minor in range(8, 20)]
     words = [*runner, "sh", "-c", _PLATFORM, "sh", _PYTHON, *names]
@@ -196,14 +200,14 @@ def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str,
 
 
 def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) -> str:
-    """Make the prefix `key` in a directory, unless it is there; returns what a failed command said, or "".
+    """Build the prefix `key` in a directory unless it exists; returns "", or the error message of a command that failed.
 
-    The recipe has its `commands`, and a `runner`, which is empty or the command by which they run elsewhere. It is kept in the
-    prefix, for those who look at its Python.
+    The recipe has its `commands`, and a `runner`, which is empty or the words that run them on a compute node. A copy of the
+    recipe is written into the prefix, where `look` finds the runner.
 
     Many files of a prefix contain its path, so that it cannot be renamed. Therefore each call works in a directory of its own,
-    to which the name leads by a link once it is complete. A lock has other processes wait; on a file system without locks
-    several may do the work, and the first one's counts.
+    and makes the link `key` to it once it is complete. A lock lets other processes wait; on a file system without locks several
+    processes may build the prefix, and the first that is complete is used.
     """
     base_directory.make_private(directory)
     link = os.path.join(directory, key)
@@ -240,7 +244,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
 
 
 def _recipe(prefix: str) -> "dict[str, Any]":
-    """The recipe that is kept in a prefix; empty for one that `make` did not make."""
+    """Return the recipe that `make` has written into a prefix; {} for a prefix of other origin."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, _RECIPE), encoding="utf-8") as file:
         recipe = json.load(file)
         return recipe if isinstance(recipe, dict) else {}
@@ -248,7 +252,7 @@ def _recipe(prefix: str) -> "dict[str, Any]":
 
 
 def made(base: str) -> "list[dict[str, Any]]":
-    """The prefixes that `make` made below a base directory: path, title, time of the last use, and size in bytes."""
+    """Return path, title, time of the last use, and size in bytes of each prefix that `make` has built below a base directory."""
     found = []
     directory = os.path.join(base, "prefixes")
     for name in sorted(os.listdir(directory) if os.path.isdir(directory) else []):
@@ -262,7 +266,7 @@ def made(base: str) -> "list[dict[str, Any]]":
 
 
 def _size(path: str) -> int:
-    """What the files below a directory take on the disk."""
+    """Return the disk space of all files below a directory, in bytes."""
     found = {}
     for parent, _, names in os.walk(path):
         for name in names:

@@ -11,7 +11,7 @@ def home() -> str:
 
 
 def modified(path: str) -> "float | None":
-    """The time of the last change of a file, or None if the path does not exist."""
+    """Return the time of the last change of a file, in seconds of the epoch; None if the path does not exist."""
     try:
         return os.stat(path).st_mtime
     except FileNotFoundError:
@@ -19,7 +19,7 @@ def modified(path: str) -> "float | None":
 
 
 def read(path: str, offset: int, limit: int) -> bytes:
-    """At most `limit` bytes from `offset` on; b"" if the file does not exist."""
+    """Read at most `limit` bytes of a file from `offset` on; returns b"" if the file does not exist."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -29,7 +29,7 @@ def read(path: str, offset: int, limit: int) -> bytes:
 
 
 def write(path: str, data: bytes, mode: int) -> None:
-    """Create a file, or replace it atomically."""
+    """Create a file with this content and mode, or replace an existing one atomically."""
     temporary = temporary_name(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -45,12 +45,12 @@ def write(path: str, data: bytes, mode: int) -> None:
 
 
 def temporary_name(path: str) -> str:
-    """A new short name in the directory of `path`, which no other thread, process or host uses."""
+    """Return a new path in the directory of `path`, with a short name that no other thread, process or host uses."""
     return os.path.join(os.path.dirname(path), ".rs-" + os.urandom(8).hex() + ".tmp")
 
 
 def names(path: str) -> "list[str]":
-    """The names in a directory."""
+    """Return the names of the entries of a directory."""
     return os.listdir(path)
 
 
@@ -66,7 +66,7 @@ def make_dir(path: str) -> None:
 
 
 def rename(old: str, new: str) -> None:
-    """Rename a file, and replace one of the new name."""
+    """Rename a file; a file that has the new name already is replaced."""
     os.rename(old, new)
 
 
@@ -86,9 +86,9 @@ def remove(path: str) -> None:
 
 
 def open_read(path: str, version: "list[int]", offset: int, limit: int) -> "tuple[int, list[int], int, bytes]":
-    """Open a file to read from `offset` on, or from 0 if `version` is not its own; returns that offset and some bytes, too.
+    """Open a file and read up to `limit` bytes from `offset` on, or from 0 if the file's version is not `version`.
 
-    Returns its descriptor first, and its version: size, time and inode.
+    Returns the descriptor, the file's version (size, time of the last change and inode), the offset, and the bytes read there.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -103,7 +103,7 @@ def open_read(path: str, version: "list[int]", offset: int, limit: int) -> "tupl
 
 
 def read_at(fd: int, offset: int, limit: int) -> bytes:
-    """At most `limit` bytes of an open file, a descriptor, from `offset` on; b"" at its end."""
+    """Read at most `limit` bytes of the open file `fd` from `offset` on; returns b"" at its end."""
     return os.pread(fd, limit, offset)
 
 
@@ -119,7 +119,7 @@ def open_write(path: str, offset: int) -> "tuple[int, int]":
 
 
 def write_at(fd: int, offset: int, data: bytes) -> int:
-    """Write bytes into an open file; returns their number."""
+    """Write all bytes of `data` at `offset` into the open file `fd`; returns their number."""
     view = memoryview(data)
     while view:
         count = os.pwrite(fd, view, offset)
@@ -128,7 +128,7 @@ def write_at(fd: int, offset: int, data: bytes) -> int:
 
 
 def finish(fd: int, temporary: str, path: str, mode: int) -> None:
-    """Set the mode of an open file, write it to the disk, close it, and give it its name."""
+    """Set the mode of the open file `fd`, flush it to the disk, close it, and rename it from `temporary` to `path`."""
     try:
         os.fchmod(fd, mode)
         os.fsync(fd)

@@ -48,7 +48,7 @@ GREETING = b"rayslurm"
 
 
 def look(base: str) -> "dict[str, Any]":
-    """The facts of this machine; `base` is the base directory, absolute."""
+    """Return the facts of this machine by name; `base` is the absolute path of the base directory."""
     directories = {name: directory(path, name != "tmpdir") for name, path in _directories(base).items()}
     return {
         "host": socket.gethostname(),
@@ -76,7 +76,10 @@ def _directories(base: str) -> "dict[str, str]":
 
 
 def directory(path: str, write: bool = True) -> "dict[str, Any]":
-    """Facts of a directory; those of its nearest parent if it does not exist yet. A small file is written and removed."""
+    """Return facts of a directory, such as its mode and free space; of its nearest parent if it does not exist yet.
+
+    With `write`, a small file is written there and removed.
+    """
     facts = {"path": path, "exists": os.path.isdir(path), "parent": path}  # type: dict[str, Any]
     if os.path.lexists(path) and not facts["exists"]:
         return dict(facts, error="it is not a directory")
@@ -100,7 +103,7 @@ def directory(path: str, write: bool = True) -> "dict[str, Any]":
 
 
 def _try_to_write(path: str) -> float:
-    """Write, rename and remove a file; returns by how many seconds its time differs from this machine's clock."""
+    """Write, rename and remove a file; returns by how many seconds its time is ahead of this machine's clock."""
     name = os.path.join(path, ".rs-doctor-" + os.urandom(6).hex())
     try:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -120,7 +123,7 @@ def _try_to_write(path: str) -> float:
 
 
 def _limit(kind: int) -> "list[int | None]":
-    """The soft and the hard limit; None for no limit."""
+    """Return the soft and the hard limit; None for no limit."""
     return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind)]
 
 
@@ -132,7 +135,7 @@ def _user() -> str:
 
 
 def _user_namespaces() -> bool:
-    """Whether this user may make a user namespace, as rootless containers do."""
+    """Return True if this user can create a user namespace, which rootless containers need."""
     try:
         command = ["unshare", "--user", "--map-root-user", "true"]
         null = subprocess.DEVNULL
@@ -143,7 +146,7 @@ def _user_namespaces() -> bool:
 
 
 def _own_address() -> "str | None":
-    """The address to which this machine's own name leads; None if there is none."""
+    """Return the IP address that this machine's host name resolves to; None if it does not resolve."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -154,7 +157,10 @@ def _own_address() -> "str | None":
 
 
 def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: str, environment: "Sequence[str]") -> None:
-    """What the job runs on each node: write the facts, answer, try to reach the other nodes, and end when told to."""
+    """The program of the probe's job on each node: write its facts, answer connections, and connect to the first node.
+
+    It ends after `seconds`, or when the edge node writes into the file `STOP`.
+    """
     deadline = time.monotonic() + seconds
     server = _listen()
     facts = look(base)
@@ -180,7 +186,7 @@ def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: 
 
 
 def _listen() -> "socket.socket | None":
-    """A server that answers with a greeting, on a port as the runtime would choose it; None if no port is free."""
+    """Start a server that sends `GREETING`, on a port as the runtime would choose it; returns None if no port is free."""
     for _ in range(50):
         port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -204,7 +210,7 @@ def _greet(server: socket.socket) -> None:
 
 
 def listen_once(seconds: float) -> int:
-    """Answer one connection to a port of this machine's loopback address within some seconds; returns the port."""
+    """Start to wait `seconds` for one connection to a port of the loopback address, and answer it; returns the port."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.bind(("127.0.0.1", 0))
     server.listen(1)
@@ -221,7 +227,10 @@ def listen_once(seconds: float) -> int:
 
 
 def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
-    """Connect to the server of a node with these facts: the seconds that it took, or the error. Tries all its addresses."""
+    """Connect to the server of the node that `facts` describe, by its host name or else its addresses.
+
+    Returns a dict with the `seconds` that it took and the `host` that answered, or with an `error`.
+    """
     errors = []
     for host in [facts["host"], *facts["addresses"]]:
         began = time.monotonic()
@@ -237,7 +246,7 @@ def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
 
 
 def _addresses() -> "list[str]":
-    """This node's IPv4 address on the network by which it reaches others, if the kernel knows one."""
+    """Return this node's IPv4 addresses from which it reaches the node that launched the job, and other networks."""
     found = []
     for target in (os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""), "192.0.2.1"):  # The second is for documentation (RFC 5737).
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -247,7 +256,7 @@ def _addresses() -> "list[str]":
 
 
 def _environment(command: "Sequence[str]", probe: str) -> "dict[str, Any]":
-    """What the environment's Python says of itself on this node, see `environment.PROBE`."""
+    """Run `probe`, which is `environment.PROBE`, by the Python of `command` on this node; returns its `facts` or an `error`."""
     word = os.urandom(8).hex()
     try:
         done = subprocess.run(
@@ -267,7 +276,7 @@ def _environment(command: "Sequence[str]", probe: str) -> "dict[str, Any]":
 
 
 def _content(path: str) -> bytes:
-    """The content of a file, opened anew as network file systems demand; b"" if it is not there."""
+    """Return the content of a file, opened anew so that a network file system looks for changes; b"" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -276,14 +285,14 @@ def _content(path: str) -> bytes:
 
 
 def _append(path: str, value: object) -> None:
-    """Append a line to a file that the edge node made: a new name would be seen late on NFS."""
+    """Append a line of JSON to a file that the edge node has created, because a new name would be seen late on NFS."""
     with open(path, "ab", 0) as file:
         file.write(json.dumps(value).encode() + b"\n")
         os.fsync(file.fileno())
 
 
 def last_line(data: bytes) -> "dict[str, Any] | None":
-    """The last complete line of such a file; None if there is none yet."""
+    """Return the value in the last complete line of JSON in `data`; None if there is none yet."""
     lines = data.split(b"\n")[:-1]
     return json.loads(lines[-1].decode()) if lines else None
 

@@ -17,7 +17,7 @@ _GRACE = 2.0  # Seconds from SIGTERM to SIGKILL.
 _LONGEST_PAUSE = 0.1  # Most seconds until the end of a command is noticed whose background processes hold its output open.
 _PIPE = 1024 * 1024  # Most bytes that a pipe holds (pipe(7)).
 
-# By name of the thread that waits for it.
+# The running commands, by name of the thread that waits for each.
 _running = {}  # type: dict[str, subprocess.Popen[bytes]]
 
 
@@ -66,7 +66,7 @@ def run(
 
 
 def _communicate(process: "subprocess.Popen[bytes]", stdin: bytes, deadline: "float | None") -> "tuple[bytes, bytes]":
-    """Send the input and collect the output, until the process has ended or the deadline is over."""
+    """Send the input until the process has ended or the deadline is over; returns the output and the error output."""
     assert process.stdin and process.stdout and process.stderr
     outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     rest, pause = memoryview(stdin), 0.005
@@ -131,7 +131,7 @@ def end(name: str) -> None:
 
 
 def end_all() -> None:
-    """Kill all running commands."""
+    """Kill all running commands, and wait until they have ended."""
     threads = [threading.Thread(target=_end, args=(process,), daemon=True) for process in list(_running.values())]
     for thread in threads:
         thread.start()

@@ -1,4 +1,4 @@
-"""All run directories, sessions and Slurm jobs of this user, in one call for the command line."""
+"""Lists all run directories, sessions and Slurm jobs of this user, in one call for the `rayslurm` commands."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _MOST_BYTES = 1024 * 1024
 
 
 def listing(base: str, squeue: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """The run directories and sessions below `base`, and what squeue prints.
+    """Return the run directories and sessions below `base`, and the exit code and output of the command `squeue`.
 
     Raises PermissionError if a directory of sessions belongs to another user.
     """
@@ -30,9 +30,10 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float) -> "dict[str, An
 
 
 def runs(directory: str) -> "list[dict[str, Any]]":
-    """The run directories, the oldest first: name, time of the last change, Dagster's names, the beginnings of some files.
+    """Return a dict for each run directory, the oldest first, with its name and the time of its last change.
 
-    `clusters` has the content of the file that says how to reach a Ray cluster, by the file's path.
+    The dict also has Dagster's run id, step and assets, and the beginnings of some files, by name. `clusters` maps the path of
+    each cluster.json, which has the address of a Ray cluster, to its content.
     """
     found = []
     try:

@@ -1,4 +1,6 @@
-"""Files of warm sessions: a directory for each session, and in it a numbered one for each of its allocations. Paths are absolute.
+"""Files of warm sessions, whose Slurm jobs serve several payloads. Paths are absolute.
+
+Each session has a directory, with a numbered directory for each of its allocations.
 
 Ages are differences between times of the file system, since the clocks of its clients differ.
 """
@@ -38,10 +40,10 @@ def check_owner(*directories: str) -> None:
 
 
 def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]":
-    """All allocations of the sessions below `base` whose names match, or only the newest of the session with this name.
+    """Return all allocations of the sessions below `base` whose names match, or only the newest of the session with this name.
 
-    Each has its `session` and `number`, the texts of its `files`, whether it is `abandoned`, and its `age` in seconds, which is 0
-    if the session has announced itself. Raises PermissionError if a directory belongs to another user.
+    The dict of each has its `session` and `number`, the texts of its `files`, whether it is `abandoned`, and its `age` in
+    seconds, which is 0 if the session has announced itself. Raises PermissionError if a directory belongs to another user.
     """
     sessions, found = os.path.join(base, "sessions"), []
     if not os.path.isdir(sessions):
@@ -92,7 +94,7 @@ def _readable(path: str) -> str:
 
 
 def wait_for(directory: str, waiter: str) -> None:
-    """Record, or confirm, that a process waits for an allocation to start."""
+    """Record, or confirm, that the process with the name `waiter` waits for the allocation in a directory to start."""
     waiting = os.path.join(directory, _WAITING)
     if not os.path.isdir(waiting):
         os.mkdir(waiting, 0o700)
@@ -101,9 +103,9 @@ def wait_for(directory: str, waiter: str) -> None:
 
 
 def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
-    """Record that a process no longer waits; True if no process waits any more and no session has announced itself.
+    """Record that a process no longer waits; returns True if no process waits any more and no session has announced itself.
 
-    The allocation is then marked as abandoned. A process counts as gone that did not confirm for `fresh` seconds. The session may
+    The allocation is then marked as abandoned. A process that did not confirm for `fresh` seconds counts as gone. The session may
     announce itself meanwhile, so its announcement is looked for before and after the mark is made.
     """
     waiting, announcement = os.path.join(directory, _WAITING), os.path.join(directory, _ANNOUNCEMENT)
@@ -121,7 +123,7 @@ def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
 
 
 def clock_of(directory: str) -> float:
-    """The time by the clock of the file system."""
+    """Return the time by the clock of the file system of a directory, in seconds of the epoch."""
     probe = os.path.join(directory, ".rs-" + os.urandom(8).hex() + ".probe")
     os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:

@@ -19,10 +19,10 @@ _SHELL_TIMEOUT = 30.0  # Seconds for the start-up files of the login shell.
 
 
 def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) -> "dict[str, Any]":
-    """The facts of the edge node, and the answers of Slurm's programs to some questions.
+    """Return the facts of the edge node, and the results of commands of Slurm, which run at the same time.
 
-    A question is a command and its standard input. All are asked at once, with `timeout` seconds each. An answer is the exit code
-    (None: it took too long), the output, the error output, and the seconds that it took.
+    Each of the `questions` is a command, its standard input and the `SBATCH_*` variables to keep, and may take `timeout` seconds.
+    Each of the `answers` is the exit code (None if it took too long), the output, the error output, and the seconds that it took.
     """
     answers = {}  # type: dict[str, Any]
 
@@ -32,7 +32,7 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
         texts = [text.decode("utf-8", "replace") for text in (out, error)]
         answers[name] = [code, *texts, time.monotonic() - began]
 
-    # Asked alone first: it looks for Slurm's programs with a login shell if that is needed.
+    # It runs alone first: it looks for Slurm's programs with a login shell if that is needed.
     ask("version", ["sbatch", "--version"], "", [])
     threads = [
         threading.Thread(target=ask, args=(name, *question), name="survey-" + name) for name, question in questions.items()
@@ -46,18 +46,18 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
 
 
 def expand(base: str) -> str:
-    """A path with the user's home directory in place of "~"."""
+    """Return a path with the user's home directory in place of "~"."""
     return os.path.normpath(os.path.join(files.home(), base[2:])) if base.startswith("~/") else os.path.expanduser(base)
 
 
 def programs() -> "dict[str, str]":
-    """The path of each program of Slurm, as `slurm.run` would find it; "" if there is none."""
+    """Return the path of each program of Slurm, as `slurm.run` would find it; "" if there is none."""
     path = slurm.search_path(slurm.login_environment())
     return {name: shutil.which(name, path=path) or "" for name in _PROGRAMS}
 
 
 def _shell() -> "dict[str, Any]":
-    """What the user's shell prints before a command that prints nothing, as `ssh HOST COMMAND` would show it.
+    """Run `true` in the user's shell, as `ssh HOST true` would; returns exit code, seconds, and what start-up files print.
 
     bash reads ~/.bashrc for a command only if it believes to be run by sshd: at SHLVL below 2, with SSH_CLIENT (bash(1)).
     """
@@ -83,7 +83,7 @@ def _groups() -> "list[str]":
 
 
 def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
-    """The facts that each node of a probe has written so far."""
+    """Return the last facts that each node of a probe has written; None for a node that has written none yet."""
     found = []  # type: list[dict[str, Any] | None]
     for rank in range(nodes):
         found.append(machine.last_line(files.read(os.path.join(run_dir, machine.FACTS % rank), 0, 1024 * 1024)))
@@ -91,9 +91,11 @@ def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
 
 
 def reach_and_measure(run_dir: str, nodes: "list[dict[str, Any]]", patience: float) -> "dict[str, Any]":
-    """Connect to each node from here, and measure the seconds until a change of a file is seen there and answered here.
+    """Connect to each node of a probe, and measure how late the nodes see a change of a file in `run_dir`.
 
-    `skews` are the seconds by which the nodes' clocks are ahead of this one; they are known within half of the other seconds.
+    Returns for each node in `reached` the result of `machine.reach`; in `lags` the seconds from the change until its answer is
+    seen here, None if that takes over `patience` seconds; in `skews` the seconds by which its clock is ahead of this one, exact
+    to half of its lag.
     """
     reached = [machine.reach(node) if node["port"] else {"error": "no port is free"} for node in nodes]
     began, at = time.monotonic(), time.time()

@@ -30,14 +30,14 @@ _LOGIN_TIMEOUT = 60.0  # Seconds for the start-up files of a login shell.
 
 # Least pause between two queries of the queue, as a multiple of the time that slurmctld took to answer the last one.
 BACK_OFF = 5.0
-_MAX_BYTES = 64 * 1024 * 1024  # Of the shared answer of squeue.
+_MAX_BYTES = 64 * 1024 * 1024  # Most bytes of the shared answer of squeue.
 
-# The directory of sbatch on the PATH of a login shell, or "", once a login shell was asked.
+# After a login shell was run for its PATH: the directory of sbatch on it, or "".
 _login_path = []  # type: list[str]
 
 
 def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":
-    """The variables of Dagster's own environment that a job may see, if Dagster runs on the edge node.
+    """Return the variables of Dagster's own environment that a job may see, if Dagster runs on the edge node.
 
     sbatch hands its whole environment to the job, and sites may keep it in the accounting database (slurm.conf(5),
     `AccountingStoreFlags=job_env`). Dagster's secrets, and `SLURM_*` and TMPDIR of a job in which Dagster runs, stay out.
@@ -46,13 +46,13 @@ def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":
 
 
 def without_options(environ: "Mapping[str, str]", keep: "Sequence[str]" = ()) -> "dict[str, str]":
-    """Variables without those that stand for options of Slurm's programs, except those in `keep`."""
+    """Return the variables without those that stand for options of Slurm's programs, except those in `keep`."""
     kept = (*keep, *_HOW_TO_REACH_SLURM)
     return {name: environ[name] for name in environ if name in kept or not _OPTIONS.fullmatch(name)}
 
 
 def login_environment() -> "Mapping[str, str]":
-    """The variables of a login: those of the agent, or in Dagster's own process those that a job may see."""
+    """Return the environment variables of the agent, or in Dagster's own process those of them that a job may see."""
     return os.environ if __name__.startswith("rayslurm_edge.") else job_environment(os.environ)
 
 
@@ -64,15 +64,15 @@ def now() -> float:
 def run(
     command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", directory: str = ""
 ) -> "tuple[int | None, bytes, bytes]":
-    """As `processes.run`, for a command that is or runs a program of Slurm; `keep` names `SBATCH_*` variables for it."""
+    """Run a command that is or runs a program of Slurm, as `processes.run` does; `keep` names `SBATCH_*` variables to pass on."""
     return processes.run(command, stdin, timeout, environment(keep), directory)
 
 
 def environment(keep: "Sequence[str]") -> "dict[str, str]":
-    """The variables for a program of Slurm, with the `SBATCH_*` variables in `keep`.
+    """Return the environment variables for a program of Slurm, with the `SBATCH_*` variables in `keep`.
 
     The PATH of a non-interactive login is often shorter than that of an interactive one. So if it has no sbatch, a login shell is
-    asked once for its PATH.
+    run once for its PATH.
     """
     environ = without_options(login_environment(), keep)
     environ["PATH"] = search_path(environ)
@@ -80,14 +80,14 @@ def environment(keep: "Sequence[str]") -> "dict[str, str]":
 
 
 def command_line(command: "Sequence[str]") -> "list[str]":
-    """The command as `run` would run it, for a shell of the same user: with the same PATH, and without variables for options."""
+    """Return the command line with which a shell of this user runs a command as `run` does: same PATH, no option variables."""
     kept = environment(())
     removed = ["--unset=" + name for name in sorted(os.environ) if _OPTIONS.fullmatch(name) and name not in kept]
     return ["env", *removed, "PATH=" + kept.get("PATH", os.defpath), *command]
 
 
 def search_path(environ: "Mapping[str, str]") -> str:
-    """The PATH on which Slurm's programs are looked for."""
+    """Return the PATH for Slurm's programs: that of `environ`, and the directory of sbatch if only a login shell finds it."""
     path = environ.get("PATH", os.defpath)
     if shutil.which("sbatch", path=path):
         return path
@@ -115,14 +115,14 @@ def submit(
     claim: str,
     texts: "Mapping[str, str]",
 ) -> "tuple[int | None, bytes, bytes]":
-    """Make a run directory and run `command`, sbatch, in it, unless the directory names a job already.
+    """Create a run directory and run the sbatch `command` in it, unless the directory has the file of a job id already.
 
     With a `claim`, the name of a session's job, the directory must be new: `mkdir` is atomic on NFS too, and only the process
     that makes the directory submits. Others may have taken a slow creator for dead and submitted another job; then this job is
     cancelled. A job id that cannot be written then does no harm: it only saves a search.
 
-    `texts` are the files of the run directory by name; each character is a byte. The output is the time and, in further lines,
-    what sbatch printed.
+    `texts` are the files of the run directory by name; each character is a byte. Returns exit code, output and error
+    output; the output is the time on the edge node and, in further lines, the output of sbatch.
     """
 
     def slurm(*words: str) -> "tuple[int | None, bytes, bytes]":
@@ -155,7 +155,7 @@ def submit(
 
 
 def _claimed(run_dir: str, claim: str) -> bool:
-    """Claim the run directory of a session's job; False if another process has, or if this claim was given up."""
+    """Create the run directory of a session's job; returns False if another process did, or if this job was given up."""
     session = os.path.dirname(run_dir)
     files.make_dir(session)
     above = [os.path.dirname(os.path.dirname(session)), os.path.dirname(session), session]
@@ -179,11 +179,12 @@ def queue(
     interval: float = 0.0,
     known: float = 0.0,
 ) -> "tuple[int | None, bytes, bytes]":
-    """The jobs of this user as `command`, squeue, prints them; from a file that all processes share, if the answer there is good.
+    """Return this user's jobs as the squeue `command` prints them, or a recent answer from a file that all processes share.
 
-    It is good for `interval` seconds, or longer if slurmctld takes long to answer. Without a `path` of the file squeue is run.
-    The output is the time of the call. If there is a newer answer than that which began at `known`, the times before and after
-    squeue ran follow in the next line, and then what squeue printed.
+    The answer in the file is used for `interval` seconds, or longer if slurmctld takes long to answer. If `path`, that of the
+    file, is "", squeue is run. Returns exit code, output and error output. The first line of the output is the time of the call.
+    If there is a newer answer than the one that began at the time `known`, the next line has the times before and after squeue
+    ran, and then the output of squeue follows.
     """
     at = now()
     stamp = b"%.3f\n" % at
@@ -209,7 +210,7 @@ def _times(answer: bytes) -> "tuple[float, float]":
 
 
 def _claim(directory: str, at: float, interval: float) -> bool:
-    """Claim the next query; returns whether this process has got it. The name of a file says when the last one was made.
+    """Return True if this process is the one to run squeue next. The name of a file has the time at which it last ran.
 
     Only one process can rename that file, on NFS too, and so there is one query in each interval of the cluster's clock.
     """

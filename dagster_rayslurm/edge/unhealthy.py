@@ -22,7 +22,7 @@ _MOST_BYTES = 65536
 
 
 def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
-    """Remember nodes, each with its name `node`, the `check` and what it `found`; a later entry replaces an earlier one."""
+    """Write a file for each node, with its name `node`, the failed `check` and the result `found`; it replaces an older one."""
     directory = os.path.join(base, DIRECTORY)
     base_directory.make_private(directory)
     for each in nodes:
@@ -31,7 +31,7 @@ def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
 
 
 def known(base: str, most_age: float) -> "list[dict[str, Any]]":
-    """The nodes noted at most `most_age` seconds ago, each with its `age` in seconds, the latest first; forgets the others."""
+    """Return the nodes noted at most `most_age` seconds ago, each with its `age` in seconds, the latest first; removes others."""
     directory, found = os.path.join(base, DIRECTORY), []
     names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)] if os.path.isdir(directory) else []
     now = clock_of(directory) if names else 0.0

@@ -1,6 +1,6 @@
-"""The Python environments that payloads run in: how configuration names one, and the interpreter that it stands for.
+"""Configuration of the Python environments that payloads run in, and the Python interpreter of each.
 
-`send` makes an environment on the cluster if it is not there yet, and `check` looks at it before submission.
+The module `send` installs an environment on the cluster if it is missing there; `check` tests it before a job is submitted.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ..config import StrictConfig, check_list, check_modules, check_text, checke
 from ..edge.environment import ACTIVATE, find
 from ..ssh.base import check_no_variable, is_rooted
 
-# What `activate.sh` of a `CommandEnvironment` writes before the command that failed, after what the command wrote.
+# `activate.sh` of a `CommandEnvironment` prints this and the command, after the error output of a command that failed.
 COMMAND_FAILED = "rayslurm: this command failed: "
 
 
 def _lines(commands: object) -> object:
-    """The commands of an environment; raises `ValueError` if there is none, or one is not a line of text."""
+    """Return a list of commands unchanged; raises `ValueError` if it is empty, or a command is blank or not a string."""
     if isinstance(commands, str):
         raise ValueError(f"{commands!r} is one text; write a list of commands, [{commands!r}]")
     if isinstance(commands, (list, tuple)) and not all(isinstance(each, str) and check_text(each).strip() for each in commands):
@@ -30,7 +30,7 @@ def _lines(commands: object) -> object:
 
 
 def _words(values: object) -> list[object]:
-    """A list of texts; raises `ValueError` if it is none, or one has a control character."""
+    """Return a list of strings or environment variables unchanged; raises `ValueError` for any other value."""
     return [value if is_env_var(value) else check_text(value) for value in check_list(values, "texts")]
 
 
@@ -147,20 +147,23 @@ Environment = Union[
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python executable, and the `activate.sh` to source before it starts; None without such a script."""
+    """The Python executable of an environment, and the path of the `activate.sh` to source before it starts, or None."""
 
     python: str
     activate: str | None = None
-    srun: tuple[str, ...] = ()  # Options of the `srun` that starts it, if `srun` starts the container it is in.
+    srun: tuple[str, ...] = ()  # Options with which `srun` starts its container (Pyxis).
 
     def start(self, *arguments: str) -> list[str]:
-        """The command that starts this Python with the given arguments, after its environment is activated."""
+        """Return the command that sources `activate.sh`, if there is one, and starts this Python with the given arguments."""
         command = [self.python, *arguments]
         return command if self.activate is None else ["bash", "-c", ACTIVATE, "rayslurm", self.activate, *command]
 
 
 def resolve_environment(environment: Environment) -> Interpreter:
-    """The interpreter of an environment on this machine; raises `ValueError` if there is none."""
+    """Return the interpreter for payloads on this machine: that of a pre-deployed environment, else the Python that runs Dagster.
+
+    Raises `ValueError` if the path of a pre-deployed environment has neither bin/python nor activate.sh.
+    """
     if not isinstance(environment, PreDeployedEnvironment):
         return Interpreter(sys.executable)
     prefix = os.path.abspath(os.path.expanduser(environment.path))
@@ -174,10 +177,10 @@ def resolve_environment(environment: Environment) -> Interpreter:
 
 
 def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
-    """The path of an environment on the cluster, absolute or with "~/" of the cluster; Dagster's Python for the inherited one.
+    """Return the path of a pre-deployed environment on the cluster, or for the inherited one the path of Dagster's Python.
 
-    Without `over_ssh`, this machine is the edge node. "" for an environment that is sent, until `send` has located it. Raises
-    `ValueError` if the environment cannot be on the cluster.
+    The path is absolute or begins with "~/". It is "" for an environment that the module `send` installs. `over_ssh` is False if
+    Dagster itself runs on the edge node. Raises `ValueError` if the environment cannot be on the cluster.
     """
     if isinstance(environment, SentEnvironment):
         return ""

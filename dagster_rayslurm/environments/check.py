@@ -21,11 +21,11 @@ from . import COMMAND_FAILED, Environment, Interpreter, path_on_cluster
 from .container import REFUSED, explain
 
 _TIMEOUT = 120.0  # Seconds in which `activate.sh` and Python must start and the probe must end.
-_MARGIN = 10.0  # Seconds that the edge node has beyond that.
-# Seconds for which the cluster's cache of an answer is valid: it does not notice changes in modules that `activate.sh` loads.
+_MARGIN = 10.0  # Further seconds for the answer of the edge node.
+# Seconds for which facts in the cluster's cache are valid: it does not notice changes in modules that `activate.sh` loads.
 _CACHE_AGE = 86400.0
-_OWN_CACHE_AGE = 300.0  # Seconds for which this process's cache of an answer is valid.
-# Error messages for environments that cannot be used, by the word that `look` returns.
+_OWN_CACHE_AGE = 300.0  # Seconds for which facts in this process's cache are valid.
+# Error messages for environments that cannot be used, by the `problem` that `look` returns.
 _PROBLEMS = {
     "absent": "there is no directory {path}, or this user cannot enter it; name a prefix that the edge node and the compute "
     "nodes see",
@@ -43,14 +43,14 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found in an environment; a version is "" if it is unknown, and None if the package is not there."""
+    """The versions in an environment. That of a package is "" if it is unknown, and None if the package is not installed."""
 
     interpreter: Interpreter
     python: tuple[int, ...]
     ray: str | None
     pipes: str | None
     unimportable: str = ""  # Why one of the environment's `imports` cannot be imported; "" if all can.
-    in_image: bool = False  # Whether it is inside a container, so that nothing can be installed there.
+    in_image: bool = False  # Whether the environment is in a container image, so that nothing can be installed there.
 
 
 # This process's cache, by connection and environment: the time of the answer (`time.monotonic()`), and the facts.
@@ -60,17 +60,17 @@ _known: weakref.WeakKeyDictionary[Connection, dict[str, tuple[float, Facts]]] = 
 def check_environment_on(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> Interpreter:
-    """The interpreter of an environment on the Slurm cluster; raises StartError if the environment cannot run a payload."""
+    """Return the interpreter of an environment on the cluster; raises `StartError` if the environment cannot run a payload."""
     return facts_of(connection, environment, ray, needs_pipes, cache_dir)[1].interpreter
 
 
 def facts_of(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> tuple[str, Facts]:
-    """The path of an environment on the cluster, and what is in it; raises StartError if it cannot run a payload.
+    """Return the path of an environment on the cluster and its `Facts`; raises `StartError` if it cannot run a payload.
 
     The edge node caches the facts for up to a day, while Python and the directories on its import path do not change; this
-    process caches them for five minutes. A refusal by cached facts is checked again.
+    process caches them for five minutes. Before cached facts lead to an error, the environment is looked at again.
     """
     try:
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
@@ -111,7 +111,7 @@ def facts_of(
 
 
 def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
-    """Why an environment cannot be used, in words; `named` is its image, if it has one, else its path."""
+    """Return the error message for a `problem` that `look` found; `named` is the image of the environment, or else its path."""
     said, failed, command = str(found.get("error", "")).partition(COMMAND_FAILED)
     said, kind = " ".join(said.split()), found["problem"]
     if named != path and kind == "python":
@@ -126,7 +126,7 @@ def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
 
 
 def refusal(facts: Facts, path: str, ray: RaySpec | None, needs_pipes: bool) -> str | None:
-    """The reason why an environment cannot run a payload, and what to do; None if it can."""
+    """Return a sentence with the reason why an environment cannot run a payload, and the remedy; None if it can."""
     how = "have it installed when the image is made" if facts.in_image else "install it there"
     install = f"{how}: {'python3' if facts.in_image else facts.interpreter.python} -m pip install"
     if facts.python < (3, 8):

@@ -1,10 +1,11 @@
 """Containers: a prefix on the cluster whose `bin/python` is a script that starts the Python of an image inside a container.
 
-So what holds for other prefixes holds here: the check before submission, the identity of sessions, the job script. The runtime of
-each node, Ray and the payloads are inside; Slurm's step is outside. Only Pyxis is no program but options of `srun`.
+The check before submission, the identity of sessions and the job script therefore treat it like any other prefix. Ray, the
+payloads and the runtime of each node run inside the container; the Slurm step that starts them is outside. Pyxis is not a
+program of its own: it adds options to `srun`.
 
-Command lines: ch-run(1) of Charliecloud 0.31 and 0.38, tried; podman-run(1) of Podman 4.3, tried; "apptainer exec" in the user
-documentation of Apptainer 1.3, and the usage page in the wiki of Pyxis 0.20, not tried.
+The command lines follow ch-run(1) of Charliecloud 0.31 and 0.38 and podman-run(1) of Podman 4.3, which were tried, and "apptainer
+exec" in the user documentation of Apptainer 1.3 and the usage page in the wiki of Pyxis 0.20, which were not.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from .recipe import Piece, Recipe, activate_script, local_piece
 
 PROGRAMS = {"apptainer": "apptainer", "charliecloud": "ch-run", "podman": "podman", "pyxis": "srun"}
 
-REFUSED = 78  # Exit code of the script if it has said itself what is wrong (EX_CONFIG in sysexits(3)).
-_SHARED = ("/tmp", "/dev", "/proc", "/sys")  # Directories of the node that containers see anyway.
+REFUSED = 78  # Exit code of the script after an error message of its own (EX_CONFIG in sysexits(3)).
+_SHARED = ("/tmp", "/dev", "/proc", "/sys")  # Directories of the node that every container sees.
 
 # ---- The scripts in the prefix
 
@@ -174,9 +175,10 @@ _MADE = 'for place in {targets} "$HOME"; do mkdir -p "$2/image$place" || exit; d
 
 
 def send_container(connection: Connection, environment: ContainerEnvironment, base: str, ensure: Callable[[Recipe], str]) -> str:
-    """The path on the cluster of the prefix whose Python runs inside the container.
+    """Install a prefix whose Python runs inside the container; returns the path of the prefix on the cluster.
 
-    `ensure` makes a prefix if it is missing. Raises `ValueError`, whose sentence says what to do, if the image cannot be there.
+    `ensure` builds the prefix of a recipe if it is missing, and returns its path. Raises `ValueError`, whose sentence names the
+    remedy, if the image or a mount cannot be used.
     """
     check_no_variable(environment.image, "environment: image")
     mounts = _mounts(environment, base, lambda path: expand_home(connection, path))
@@ -186,7 +188,7 @@ def send_container(connection: Connection, environment: ContainerEnvironment, ba
 
 
 def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequence[str]) -> Recipe:
-    """How the prefix is made for an image, which is a path on the cluster, or for Pyxis also a reference."""
+    """Return the recipe of the prefix for `image`, a path on the cluster or, for Pyxis only, a reference to a registry."""
     runtime = environment.runtime
     about: dict[str, object] = {"image": environment.image, "path": image, "program": PROGRAMS[runtime]}
     words = [_BIND[runtime].format(each) for each in mounts]
@@ -216,7 +218,7 @@ def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequ
 
 
 def pyxis_options(image: str, mounts: Sequence[str], options: Sequence[str]) -> list[str]:
-    """The options of `srun` that start a task inside a container."""
+    """Return the options of Pyxis with which `srun` starts a task inside a container."""
     return [
         f"--container-image={image.removeprefix('docker://')}",
         f"--container-mounts={','.join(mounts)}",
@@ -227,12 +229,12 @@ def pyxis_options(image: str, mounts: Sequence[str], options: Sequence[str]) -> 
 
 
 def _places(mounts: Sequence[str], which: int) -> list[str]:
-    """The sources (0) or targets (1) of mounts."""
+    """Return the source paths (`which` is 0) or the target paths (1) of mounts."""
     return [each.split(":")[which] for each in mounts]
 
 
 def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[str]:
-    """What is mounted, each as SRC:DST or SRC:DST:OPTIONS: the base directory, and what the user lists."""
+    """Return the mounts, the base directory and those that the user lists, each as SOURCE:TARGET or SOURCE:TARGET:OPTIONS."""
     mounts: list[tuple[str, ...]] = []
     for each in [base, *environment.mounts]:
         parts = [expand(part) if number < 2 else part for number, part in enumerate(each.split(":"))]
@@ -245,7 +247,7 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
     roots = [f"{path.rstrip('/')}/" for path in (*anyway, *(each[0] for each in mounts if each[:1] == each[1:]))]
 
     def is_needed(mount: tuple[str, ...]) -> bool:
-        """Whether it is no part of another mount. For each mount the image may lack a directory."""
+        """Return False if another mount covers this one: each further mount could need a directory that the image lacks."""
         path = mount[0]
         return mount[:1] != mount[1:] or not (path in anyway or any(path.startswith(root) for root in roots))
 
@@ -253,7 +255,7 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
 
 
 def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:
-    """How the image comes to the cluster; None for one that is there, and for Pyxis, which fetches references itself."""
+    """Return the recipe that puts the image into a prefix; None if it is on the cluster, or Pyxis fetches it by its reference."""
     image, runtime = environment.image, environment.runtime
     if image.startswith(("/", "~/")) or (runtime == "pyxis" and not image.startswith("./")):
         return None
@@ -275,7 +277,7 @@ def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> R
 
 
 def _write(files: Mapping[str, str]) -> list[str | Piece]:
-    """The command that writes files into the prefix, by name."""
+    """Return the command that writes files into the prefix; `files` maps names to contents."""
     return ["sh", "-c", _WRITE, "sh", *(word for name, text in files.items() for word in (f"{PREFIX}/{name}", text))]
 
 
@@ -296,7 +298,7 @@ _EXPLAINED = (
 
 
 def explain(said: str, program: str) -> str:
-    """What a container program has said, in one sentence with a remedy if there is one."""
+    """Return the error output `said` of a container program as one line, or for a known error a sentence with the remedy."""
     said = re.sub(r"\x1b\[[0-9;]*m", "", said)
     line = next((" ".join(line.split()) for line in reversed(said.splitlines()) if line.strip()), "")
     for pattern, sentence in _EXPLAINED:

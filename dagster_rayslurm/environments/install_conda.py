@@ -1,6 +1,7 @@
-"""Installs conda packages into a prefix. This program is sent to the cluster, where a Python and py-rattler come along with it.
+"""A program that installs conda packages into a prefix. It is sent to the cluster with a Python and py-rattler, which run it.
 
-Its arguments are the prefix, what the project adds to the activation (JSON), and the packages' archives.
+Its arguments are the prefix, the variables and scripts that the pixi project adds to the activation (JSON), and the paths of the
+packages' archives.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ async def _install(archives: list[str], prefix: str, cache: Path) -> None:
 
 
 def _activation(prefix: str, variables: dict[str, str], scripts: list[str]) -> str:
-    """The script that activates the environment: what its packages say, then what the project says."""
+    """Return the text of `activate.sh`: it activates the packages, sets the project's `variables` and sources its `scripts`.
+
+    The scripts, given as texts, are written into the prefix.
+    """
     from rattler.shell import ActivationVariables, Shell, activate
 
     # Without a PATH it would take that of this process.
@@ -47,7 +51,7 @@ def _activation(prefix: str, variables: dict[str, str], scripts: list[str]) -> s
 
 
 def main(prefix: str, project: str, archives: list[str]) -> None:
-    """Make the prefix."""
+    """Install the packages into the prefix, write its `activate.sh`, and remove the installer."""
     installer = Path(prefix, INSTALLER)
     sys.path.insert(0, str(installer / "packages"))
     # An edge node is shared, and limits the number of threads of a user.

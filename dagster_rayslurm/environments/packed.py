@@ -1,4 +1,4 @@
-"""Environments in archives that other tools have packed; the content says which tool it was."""
+"""Environments from archives of conda-pack, venv-pack, pixi-pack or pex; the content of an archive shows which tool wrote it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with open(os.path.join(library, "pex.pth"), "w") as file:
 
 
 def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
-    """How the environment is made on the platform; raises `ValueError` if the archive is of no known kind."""
+    """Return the recipe that unpacks the archive; raises `ValueError` if it cannot be read, or not used on the platform."""
     path = os.path.abspath(os.path.expanduser(environment.archive))
     try:
         script, more, python = _script(path, platform)
@@ -42,7 +42,11 @@ def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
 
 
 def _script(path: str, platform: Platform) -> tuple[str, list[str], Python | None]:
-    """The shell script that unpacks an archive, its arguments after the archive and the prefix, and the Python that it needs."""
+    """Return a shell script that unpacks the archive, and the Python on the cluster that it needs, or None.
+
+    The second value has the script's further arguments, after the archive and the prefix. Raises `ValueError` for a file that
+    no known tool wrote.
+    """
     with open(path, "rb") as file:
         start = file.read(_HEADER)
     if start.startswith(b"#!") and b"pixi-pack" in start:

@@ -1,12 +1,12 @@
 """Environments from lock files of pixi.
 
-py-rattler, the library that pixi is made of, reads the lock here and installs the packages on the cluster. They are sent as they
-are in their channel, one file each. py-rattler goes along, and to run it a copy of the environment's own Python, so that the
-cluster needs nothing but `tar`. That is 25 MB and a Python, sent once to each cluster; the environment's Python must be 3.10 or
-newer. Two alternatives were worse. An installer of our own for the edge node's Python would repeat much of rattler: prefixes in
-text, in C strings and in wide strings, long shebangs, entry points, files that two packages have. It would also need zstd for
-`.conda` archives, which Python has since 3.14 only, or archives that are packed anew here and are larger. A prefix that is
-installed here for its later path can only be sent as a whole, since many of its files contain that path.
+py-rattler, the library that pixi is made of, reads the lock here and installs the packages on the cluster. The packages are sent
+as they are in their channel, one file each. py-rattler is sent too, with a copy of the environment's own Python to run it, so
+that the cluster needs nothing but `tar`. These are 25 MB and a Python, sent once to each cluster; the environment's Python must
+be 3.10 or newer. Two alternatives were worse. An installer of our own for the edge node's Python would repeat much of rattler:
+prefixes in text, in C strings and in wide strings, long shebangs, entry points, files that two packages have. It would also need
+zstd for `.conda` archives, which Python has since 3.14 only, or archives that are packed anew here and are larger. A prefix that
+is installed here for its later path can only be sent as a whole, since many of its files contain that path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COMPILE = '"$@" || :'  # Some packages contain files that are no Python, or tha
 
 
 def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
-    """How the environment is made on the platform; raises `ValueError` if it cannot be made."""
+    """Return the recipe that installs the locked packages; raises `ValueError` if the lock does not fit manifest or platform."""
     try:
         import packaging.pylock  # noqa: F401
         import rattler  # noqa: F401
@@ -61,7 +61,7 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
     there = f"{PREFIX}/{install_conda.INSTALLER}"
     run: list[str | Piece] = [f"{there}/bin/python", "-I"]
     project = json.dumps({"variables": wanted.variables, "scripts": [_text(each) for each in scripts]})
-    project = project.replace(PREFIX, f"\\u007b{PREFIX[1:]}")  # What the project itself calls so stays.
+    project = project.replace(PREFIX, f"\\u007b{PREFIX[1:]}")  # Text of the project that equals PREFIX stays.
     commands: list[Sequence[str | Piece]] = [
         ["tar", "-x", "-f", _interpreter(conda, pieces), "-C", PREFIX],
         [*run, "-m", "zipfile", "-e", _rattler(uv, platform, python), f"{there}/packages"],
@@ -82,7 +82,11 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
 def _locked(
     path: str, manifest: str, name: str, subdir: str, platform: Platform
 ) -> tuple[str, list[CondaLockedBinaryPackage], list[PypiLockedPackage]]:
-    """What a lock calls a platform, and the conda and PyPI packages for an environment there, in the order of their names."""
+    """Read the packages of the environment `name` for a platform from the lock file at `path`.
+
+    Returns the lock's name of the platform, the conda packages and the PyPI packages, each sorted by name. Raises `ValueError` if
+    the lock has none.
+    """
     from rattler.exceptions import ParseCondaLockError
     from rattler.lock import CondaLockedBinaryPackage, LockFile, PypiLockedPackage
 
@@ -115,13 +119,13 @@ def _locked(
 def _check_fit(
     wanted: pixi_manifest.Wanted, conda: Sequence[CondaLockedBinaryPackage], pypi: Sequence[PypiLockedPackage], lock: str
 ) -> None:
-    """Raise `ValueError` if the lock lacks what the manifest wants. More than that only pixi itself can tell."""
+    """Raise `ValueError` if the lock lacks a package or a version that the manifest wants. Only pixi itself can check more."""
     from packaging.utils import canonicalize_name
     from rattler.exceptions import InvalidMatchSpecError
 
     records = {each.name: each for each in conda}
     versions: dict[str, str] = {canonicalize_name(each.name): str(each.version) for each in pypi}
-    # A conda package can be what a PyPI requirement wants.
+    # A conda package can satisfy a PyPI requirement.
     for each in conda:
         for name in (each.name, *_purls(each)):
             versions.setdefault(canonicalize_name(name), "<conda>")
@@ -131,7 +135,7 @@ def _check_fit(
         if record is None:
             problems.append(f"lacks {name}")
         else:
-            with contextlib.suppress(InvalidMatchSpecError):  # pixi has locked it, and knows better.
+            with contextlib.suppress(InvalidMatchSpecError):  # pixi understood it, as it wrote the lock.
                 if not record.satisfies(f"{name} {spec}"):
                     problems.append(f"has {name} {record.version} where the manifest wants {spec}")
     if problem := next(filter(None, problems), ""):
@@ -139,14 +143,14 @@ def _check_fit(
 
 
 def _purls(package: CondaLockedBinaryPackage) -> list[str]:
-    """Names of the PyPI packages that a conda package stands for, out of its package URLs, such as `pkg:pypi/torch`."""
+    """Return the names of the PyPI packages that a conda package contains, from its package URLs, such as `pkg:pypi/torch`."""
     record = package.package_record
     purls: Sequence[str] = json.loads(record.to_json()).get("purls") or [] if record is not None else []
     return [found[1] for found in (re.match(r"pkg:pypi/([^@?#]+)", each) for each in purls) if found]
 
 
 def _check_glibc(conda: Sequence[CondaLockedBinaryPackage], platform: Platform) -> None:
-    """Raise `ValueError` if packages need another C library. Of the other virtual packages the edge node says nothing."""
+    """Raise `ValueError` if conda packages need another glibc than the platform has. Other virtual packages are not checked."""
     from rattler import MatchSpec, PackageRecord
     from rattler.package import BuildString
 
@@ -169,7 +173,10 @@ def _check_glibc(conda: Sequence[CondaLockedBinaryPackage], platform: Platform) 
 
 
 def _check_cpu(conda: Sequence[CondaLockedBinaryPackage], lock: str, platform: Platform) -> None:
-    """Raise `ValueError` if packages need newer CPUs: those of conda-forge say so by a package whose version is the level."""
+    """Raise `ValueError` if packages need newer CPUs than the platform has.
+
+    Such packages of conda-forge depend on `_x86_64-microarch-level`, whose version is the level.
+    """
     level = next((f"x86-64-v{each.version}" for each in conda if each.name == "_x86_64-microarch-level"), "")
     if level > platform.level:
         what = f"{lock} has packages for CPUs of the level {level}, and {platform.place} has {platform.level}"
@@ -192,7 +199,7 @@ def _python(conda: Sequence[CondaLockedBinaryPackage], lock: str, platform: Plat
 def _wheels(
     uv: str, pypi: Sequence[PypiLockedPackage], top: str, platform: Platform, python: Python
 ) -> tuple[list[Piece], list[str]]:
-    """The wheels of PyPI packages, and the directories with sources of some of them."""
+    """Return the wheels of PyPI packages, and the paths of the source directories on this machine that some are built from."""
     tags = set(wheels.tags_of(platform, python))
     sources = {f"{each.name} {each.version}": _source(top, each) for each in pypi}
     unfit = [name for name, source in sources.items() if not wheels.runs_on(source, tags)]
@@ -207,7 +214,7 @@ def _wheels(
 
 
 def _source(top: str, package: LockedPackage) -> Any:
-    """Where the lock says that a package is, as a source of a pylock.toml."""
+    """Return the place and SHA-256 of a locked package as an object of `packaging.pylock`, such as `PackageWheel`."""
     from packaging import pylock
 
     place = package.location.removeprefix("direct+")
@@ -243,7 +250,7 @@ def _rattler(uv: str, platform: Platform, python: Python) -> Piece:
 
 
 def _interpreter(conda: Sequence[CondaLockedBinaryPackage], pieces: Mapping[str, Piece]) -> Piece:
-    """An archive with Python and what it depends on as they are in their packages, which suffices to run the installer."""
+    """Return an archive of the unpacked conda packages of Python and its dependencies, to run `install_conda` on the cluster."""
     depends = {each.name: each.package_record.depends for each in conda if each.package_record is not None}
     names, new = set[str](), {"python"}
     while new:

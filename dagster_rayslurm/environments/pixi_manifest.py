@@ -1,4 +1,4 @@
-"""The manifest of a pixi project: what it wants in an environment, whether the lock has it, and what it adds to the activation.
+"""The manifest of a pixi project: the packages that it wants, and the variables and scripts that it adds to the activation.
 
 https://pixi.sh/latest/reference/pixi_manifest/ describes the tables.
 """
@@ -18,16 +18,19 @@ from packaging.utils import canonicalize_name
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an environment shall have on a platform."""
+    """The packages that a manifest wants in an environment on a platform, and its additions to the activation."""
 
-    conda: list[tuple[str, str]]  # Names, and versions with builds as in a MatchSpec; "" for any.
-    pypi: list[tuple[str, str]]  # Names, and version specifiers; "" for any.
-    variables: dict[str, str]  # These the activation sets, after it has sourced the scripts of the packages.
+    conda: list[tuple[str, str]]  # Name of each package, and version and build as in a MatchSpec; "" for any.
+    pypi: list[tuple[str, str]]  # Name of each package, and version specifier; "" for any.
+    variables: dict[str, str]  # Variables that the activation sets after it has sourced the scripts of the packages.
     scripts: list[str]  # Paths of scripts that the activation sources at its end.
 
 
 def read_manifest(path: str) -> Mapping[str, Any]:
-    """The tables of a pixi.toml, or of a pyproject.toml with pixi's; raises `ValueError` if there are none."""
+    """Return the tables of a pixi.toml, or those below tool.pixi in a pyproject.toml, with all its tables as "pyproject".
+
+    Raises `ValueError` if the file cannot be read or has no such tables.
+    """
     try:
         with open(path, "rb") as file:
             tables = tomli.load(file)
@@ -43,7 +46,7 @@ def read_manifest(path: str) -> Mapping[str, Any]:
 
 
 def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
-    """The features of an environment, the most important first; raises `ValueError` if the manifest lacks it."""
+    """Return the features of an environment by falling priority; raises `ValueError` if the manifest lacks the environment."""
     environments = {"default": [], **tables.get("environments", {})}
     if environment not in environments:
         raise ValueError(f"the manifest has no environment {environment!r}; it has {', '.join(environments)}")
@@ -53,7 +56,7 @@ def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
 
 
 def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
-    """What the manifest wants with these features on a platform; `selectors` are the names of its targets, the general first."""
+    """Collect the packages, variables and scripts of features; `selectors` name the platform's targets, the general first."""
     found = Wanted([], [], {}, [])
     for name in features:
         feature = tables if name == "default" else tables.get("feature", {}).get(name, {})
@@ -70,24 +73,27 @@ def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequen
 
 
 def _merged(parts: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """The tables of this key, the last of which has the last word."""
+    """Merge the tables that the parts have for this key; where several have a name, the value of the last part counts."""
     return {name: value for part in parts for name, value in part.get(key, {}).items()}
 
 
 def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
-    """What is wrong if a lock has these versions of PyPI packages, by canonical name; "" if the wanted one is among them."""
+    """Return how a lock fails to have the wanted version of a PyPI package, such as "lacks numpy"; "" if it has it.
+
+    `versions` are those in the lock, by canonical name.
+    """
     version = versions.get(canonicalize_name(package))
     if version is None:
         return f"lacks {package}"
     try:
         fits = not spec or version.startswith("<") or SpecifierSet(spec).contains(version, prereleases=True)
     except InvalidSpecifier:
-        fits = True  # pixi has locked it, and knows better.
+        fits = True  # pixi understood it, as it wrote the lock.
     return "" if fits else f"has {package} {version} where the manifest wants {spec}"
 
 
 def _certain(dependencies: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """The dependencies that no condition can leave out."""
+    """Return the names and specifiers of the dependencies without a condition, such as an environment marker."""
     conditions = {"when", "markers", "env-markers"}
     return [(name, spec) for name, spec in dependencies.items() if not isinstance(spec, Mapping) or not conditions & spec.keys()]
 
@@ -104,7 +110,10 @@ def _pypi_version(spec: object) -> str:
 
 
 def _pyproject(tables: Mapping[str, Any], feature: str) -> Iterable[tuple[str, str]]:
-    """What a pyproject.toml itself wants; its extras and dependency groups are features of the same names."""
+    """Yield the name and version specifier of each requirement that a pyproject.toml has outside pixi's tables for a feature.
+
+    These are the project's dependencies for the feature "default", else those of the extra and dependency group of that name.
+    """
     project = tables.get("project", {})
     if feature == "default":
         requirements = project.get("dependencies", [])

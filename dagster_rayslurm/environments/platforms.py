@@ -1,4 +1,4 @@
-"""The platform that an environment is made for: that of the compute nodes, as a command tells that Slurm runs on one of them."""
+"""Detects the platform that an environment is made for: that of the compute nodes, by a command that `srun` runs on one."""
 
 from __future__ import annotations
 
@@ -43,30 +43,33 @@ class Python:
 
 @dataclass(frozen=True)
 class Platform:
-    """What environments are made for."""
+    """The kind of machine that an environment is made for: architecture, C library, CPUs and Pythons."""
 
-    place: str  # Whose platform it is, in words.
+    place: str  # The machines that have it, in words.
     machine: str
     glibc: tuple[int, ...]  # Empty if there is another C library.
     pythons: tuple[Python, ...]
     level: str  # What the CPUs can do, such as "x86-64-v3"; the machine where there are no levels.
-    # What the edge node has, where environments are made, and the command that runs another one on a compute node instead.
+    # The same of the edge node, and the `srun` command that runs a command on a compute node if the edge node cannot.
     edge_machine: str = ""
     edge_pythons: tuple[Python, ...] = ()
     on_node: tuple[str, ...] = ()
 
     def runner(self, python: Python | None) -> tuple[str, ...]:
-        """The command that runs another one where this Python runs: none for the edge node."""
+        """Return the `srun` words that run the command after them on a compute node; () if the edge node fits and has `python`.
+
+        None for `python` stands for a command that needs no Python of the cluster.
+        """
         here = not self.on_node or (self.edge_machine == self.machine and (python is None or python in self.edge_pythons))
         return () if here else self.on_node
 
 
 def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConfig], age: float, log: Any) -> Platform:
-    """The platform of the nodes that queues ask for, or without queues that of the edge node, and the Pythons there.
+    """Return the common platform of the nodes that `queues` ask for, or without queues that of the edge node.
 
-    These are what the command or path `wanted` finds; for "" all that have a usual name. An answer of up to `age` seconds ago
-    counts. Without a free node an older one does, or that of the edge node. Raises `ValueError` if the queues have no platform
-    in common.
+    Its Pythons are those that the command or path `wanted` finds, or for "" all with a usual name. An answer of up to `age`
+    seconds ago is used again. If no node is free an older answer is used, or with a warning the platform of the edge node.
+    Raises `ValueError` if the nodes of the queues have different architectures.
     """
     here = _platform(f"the edge node {connection.place}" if queues else connection.place, _found(connection, wanted, [], age))
     nodes = []
@@ -84,7 +87,7 @@ def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConf
 
 
 def common(platforms: Sequence[Platform]) -> Platform:
-    """What runs on all of them; raises `ValueError` if their machines differ."""
+    """Return the platform whose programs run on all of these; raises `ValueError` if their architectures differ."""
     first, *others = platforms
     for other in others:
         if other.machine != first.machine:
@@ -104,7 +107,7 @@ def common(platforms: Sequence[Platform]) -> Platform:
 
 
 def cached(*names: str) -> str:
-    """A path in this machine's cache, whose directory exists."""
+    """Return the path with these names in this machine's cache directory, and create its parent directories."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     path = os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "dagster-rayslurm", *names)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -112,7 +115,7 @@ def cached(*names: str) -> str:
 
 
 def _found(connection: Connection, wanted: str, runner: list[str], age: float) -> dict[str, Any]:
-    """What `edge.platform` found at most `age` seconds ago; if it finds nothing now, the last answer."""
+    """Return a cached answer of `edge.platform` of up to `age` seconds ago, else a new one, or if that fails an older one."""
     key = json.dumps([connection.place, wanted, runner, _FORMAT])
     path = cached("platforms", hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json")
     known: dict[str, Any] = {}
@@ -137,7 +140,7 @@ def _platform(place: str, found: dict[str, Any], here: Platform | None = None, o
 
 
 def cpu_level(machine: str, flags: Sequence[str]) -> str:
-    """The level of a CPU with these flags of /proc/cpuinfo."""
+    """Return the level of a CPU with these flags of /proc/cpuinfo, such as "x86-64-v3"; `machine` if its CPUs have no levels."""
     if machine != "x86_64":
         return machine
     reached = "x86-64-v1"

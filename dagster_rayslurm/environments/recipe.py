@@ -1,4 +1,4 @@
-"""Recipes of environments: the files to send, and the commands that make a prefix of them on the cluster."""
+"""Recipes of environments: the files to send, and the commands that build a prefix from them on the cluster."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from . import COMMAND_FAILED
 
-_FORMAT = "rayslurm environment 2"  # Part of the name of each prefix; a change has all of them made anew.
+_FORMAT = "rayslurm environment 2"  # Part of the hash of each recipe; a change of it gives all prefixes new names.
 
-COMPILE = "--compile-bytecode"  # Option of uv.
-COMPILE_ALL = "compileall"  # Module of Python.
+COMPILE = "--compile-bytecode"  # Option of uv that compiles modules.
+COMPILE_ALL = "compileall"  # Module of Python that compiles modules.
 
 # By path of a file: its state when this process read it, and its SHA-256.
 _digests: dict[str, tuple[object, str]] = {}
@@ -23,7 +23,7 @@ _digests: dict[str, tuple[object, str]] = {}
 
 @dataclass(frozen=True)
 class Piece:
-    """A file that the cluster needs; `get` returns its path on this machine, and may have to fetch it first."""
+    """A file to send to the cluster; `get` returns its path on this machine, after fetching or building the file if need be."""
 
     digest: str  # Hash of the content, or of what the file is built from.
     name: str
@@ -31,43 +31,43 @@ class Piece:
 
     @property
     def place(self) -> str:
-        """Its path on the cluster, below the base directory."""
+        """The path of the file on the cluster, relative to the base directory."""
         return f"files/{self.digest[:32]}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a prefix is made: commands, some of whose words are files to send, and `edge.PREFIX` for the path of the prefix.
+    """The commands that build a prefix. A word can be a file to send; `edge.PREFIX` in a word stands for the path of the prefix.
 
-    `inputs` returns the state of the files that the recipe was written from, so that it is written again when one changes.
+    `inputs` returns a value that differs when a local file that the recipe was written from has changed.
     """
 
     commands: Sequence[Sequence[str | Piece]]
     inputs: Callable[[], object]
-    # The command that runs the commands on a compute node, where the edge node cannot (see `Platform.runner`).
+    # The `srun` words that run the commands on a compute node if the edge node cannot (see `Platform.runner`).
     runner: Sequence[str] = ()
     node_local: bool = False  # Whether each node of a job makes a copy for itself, see `runtime.node.local_copy`.
 
     @property
     def pieces(self) -> list[Piece]:
-        """The files, each once."""
+        """The files that the commands need, each once."""
         return list({word.place: word for command in self.commands for word in command if isinstance(word, Piece)}.values())
 
     def words(self, base: str) -> list[list[str]]:
-        """The commands on a cluster with this base directory."""
+        """Return the commands for a cluster with this base directory, with a path in place of each file."""
         return [
             [posixpath.join(base, each.place) if isinstance(each, Piece) else each for each in words] for words in self.commands
         ]
 
     def words_for_copy(self, base: str) -> list[list[str]]:
-        """The commands for a copy on a node's own disk.
+        """Return the commands that build a copy of the prefix on a node's own disk.
 
         They compile no modules, which would take most of the time: Python compiles a module when it is first imported.
         """
         return [[word for word in words if word != COMPILE] for words in self.words(base) if COMPILE_ALL not in words]
 
     def path(self, base: str) -> str:
-        """The path of the prefix on a cluster with this base directory."""
+        """Return the path of the prefix on a cluster with this base directory."""
         return posixpath.join(base, "prefixes", self.key)
 
     @property
@@ -86,7 +86,7 @@ def digest_of(path: str) -> str:
 
 
 def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
-    """A file on this machine as a piece, and what returns its state; `OSError` if it cannot be read."""
+    """Return a `Piece` for a file on this machine, and a function that returns its stat fields; `OSError` if it is unreadable."""
 
     def state() -> object:
         found = os.stat(path)
@@ -108,6 +108,6 @@ _rayslurm() {{ _rayslurm=$?; printf '{COMMAND_FAILED}%s\\n' "$1" >&2; return $_r
 
 
 def activate_script(commands: Sequence[str]) -> str:
-    """An `activate.sh` that runs commands in what a login shell of bash is; it names a command that fails."""
+    """Return the text of an `activate.sh` that reads bash's login files and runs commands; it prints a command that fails."""
     lines = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in commands]
     return _ACTIVATE + "\n".join([*lines, ""])

@@ -1,8 +1,8 @@
-"""Make environments on the cluster: one prefix for each recipe, whose name is the hash of the recipe.
+"""Installs environments on the cluster: one prefix for each recipe, named by the hash of the recipe.
 
-The protocol is the same for all kinds: look at the platform of the cluster, write a recipe for it on this machine, send the
-files of the recipe that the cluster lacks, and have it run the commands of the recipe once. What comes out is a prefix like one
-that was there before.
+The steps are the same for uv, pixi and packed environments: detect the platform of the cluster, write a recipe for it on this
+machine, send the files of the recipe that the cluster lacks, and run the commands of the recipe there once. The new prefix is
+then used like a pre-deployed environment.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from .platforms import FRESH_AGE, PLATFORM_AGE, Platform, look_at
 from .recipe import Piece, Recipe, activate_script
 
 _MAKE_TIMEOUT = 3600.0
-# What the system, and uv with the numbers of Linux, say of a full file system and of a quota.
+# Error messages of the system, and of uv with the error numbers of Linux, about a full file system or an exceeded quota.
 _FULL = r"No space left on device|[Qq]uota exceeded|os error (28|122)\b"
-_REFUSAL_AGE = 10.0  # Seconds for which a platform counts that an environment cannot be made for.
+_REFUSAL_AGE = 10.0  # Seconds for which a cached platform is used again after no recipe could be written for it.
 _AT_ONCE = 8  # Number of files that are fetched at once.
 
 # By environment and platform: the last recipe, and the state of its inputs on this machine.
@@ -57,11 +57,12 @@ def send_environment(
     progress: Progress | None = None,
     make: bool = True,
 ) -> Environment:
-    """The environment, with one that is sent replaced by the prefix that it has become on the cluster.
+    """Install an environment on the cluster if it is missing there; returns a pre-deployed environment with its path.
 
-    The prefix is made if it is missing, for the nodes that `queues` ask for, or without queues for the edge node. Any number of
-    processes may ask at the same time: one makes it, the others wait. `progress` is called with the bytes sent; without it, the
-    log tells of long transfers. Without `make`, a prefix that is missing is an error.
+    An environment that is not a `SentEnvironment` is returned as it is. The prefix is built for the nodes that `queues` ask for,
+    or without queues for the edge node. If several processes need it at the same time, one builds it and the others wait.
+    `progress` is called during transfers; without it, long transfers are logged. If `make` is False, a missing prefix is an
+    error.
 
     Raises:
         StartError: the environment cannot be made; the sentence says what to do.
@@ -74,7 +75,7 @@ def send_environment(
         log.warning(f"[rayslurm] remote_base: {sentence}")
 
     def ensure(recipe: Recipe) -> str:
-        """The path of the prefix of a recipe, which is made if it is missing."""
+        """Return the path of the prefix of a recipe, after building the prefix if it is missing."""
         path = recipe.path(base)
         if missing(connection, base, [path], warn):
             if not make:
@@ -99,7 +100,7 @@ def send_environment(
 
 
 def _title(environment: SentEnvironment) -> str:
-    """What an environment is made from, for the list of those on a cluster."""
+    """Return the kind and the fields of an environment as one line, for the list of environments on a cluster."""
     fields = {name: value for name, value in environment.model_dump(exclude={"imports"}).items() if value}
     if fields.get("stage") == "shared":
         del fields["stage"]
@@ -116,15 +117,15 @@ def recipe_for(
     log: Any,
     age: float = PLATFORM_AGE,
 ) -> Recipe:
-    """The recipe of an environment that has one, for a platform that was looked at up to `age` seconds ago.
+    """Return the recipe of a uv, pixi or packed environment for the platform of the cluster, detected up to `age` seconds ago.
 
-    Raises `ValueError`, whose sentence says what to do, if there can be none.
+    Raises `ValueError`, whose sentence names the remedy, if the environment cannot be installed there.
     """
     wanted, write = _writer(environment)
     platform = look_at(connection, wanted, queues, age, log)
     try:
         return _written(environment, platform, write)
-    except ValueError:  # What the cluster lacked then it may have now.
+    except ValueError:  # The cluster may have changed since the platform was detected.
         now = look_at(connection, wanted, queues, _REFUSAL_AGE, log)
         if now == platform:
             raise
@@ -132,7 +133,7 @@ def recipe_for(
 
 
 def _written(environment: Environment, platform: Platform, write: Callable[[Any, Platform], Recipe]) -> Recipe:
-    """The recipe of an environment for a platform; that of before, if its inputs are as they were."""
+    """Return the recipe that `write` returns for an environment and platform, or the last one if its inputs did not change."""
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:
@@ -143,7 +144,10 @@ def _written(environment: Environment, platform: Platform, write: Callable[[Any,
 
 
 def _writer(environment: Environment) -> tuple[str, Callable[[Any, Platform], Recipe]]:
-    """The Python to look for on the cluster, and what writes the recipe. Only that is imported, as it takes time."""
+    """Return the command or path of the Python to look for on the cluster ("" for any), and the function that writes the recipe.
+
+    Only the module of that function is imported, as each import takes time.
+    """
     if isinstance(environment, UvEnvironment):
         from .uv import uv_recipe, wanted_command
 
@@ -158,7 +162,7 @@ def _writer(environment: Environment) -> tuple[str, Callable[[Any, Platform], Re
 
 
 def fetch(pieces: Sequence[Piece], log: Any) -> list[str]:
-    """Fetch or build files, and return their paths on this machine; raises `StartError` if one cannot be had."""
+    """Fetch or build files, and return their paths on this machine; raises `StartError` if one cannot be fetched or built."""
     found: list[str] = []
     logged_at = time.monotonic()
     try:
@@ -174,7 +178,7 @@ def fetch(pieces: Sequence[Piece], log: Any) -> list[str]:
 
 
 def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: Any, progress: Progress | None) -> None:
-    """Send the files that the cluster lacks, and have it run the recipe; raises `StartError` if that fails."""
+    """Send the recipe's files that the cluster lacks, and run its commands there; raises `StartError` if a step fails."""
     began, pieces = time.monotonic(), {posixpath.join(base, each.place): each for each in recipe.pieces}
     path, lacking = recipe.path(base), missing(connection, base, list(pieces))
     local = dict(zip(lacking, fetch([pieces[each] for each in lacking], log), strict=True))
@@ -204,7 +208,7 @@ def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: An
 
 
 def _send_commands(connection: Connection, environment: CommandEnvironment, base: str, warn: Callable[[str], None]) -> str:
-    """Send a directory with an `activate.sh` that runs the commands; returns its path on the cluster."""
+    """Send a directory with an `activate.sh` that runs the commands; returns the path of the directory on the cluster."""
     texts = {"activate.sh": activate_script(environment.commands)}
     if environment.python is not None:
         texts["bin/python"] = f'#!/bin/sh\nexec {shlex.quote(environment.python)} "$@"\n'

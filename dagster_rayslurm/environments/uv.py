@@ -1,6 +1,6 @@
 """Environments from lock files of uv.
 
-uv writes or checks the lock here, and installs on the cluster, where it is sent as well.
+On this machine uv checks a project's lock, or locks a requirements file. A copy of uv is sent and installs on the cluster.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ _VERSION = re.compile(r"\d+(\.\d+)*")
 
 
 def wanted_command(python: str | None) -> str:
-    """The command or path of the Python to look for on the cluster; "" for all that have a usual name."""
+    """Return the command or path to look for on the cluster, from the field `python` of `UvEnvironment`.
+
+    It is "" for None, which stands for all Pythons with a usual name.
+    """
     if python is None:
         return ""
     return "python" + ".".join(python.split(".")[:2]) if _VERSION.fullmatch(python) else python
 
 
 def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
-    """How the environment is made on the platform; raises `ValueError` if it cannot be made."""
+    """Return the recipe that installs the locked wheels; raises `ValueError` if the platform has no fitting Python or wheels."""
     try:
         from packaging.pylock import Pylock
     except ImportError:
@@ -72,7 +75,7 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
 
 
 def _lock_file(directory: str) -> str | None:
-    """The lock file of a project: in its directory, or in one above it, for a member of a workspace."""
+    """Return the path of a project's uv.lock, in its directory or, for a member of a workspace, in one above; None if missing."""
     places = [directory, *map(str, Path(directory).parents)]
     return next(filter(os.path.isfile, (os.path.join(each, "uv.lock") for each in places)), None)
 
@@ -83,9 +86,10 @@ def _content(path: str) -> bytes:
 
 
 def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple[str, list[str]]:
-    """The lock of a project as a pylock.toml (PEP 751), and the paths of the files that it comes from.
+    """Return the lock of a project as the text of a pylock.toml (PEP 751), and the paths of its pyproject.toml and uv.lock.
 
-    It is kept while the lock and the project's manifest stay as they are, unless the lock has other local packages.
+    The text is cached while these two files do not change, unless the lock has local packages besides the project itself. Raises
+    `ValueError` if a file is missing or uv refuses the lock.
     """
     if not os.path.isfile(manifest := os.path.join(project, "pyproject.toml")):
         raise ValueError(f"there is no pyproject.toml in {project}; name the directory of a project of uv, or use requirements=…")
@@ -99,7 +103,7 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
         return _content(kept).decode(), [manifest, lock]
     try:
         text = wheels.run_uv(uv, "export", *arguments, "--format=pylock.toml", directory=project)
-        if set(_LOCAL.findall(contents[-1])) <= {b"."}:  # Others have manifests that the lock must fit too.
+        if set(_LOCAL.findall(contents[-1])) <= {b"."}:  # The lock must fit the manifests of others too.
             with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(kept), delete=False) as file:
                 file.write(text)
             os.replace(file.name, kept)
@@ -111,7 +115,7 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
 
 
 def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python) -> tuple[list[Piece], list[str]]:
-    """The wheels of a lock that the platform needs, and the directories with sources of some of them."""
+    """Return the wheels of a lock for the platform, and the paths of the source directories that some of them are built from."""
     from packaging.pylock import PylockSelectError
 
     tags, files, directories = wheels.tags_of(platform, python), list[Piece](), list[str]()
@@ -128,7 +132,7 @@ def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python)
 
 
 def _lacking(lock: Pylock, platform: Platform, python: Python, tags: set[Any], error: Exception) -> str:
-    """What a lock from which no wheels could be selected lacks: wheels for the glibc there, or any for the platform."""
+    """Return the error message for a lock without fitting wheels: they need a newer glibc, or there is none for the platform."""
     from packaging.pylock import PylockSelectError
 
     where, newest = wheels.described(platform, python), replace(platform, glibc=(2, 99))
@@ -144,9 +148,10 @@ def _lacking(lock: Pylock, platform: Platform, python: Python, tags: set[Any], e
 
 
 def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tuple[Python, Piece | None]:
-    """The interpreter for a new environment, and the archive that brings it if the cluster has none that fits.
+    """Choose the Python of a new environment; returns it, and the archive to send if the cluster has no fitting one, else None.
 
-    `allowed` is the project's `requires-python`, or None.
+    `wanted` is a version, a command or a path, or None; `allowed` is the project's `requires-python`, or None. Raises
+    `ValueError` if there is no fitting Python.
     """
     if not platform.glibc:
         raise ValueError(f"{platform.place} has another C library than glibc, for which no wheels are fetched")
@@ -174,7 +179,7 @@ def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tu
 
 
 def _bring(uv: str, version: str, platform: Platform) -> tuple[Python, Piece]:
-    """An interpreter of uv for the platform, in an archive with the directory `interpreter`; this machine keeps the archive."""
+    """Return a Python that uv downloads for the platform, and a cached archive that has it in the directory `interpreter`."""
     request = f"cpython-{version}-linux-{platform.machine}-gnu"
     directory = os.path.dirname(cached("pythons", request, ""))
     with locked("environment-python"):
@@ -182,7 +187,7 @@ def _bring(uv: str, version: str, platform: Platform) -> tuple[Python, Piece]:
         if not kept:
             with tempfile.TemporaryDirectory(dir=directory) as work:
                 wheels.run_uv(uv, "python", "install", "--no-bin", f"--install-dir={work}", request)
-                # Beside links to it, which lack the third number.
+                # uv adds links to it, whose names lack the third number.
                 found = next(each for each in Path(work).glob("cpython-*") if not each.is_symlink())
                 kept, draft = [f"{found.name.split('-')[1]}.tar.gz"], os.path.join(work, "draft")
                 with tarfile.open(draft, "w:gz", compresslevel=1) as archive:

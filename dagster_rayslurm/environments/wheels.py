@@ -36,7 +36,7 @@ _TIMEOUT = 900.0
 
 
 def find_uv() -> tuple[str, str]:
-    """The path of uv on this machine, and its version."""
+    """Return the path of uv on this machine, and its version; raises `ValueError` if uv is not installed."""
     try:
         from uv import find_uv_bin
 
@@ -54,7 +54,7 @@ def _version_of(uv: str) -> str:
 
 
 def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
-    """The output of uv; `ValueError` with its error message if it fails."""
+    """Run uv on this machine and return its output; raises `ValueError` with the error message of uv if it fails."""
     environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     try:
         done = subprocess.run(
@@ -69,10 +69,10 @@ def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
 
 
 def compile_requirements(uv: str, requirements: str, platform: Platform, python: Python, final: bool = False) -> str:
-    """The lock of a requirements file for a platform, as a pylock.toml.
+    """Resolve a requirements file to wheels for a platform; returns the text of a pylock.toml.
 
-    It is kept on this machine, where uv goes on from it, so that versions stay until the requirements change. It is `final` if
-    the requirements never change.
+    The text is cached on this machine, and uv keeps the versions in it until the requirements change. With `final`, for
+    requirements that never change, a cached text is returned without a run of uv. Raises `ValueError` if uv finds no solution.
     """
     version = ".".join(map(str, python.version[:2]))
     newest = next((minor for minor in _MANYLINUX if platform.glibc >= (2, minor)), None)
@@ -84,7 +84,7 @@ def compile_requirements(uv: str, requirements: str, platform: Platform, python:
     options = "--quiet", "--no-header", "--only-binary=:all:", "--format=pylock.toml"
     arguments = requirements, *options, f"--python-version={version}", f"--python-platform={target}", f"--output-file={path}"
     with locked(f"environment-lock-{key[0]}"):
-        # What uv knows suffices mostly. Otherwise it asks the index.
+        # The cache of uv suffices mostly. Otherwise uv asks the package index.
         for offline in () if final and os.path.exists(path) else (["--offline"], []):
             try:
                 run_uv(uv, "pip", "compile", *offline, *arguments, directory=os.path.dirname(requirements))
@@ -101,13 +101,13 @@ def compile_requirements(uv: str, requirements: str, platform: Platform, python:
 
 
 def described(platform: Platform, python: Python) -> str:
-    """What wheels must fit, for messages."""
+    """Return a platform and a Python in words, for error messages about wheels."""
     glibc = ".".join(map(str, platform.glibc))
     return f"{platform.place} (Python {python.version[0]}.{python.version[1]}, glibc {glibc}, {python.machine})"
 
 
 def tags_of(platform: Platform, python: Python) -> list[Any]:
-    """The tags of the wheels that the platform takes, the best first. A plain linux tag says nothing about glibc."""
+    """Return the tags of wheels that run on the platform, the best first; no plain linux tags, as these do not tell the glibc."""
     from packaging.tags import compatible_tags, cpython_tags
 
     names = [f"manylinux_2_{minor}_{python.machine}" for minor in range(platform.glibc[1], 4, -1)]
@@ -120,7 +120,7 @@ def tags_of(platform: Platform, python: Python) -> list[Any]:
 
 
 def markers_of(python: Python) -> Any:
-    """The environment markers of a Python on Linux (PEP 508)."""
+    """Return the values of the environment markers (PEP 508) for a Python on Linux, by name."""
     full = ".".join(map(str, python.version))
     return {
         "implementation_name": "cpython",
@@ -141,31 +141,31 @@ def markers_of(python: Python) -> Any:
 
 
 def state_of(paths: Iterable[str], directories: Iterable[str]) -> object:
-    """The state of files and of directories with sources, which differs after a change."""
+    """Return a value that differs after a change of one of the files, or of a file in one of the source directories."""
     found = [os.stat(path) if os.path.exists(path) else None for path in paths]
     stamps = [each and (each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
     return stamps, [bundle_directory(directory).name for directory in directories]
 
 
 def runs_on(source: Any, tags: set[Any]) -> bool:
-    """Whether a wheel runs where these tags count; True for everything else."""
+    """Return True if `source` is a wheel with one of these tags, or no wheel."""
     from packaging.utils import parse_wheel_filename
 
     return kind_of(source) != "wheel" or bool(set(parse_wheel_filename(source.filename)[-1]) & tags)
 
 
 def path_of(top: str, source: Any) -> str:
-    """The path of what a lock file in the directory `top` names by a path."""
+    """Return the path on this machine of a package's local source, which its lock file names relative to the directory `top`."""
     return os.path.normpath(os.path.join(top, source.path))
 
 
 def kind_of(source: object) -> str:
-    """What a package comes from: "wheel", "sdist", "directory", "archive" or "vcs"."""
+    """Return the kind of a package's source in `packaging.pylock`: "wheel", "sdist", "directory", "archive" or "vcs"."""
     return type(source).__name__.removeprefix("Package").lower()
 
 
 def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, python: Python, tags: set[Any]) -> Piece:
-    """The wheel of a package: fetched, or built on this machine if it comes as sources."""
+    """Return the wheel of a package: the one in the lock, or one that this machine builds from the locked sources."""
     what = kind_of(source)
     if what == "vcs":
         raise ValueError(f"{name} comes from a repository, {source.url}; name a wheel of it, or a directory with its sources")
@@ -179,7 +179,7 @@ def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, pyth
 
 
 def fetched(name: str, source: Any, top: str) -> Piece:
-    """A file that the lock names, by URL or path."""
+    """Return a `Piece` for a file that the lock names by URL or path; its `get` fetches the file and checks its SHA-256."""
     place = source.url or path_of(top, source)
     digest = source.hashes.get("sha256")
     if digest is None:
@@ -231,7 +231,7 @@ def _content(place: str) -> Iterator[bytes]:
 
 
 def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Platform, python: Python, tags: set[Any]) -> Piece:
-    """The wheel of sources, which this machine builds once; it must be one that runs on the platform."""
+    """Build a wheel once from the sources that `get` returns; raises `ValueError` if it does not run on the platform."""
     from packaging.utils import parse_wheel_filename
 
     directory = os.path.dirname(cached("built", digest[:32], ""))
@@ -255,7 +255,7 @@ def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Pl
 
 
 def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Python) -> Piece:
-    """The wheel of a program that installs environments on the platform."""
+    """Return the wheel, for the platform, of a version of uv or py-rattler, which install environments there."""
     from packaging.pylock import Pylock
 
     path = cached("requirements", f"{name}-{version}.txt")
@@ -266,7 +266,7 @@ def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Pyt
 
 
 def uv_program(uv: str, version: str, platform: Platform, python: Python) -> Piece:
-    """The program of uv for the cluster, out of its wheel."""
+    """Return the executable of uv for the platform, extracted from its wheel."""
     wheel = tool_wheel(uv, "uv", version, platform, python)
 
     def get() -> str:
@@ -281,6 +281,6 @@ def uv_program(uv: str, version: str, platform: Platform, python: Python) -> Pie
 
 
 def install_command(there: Piece, wheels: list[Piece], *options: str) -> list[str | Piece]:
-    """The command with which uv installs wheels into the prefix."""
+    """Return the command with which uv, sent as the file `there`, installs wheels into the prefix."""
     arguments = "--no-index", "--no-deps", "--no-cache", COMPILE, *options
     return [there, "pip", "install", *ISOLATED, *arguments, "--python", f"{PREFIX}/bin/python", *wheels]

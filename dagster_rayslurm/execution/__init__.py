@@ -1,1 +1,4 @@
-"""Runs payloads from start to verdict, in the same way for every mode. Begin with `run.execute`."""
+"""Runs payloads from their start to a verdict (success, or a kind of failure), in the same way for every execution mode.
+
+Begin with `run.execute`.
+"""

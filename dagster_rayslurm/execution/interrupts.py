@@ -1,4 +1,4 @@
-"""Interrupts of a run: who interrupts it, and what Dagster shows of that."""
+"""Tells whether a person or the end of the Dagster process interrupts a run, and sets the status that Dagster shows then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _ENDED_BY_USER = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
 
 
 def is_service_stop(context: dg.OpExecutionContext, interrupt: BaseException) -> bool:
-    """Whether an interrupt is the end of this Dagster process, and not a person's: Ctrl-C, or the button that ends the run."""
+    """Returns True if an interrupt means that this Dagster process is stopped, and not that a person ends the run.
+
+    A person ends it by Ctrl-C, or by Dagster's button.
+    """
     if not isinstance(interrupt, INTERRUPTS) or has_terminal():
         return False
     try:
@@ -31,7 +34,7 @@ def has_terminal() -> bool:
 
 
 def mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Make Dagster show a run that Ctrl-C interrupts as canceled (1.13 would: failed), unless Dagster will resume it."""
+    """Tell Dagster that Ctrl-C is canceling a run, unless Dagster will resume it; Dagster 1.13 would show the run as failed."""
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
         context.instance.report_run_canceling(run)

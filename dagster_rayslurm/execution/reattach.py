@@ -1,8 +1,9 @@
 """Reattach: continue a payload that an earlier attempt at this step started and did not follow to its end.
 
 A retry of the step, in the same run or in one that retries from failure, finds the payload's run directory and the forwarded log
-messages in Dagster's event log. It reads results and custom messages again from the payload's record. How much output was shown
-is in a bookmark, a file of this machine, as is the output that Dagster keeps: at most the last batch is shown twice.
+messages in Dagster's event log. The retry reads results and custom messages again from the payload's record, the files in which
+the runtime writes down everything that happens. A bookmark, a file of this machine, says how much output was shown, because
+Dagster keeps output on this machine, too: at most the last batch of output is shown twice.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
 
 @dataclass(frozen=True)
 class Launch:
-    """What `execute` starts or continues: a plan in a run directory, new or that of an earlier attempt."""
+    """A payload that `execute` starts or continues: a plan, and a run directory, which is new or that of an earlier attempt."""
 
     step: Step  # With its ownership of the payload.
     plan: Plan  # After a reattach, with the nonce of the earlier attempt.
@@ -56,13 +57,16 @@ class Launch:
     history: AttemptHistory | None = None  # None if no later attempt can take the payload over.
 
     def again(self, nonce: str, backend: Backend, home: Layout) -> Launch:
-        """A new launch of the same plan in place of this one, whose payload never started."""
+        """Returns a new launch of the same plan with another nonce, in place of this launch, whose payload never started."""
         step, plan = replace(self.step, reattached=False), replace(self.plan, payload=replace(self.plan.payload, nonce=nonce))
         return _new_launch(step, plan, backend, home, self.history)
 
 
 def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout) -> Launch:
-    """Take over the payload of an earlier attempt if it was the same request; else prepare a new launch."""
+    """Take over the payload of an earlier attempt at this step if it runs the same plan; else prepare a new payload.
+
+    Returns the launch of that payload.
+    """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
     if not isinstance(backend, CanReattach):
@@ -116,7 +120,7 @@ class AttemptHistory:
         self._noted_at = time.time()
 
     def earlier_run_dir(self) -> str | None:
-        """Returns the name of the run directory of the attempt before; None for the first attempt."""
+        """Returns the name of the run directory of the preceding attempt; None if there was none, or it noted none."""
         context = self._context
         first = not context.retry_number and not _is_retry(context.run)
         # A new worker that continues a run has the same run id; Dagster starts such workers only if it monitors runs.
@@ -132,7 +136,7 @@ class AttemptHistory:
             self._noted_at = handle.launched_at
 
     def successor(self) -> str | None:
-        """Returns the id of the run with a later attempt at this step; None if there is none, or Dagster cannot say."""
+        """Returns the id of the Dagster run with a later attempt at this step; None if there is none, or the storage fails."""
         context = self._context
         try:
             handle = reattach and reattach.find_latest_launch_handle(context, client_name=self._client)
@@ -154,11 +158,11 @@ class AttemptHistory:
 
     @property
     def output_is_local(self) -> bool:
-        """Whether shown output outlives this process; other managers of logs upload output only now and then."""
+        """Whether Dagster writes captured output to files of this machine at once, so that it outlives this process."""
         return type(self._context.instance.compute_log_manager).__name__ == "LocalComputeLogManager"
 
     def _entries(self) -> Iterator[dg.EventLogEntry]:
-        """Yields the event log of this run and the runs that it retries, oldest first; reads a page only when it is needed."""
+        """Yields the event log entries of this run and the runs that it retries, oldest first; reads one page at a time."""
         instance = self._context.instance
         runs = [self._context.run]
         while _is_retry(runs[0]) and runs[0].parent_run_id and (parent := instance.get_run_by_id(runs[0].parent_run_id)):
@@ -178,7 +182,10 @@ def _is_retry(run: dg.DagsterRun) -> bool:
 
 @dataclass
 class Bookmark:
-    """A file that notes how much of a payload's output was shown. Errors of the file are ignored: output is shown again."""
+    """A file with the offset up to which a payload's output was shown in Dagster.
+
+    Errors of the file are ignored; then a later attempt shows output again.
+    """
 
     path: Path
     fd: int | None = None

@@ -1,4 +1,4 @@
-"""Run payloads to their verdict: one, or in the separate topology one for each component, which start and end together."""
+"""Run the payload of a run to its verdict, or with topology "separate" one payload for each component, all together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ _last_sweep: dict[tuple[str, Path], float] = {}
 
 
 def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resource: ComputeFields, extras: Any) -> CompletedRun:
-    """Run a plan, or plans by component in the job's order, to the end; returns what the user's asset gets of the run."""
+    """Run a `Plan`, or a mapping from components to plans in the job's order, until all payloads have ended.
+
+    Returns the result for the user's asset. Raises RunFailure unless all payloads succeeded.
+    """
     home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
     with start_errors():
@@ -73,7 +76,7 @@ def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resourc
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """Turn any StartError or OSError inside into a `RunFailure`, which says that the run cannot be started."""
+    """Inside the block, turn a StartError or OSError into a `RunFailure` that says why the run cannot be started."""
     try:
         yield
     except StartError as error:
@@ -88,16 +91,16 @@ def start_errors() -> Iterator[None]:
 
 @dataclass
 class FollowedPayload:
-    """One running payload with the follower of its record."""
+    """A running payload, and the follower that reads its record and passes output and messages to Dagster."""
 
     plan: Plan
     running: RunningPayload
     follower: Follower
-    start_by: float  # When its runtime must have started.
+    start_by: float  # The value of `time.monotonic()` by which its runtime must have started.
 
     @property
     def evidence(self) -> Evidence:
-        """What is known of the payload so far."""
+        """Everything that the payload's record and Slurm have shown so far, from which the verdict follows."""
         return self.follower.evidence
 
     @property
@@ -107,7 +110,7 @@ class FollowedPayload:
 
     @property
     def unhealthy(self) -> list[dict[str, str]]:
-        """The nodes that failed a health check of the payload's Ray cluster."""
+        """The nodes that failed a health check of the payload's Ray cluster, as the record describes them."""
         return (self.evidence.end_or_partial or {}).get("context", {}).get("unhealthy") or []
 
     def metadata(self, mode: str) -> Metadata:
@@ -118,7 +121,7 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """One run from its start to its verdict. It knows nothing of Dagster but its log."""
+    """One run from the start of its payloads to the verdict. All that it uses of Dagster is the log and the Pipes handler."""
 
     log: Any
     backend: Backend
@@ -134,7 +137,7 @@ class PayloadRun:
 
     @property
     def run_dir(self) -> str:
-        """The run directory where the payloads run."""
+        """The path of the run directory on the machine or cluster where the payloads run."""
         return str(self.backend.layout.runs / self.launch.name)
 
     @property
@@ -157,10 +160,11 @@ class PayloadRun:
         return next(iter(self.payloads.values()))
 
     def complete(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Metadata:
-        """Run the payloads to the end, once more if unhealthy nodes prevented it and the resource says so; returns the metadata.
+        """Run the payloads to the end; returns the metadata for Dagster. Raises RunFailure for all but a success.
 
-        `handler` gets Pipes messages. With components their results are checked first, each by `check`, and handed over together.
-        Raises RunFailure for all but a success.
+        If unhealthy nodes prevented the run, and `on_unhealthy` of the resource is "exclude-and-retry", the payloads are started
+        once more without those nodes. `handler` gets the Pipes messages. With components, `check` is called with each message
+        that reports a result, and the merged results go to `handler` after the ends of all payloads.
         """
         try:
             return self._complete_once(context, handler, check)
@@ -177,7 +181,7 @@ class PayloadRun:
         return {**metadata, "Unhealthy nodes": "; ".join(map(str, causes))}
 
     def _start_over(self) -> None:
-        """Take a new run directory in place of one whose payloads never started."""
+        """Replace the run directory, whose payloads never started, by a new one with another nonce."""
         nonce = secrets.token_hex(6)
         self.plans = {name: replace(each, payload=replace(each.payload, nonce=nonce)) for name, each in self.plans.items()}
         with start_errors():
@@ -208,7 +212,7 @@ class PayloadRun:
         return metadata
 
     def follow(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> None:
-        """Start the payloads, follow them to their ends, and release them whatever happens.
+        """Start the payloads, follow them until they have ended, and release them, also after an error.
 
         `start` registers each payload as soon as it runs, in the order of the plans; `handler_of` returns the handler for Pipes
         messages of a component. Raises RunFailure if the payloads cannot be started, or a later attempt has taken over.
@@ -251,7 +255,10 @@ class PayloadRun:
                 self._release()
 
     def judge(self, payload: FollowedPayload) -> Judged:
-        """Fetch a payload's output files, and judge it: a payload whose outputs are lost has not succeeded."""
+        """Copy a payload's output files to this machine; returns the verdict with the evidence for it.
+
+        A payload whose output files are lost has not succeeded.
+        """
         evidence = payload.evidence
         if needs_job_facts(evidence) and not evidence.connection_lost:
             payload.running.explain(evidence)
@@ -265,7 +272,10 @@ class PayloadRun:
         return Judged(verdict, evidence)
 
     def clean_up(self, verdict: Verdict) -> str | None:
-        """Remove the run directory unless the settings keep it; returns its path, with the host, if it stays."""
+        """Remove the run directory, and return None; or keep it as the resource says, and return its path, with its host.
+
+        Raises RunFailure if a later attempt has taken the payload over.
+        """
         # Over a lost connection the payload may go on, and a retry may take it over.
         lost = any(each.evidence.connection_lost for each in self.payloads.values())
         remove = not lost and not self.outputs_left and not self._keeps_run_dir(failed=verdict.kind is not None)
@@ -306,7 +316,10 @@ class PayloadRun:
         return self.run_dir if component is None else component_dir(self.run_dir, component)
 
     def _poll(self, payload: FollowedPayload, evidence: Evidence) -> str | None:
-        """Returns how the runtime ended, in words; raises `RunFailure` if it does not start in time, or can never start."""
+        """Returns how the runtime ended, in words; None while it lives.
+
+        Raises `RunFailure` if the runtime does not start in time, or can never start.
+        """
         limit = self.resource.runtime_start_timeout
         # The timeout does not run while the job waits in the queue, or while the record cannot be read.
         if payload.running.waiting or payload.follower.state.unreachable_since is not None:
@@ -320,7 +333,7 @@ class PayloadRun:
         return payload.running.poll(evidence)
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Whether to leave the payloads running because this Dagster process is stopped; then the log says so."""
+        """Returns True, and logs it, if the payloads are to be left running because this Dagster process is stopped."""
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
         if self.resource.on_service_stop != DETACH or ends_with_run or self.launch.history is None or not self.payloads:
             return False
@@ -365,7 +378,7 @@ class PayloadRun:
             log.info(f"[rayslurm] {each.label}{verdict.sentence}")
 
     def _raise_if_superseded(self, error: BaseException) -> None:
-        """Raise if a later attempt has taken the payload over: an interrupt as it is, else the failure that names the attempt."""
+        """If a later attempt has taken the payload over, raise `error` if it is an interrupt, else a RunFailure that says so."""
         if self._owner.new_owner is None:
             return
         failure = _superseded(self._owner.new_owner)
@@ -375,7 +388,7 @@ class PayloadRun:
         raise failure from None
 
     def _release(self) -> None:
-        """Release all payloads, even if one release raises; remove files with secrets that no runtime has read."""
+        """Release each payload, even if the release of another one raises; remove files with secrets that no runtime has read."""
         with ExitStack() as stack:
             for each in self.payloads.values():
                 stack.callback(each.running.release, each.evidence)
@@ -385,7 +398,10 @@ class PayloadRun:
                     discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
-        """Fetch output files and warn of missing ones; returns why some are only in the run directory, or None."""
+        """Copy output files to this machine, and warn of missing ones.
+
+        Returns a sentence if some output files are only in the run directory now; else None.
+        """
         end, run_dir = payload.evidence.end or {"outputs": []}, payload.follower.run_dir
         outputs = self.outputs / (payload.follower.component or "")
         problem = None
@@ -413,9 +429,10 @@ def _superseded(successor: str) -> RunFailure:
 
 
 def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
-    """Copy the output files that an `end` names to this machine; its `outputs_failed` gets a sentence for each failed copy.
+    """Copy the output files in the record `end`, the last one of a payload, to the directory `outputs` on this machine.
 
-    Raises OSError if the connection is lost for `timeout` seconds, or the record names a file outside the working directory.
+    `end["outputs_failed"]` gets a sentence for each failed copy. Raises OSError if the connection is lost for `timeout` seconds,
+    or the record names a file outside the working directory.
     """
     failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
     for name in [entry["name"] for entry in end["outputs"]]:
@@ -443,7 +460,7 @@ def _download(connection: Connection, source: str, target: str, timeout: float) 
 
 
 def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
-    """Returns warnings about lost output and missing output files; a failed payload need not have made all its files."""
+    """Returns warnings, as sentences, about lost output and missing output files; only a success must have all its files."""
     warnings = []
     if dropped := end.get("stdio_dropped"):
         warnings.append(f"{dropped} characters of output were not recorded: max_stdio_mb was reached, or the disk was full")

@@ -1,4 +1,4 @@
-"""Run a payload from a terminal, without Dagster: the same backends, record, follower and verdict, and nobody to report to.
+"""Run a payload from a terminal, without Dagster, but with the same backends, records and verdicts as in Dagster.
 
 Pipes messages of the payload become lines of the log. There is no event storage, so nothing is reattached.
 """
@@ -31,7 +31,7 @@ _SIGNAL = 128
 
 @dataclass(frozen=True)
 class Finished:
-    """How a payload that was followed to its end has ended."""
+    """The result of a payload that was followed to its end."""
 
     run: str  # The name of its run directory.
     exit_code: int
@@ -42,7 +42,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Detached:
-    """A payload that was started and left."""
+    """A payload that was started, and that runs on after this process has ended."""
 
     run: str
     directory: str
@@ -51,13 +51,13 @@ class Detached:
 
 
 class TerminalPipes:
-    """Stands in for Dagster's handler of Pipes messages: writes them to the log."""
+    """Replaces Dagster's handler of Pipes messages: writes the messages to the log."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
 
     def handle_message(self, message: Mapping[str, Any]) -> None:
-        """Log a message of the payload as a line."""
+        """Write a Pipes message of the payload to the log as one line, if it is a log message or reports a result."""
         method, params = str(message["method"]), dict(message.get("params") or {})
         if method == "log":
             level = logging.getLevelName(str(params.get("level", "INFO")).upper())
@@ -69,7 +69,7 @@ class TerminalPipes:
 
 
 def _plain(value: Any) -> Any:
-    """Metadata without the types that Pipes adds to each value."""
+    """Returns a metadata value without the types that Pipes adds to values, at any depth."""
     if isinstance(value, dict):
         return (
             _plain(value["raw_value"])
@@ -80,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 
 def pipes_context(name: str) -> PipesContextData:
-    """What a payload finds that opens Dagster Pipes: an asset of this name, in no Dagster run."""
+    """Returns the Dagster Pipes context that a payload gets: it names an asset `name`, and no Dagster run."""
     return {
         "asset_keys": [name],
         "code_version_by_asset_key": {name: None},
@@ -106,7 +106,7 @@ def _prepare(name: str, plan: Any, backend: Backend, resource: ComputeFields, lo
 
 
 def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Finished:
-    """Run a plan, or plans by component, to the end. Raises RunFailure only if nothing was started."""
+    """Run a plan, or plans by component, to the end; returns the result. Raises RunFailure only if nothing was started."""
     run = _prepare(name, plan, backend, resource, log)
     failure = None
     try:
@@ -122,7 +122,10 @@ def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFie
 
 
 def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Detached:
-    """Start a plan on the cluster and leave it; nobody brings its outputs back, and a later sweep removes its run directory."""
+    """Start a plan on the cluster, and return without waiting for its end.
+
+    Its outputs are never copied to this machine, and a later sweep removes its run directory.
+    """
     run = _prepare(name, plan, backend, resource, log)
     started: list[RunningPayload] = []
     try:
@@ -136,7 +139,10 @@ def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFiel
 
 
 def exit_code(end: Record | None) -> int:
-    """The exit code for the `end` of a payload: its own, 128 + its signal, or one of those above. Pure."""
+    """Returns the exit code of the command for the `end` record of a payload, which is None if there is no such record. Pure.
+
+    It is the payload's own exit code, 128 + the number of the signal that ended it, or one of the constants above.
+    """
     if end is None:
         return NOT_THE_PAYLOAD
     if end["reason"] == EndReason.EXIT:

@@ -1,4 +1,4 @@
-"""What follows from nodes that failed a health check: they are remembered, and the run may be started once more without them."""
+"""Remembers nodes that failed a health check, and decides whether the run is started once more without them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import RunFailure, UnhealthyNode
 
 
 def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str | None:
-    """Note the nodes for all runs of this user; returns why that is not possible, which is logged."""
+    """Store unhealthy nodes for all runs of this user. If that fails, logs the reason and returns it; else returns None."""
     if nodes and isinstance(backend, CanExclude):
         try:
             backend.remember_unhealthy(nodes)
@@ -23,9 +23,9 @@ def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str 
 
 
 def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, log: Any) -> bool:
-    """Whether a run that failed may be started once more without its unhealthy nodes, which are remembered.
+    """Returns True if a run that failed is to be started once more without its unhealthy nodes, which are remembered.
 
-    The log says that it is; the failure says why it is not.
+    The log says that the run is started again. If that is wanted but not possible, the failure's description gets the reason.
     """
     nodes = failure.unhealthy
     problem = remember(nodes, backend, log)

@@ -30,7 +30,11 @@ RuntimeExit = Callable[[Evidence], "str | None"]
 
 @dataclass(frozen=True)
 class Cadence:
-    """Seconds between two reads: `busy` while data flows, then a share of the silence, up to `waiting`, `idle` once started."""
+    """Seconds between two reads of a record.
+
+    The pause is `busy` while data arrives, and then grows with the silence: up to `waiting` before the payload has started, and
+    up to `idle` afterwards.
+    """
 
     busy: float
     idle: float
@@ -53,7 +57,7 @@ class ReattachState:
 
 @dataclass
 class RecordState:
-    """What was read of a payload's record so far, and what follows from it. Pure: times are arguments, in seconds."""
+    """How far a payload's record was read, and the evidence from it. Pure: times are arguments, in seconds."""
 
     nonce: str  # An `end` with another nonce is ignored.
     loss_timeout: float  # Seconds for which the record may be unreachable.
@@ -65,7 +69,7 @@ class RecordState:
     unreachable_since: float | None = None
 
     def add(self, record: Record) -> bool:
-        """Add a line of the journal; returns whether Slurm has requeued the job: evidence from before does not count."""
+        """Add a line of the journal; returns whether it shows a requeue of the job, after which earlier evidence is dropped."""
         restarted = record.get("type") == "start" and record.get("attempt", 0) > self.restarts
         if restarted:
             self.restarts = record["attempt"]
@@ -75,7 +79,7 @@ class RecordState:
         return restarted
 
     def read_failed(self, error: OSError, now: float) -> bool:
-        """Note a failed read; returns whether it is the first one since a read worked."""
+        """Record that a read failed; returns whether it is the first failure since a successful read."""
         first = self.unreachable_since is None
         self.unreachable_since = now if self.unreachable_since is None else self.unreachable_since
         if now - self.unreachable_since > self.loss_timeout:
@@ -85,14 +89,15 @@ class RecordState:
 
     @property
     def missing_output(self) -> int:
-        """How many bytes of the output before the `end` have not been read."""
+        """The number of bytes of output that were written before the `end` record and have not been read."""
         end = self.evidence.end
         return 0 if end is None else max(0, int(end.get("stdio_bytes", 0)) - self.output.offset)
 
     def next_read(self, size: int, exited: str | None, cadence: Cadence, now: float, overdue: bool) -> float | None:
         """Returns the seconds until the next read; None if the record has ended, or nothing more will come.
 
-        `size` are the bytes of the last read. `exited` says how the runtime had ended before it, None if it had not.
+        `size` is the number of bytes of the last read. `exited` says how the runtime had ended before that read; None if it had
+        not. `overdue` says that the deadline has passed.
         """
         evidence, end = self.evidence, self.evidence.end
         if size:
@@ -135,7 +140,7 @@ class Follower:
 
     @property
     def evidence(self) -> Evidence:
-        """What is known of the payload so far."""
+        """The evidence about the payload so far."""
         return self.state.evidence
 
     def poll(self, runtime_exit: RuntimeExit, deadline: float = float("inf")) -> float | None:
@@ -167,7 +172,7 @@ class Follower:
         return max(size, journal_size)
 
     def finish(self) -> None:
-        """Called after the last read: forward results that were held back, and show unfinished lines."""
+        """Forward results that were held back, and show unfinished lines of output; called after the last read."""
         if self.state.missing_output and self.evidence.runtime_exit is not None:
             self._warn(f"{self.state.missing_output} bytes of the recorded output never came into sight")
         self.evidence.damaged_lines = self.state.journal.damaged

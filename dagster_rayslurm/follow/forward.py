@@ -1,4 +1,4 @@
-"""What is known of a payload from its record (`Evidence`), and what Dagster gets of it: Pipes messages, log lines, output."""
+"""Collect evidence about a payload from its record, and pass its Pipes messages, log lines and output to Dagster."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..runtime.protocol.record import Record, tail_lines
 from ..slurm.accounting import JobFacts
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)")  # With its end; a progress bar ends each of its states with a carriage return.
-_LONGEST = 65536  # Characters after which a line without an end is shown in pieces.
-_OUTPUT_CHUNK = 4096  # Most characters that are kept of each piece of output; `last_output` has 64 pieces.
+_LONGEST = 65536  # Characters after which a line is shown although it has no end yet.
+_OUTPUT_CHUNK = 4096  # Most characters that are kept of each chunk of output; `last_output` has 64 chunks.
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Evidence:
     queued: bool = False  # Whether the payload waits in a session and has not started.
     opened: int = 0  # How many processes opened Dagster Pipes: the payload, and perhaps its children.
     closed: int = 0
-    exception: dict[str, Any] | None = None  # The first that the payload reported when it closed Dagster Pipes.
+    exception: dict[str, Any] | None = None  # The first exception that a process reported when it closed Pipes.
     message_error: str | None = None  # Why Dagster refused a Pipes message.
     runtime_exit: str | None = None  # How the runtime ended, in words, if it ended and no `end` was read.
     runtime_log: str = ""
@@ -48,11 +48,11 @@ class Evidence:
     nodes_lost: int = 0
     damaged_lines: int = 0
     unreachable: str | None = None  # Why the record could not be read for `connection_loss_timeout`.
-    connection_lost: bool = False  # Whether that is because the connection to the cluster is lost; then Slurm is, too.
+    connection_lost: bool = False  # Whether the cluster is out of reach, and so Slurm, too.
     # When the record last grew, by this machine's monotonic clock.
     last_growth: float = field(default_factory=lambda: time.monotonic())
     tails: dict[str, str] = field(default_factory=dict)  # The ends of log files, by title.
-    # The last pieces of output, each with its stream, "stdout" or "stderr".
+    # The last chunks of output, each with its stream, "stdout" or "stderr".
     last_output: collections.deque[tuple[str, str]] = field(default_factory=lambda: collections.deque(maxlen=64))
 
     @property
@@ -95,7 +95,7 @@ class Evidence:
             self.exception = exception
 
     def add_output(self, record: Record) -> None:
-        """Add a piece of output; only the last pieces are kept."""
+        """Add a chunk of output; only the last chunks are kept."""
         self.last_output.append((record["s"], record["d"][-_OUTPUT_CHUNK:]))
 
     def output_tail(self) -> str:
@@ -115,7 +115,7 @@ class Evidence:
 
 
 class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
-    """Dagster's side of one run's Pipes session; it reads nothing itself, as followers do that."""
+    """Dagster's side of one run's Pipes session; it reads no messages itself, as `Follower` does."""
 
     # Set within the session: what backends write into the run directory, and Dagster's handler of the payload's messages.
     pipes_context: PipesContextData
@@ -144,7 +144,7 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
     @contextlib.contextmanager
     def session(self, extras: PipesExtras | None, uses_pipes: bool) -> Iterator[dg.PipesSession]:
-        """Open the session, without Dagster's warning of missing messages if no payload uses Pipes or the run fails."""
+        """Open the Pipes session, without Dagster's warning of missing messages if no payload uses Pipes or the run fails."""
         quiet = not uses_pipes
 
         def keep(record: logging.LogRecord) -> bool:
@@ -161,7 +161,7 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
 
 def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
-    """The Pipes context, with partition range and time window also over several partitions, for which Dagster 1.13 lacks them."""
+    """Returns the Pipes context with partition range and time window, which Dagster 1.13 omits for several partitions."""
     if data["partition_key_range"] is not None or not context.has_partition_key_range:
         return data
     keys = context.partition_key_range
@@ -186,7 +186,7 @@ class MessageForwarder:
     held: list[dict[str, Any]] = field(default_factory=list)
 
     def forward(self, line: str, evidence: Evidence) -> None:
-        """Forward one message, given as a line of JSON; the refusal of a message becomes evidence."""
+        """Forward one message, given as a line of JSON; if the message is refused, note that in the evidence."""
         try:
             message = json.loads(line)
             method, params = message["method"], message.get("params") or {}
@@ -212,7 +212,7 @@ class MessageForwarder:
                 self.refuse(error, evidence, json.dumps(message))
 
     def refuse(self, error: Exception, evidence: Evidence, line: str = "") -> None:
-        """Log that a message cannot be used; the first such message becomes evidence."""
+        """Log that a Pipes message cannot be used, and note the first such message in the evidence."""
         why = f"{type(error).__name__}: {error}"
         shown = f"; the message was: {line[:500]}" if line else ""
         evidence.message_error = evidence.message_error or why + shown
@@ -228,13 +228,13 @@ class MessageForwarder:
         return isinstance(level, int) and self._is_logged(level, params.get("message"))
 
     def _is_logged(self, level: int, text: Any) -> bool:
-        """Whether an earlier Dagster process already wrote this line; advances `logged` behind the line."""
+        """Whether an earlier Dagster process already wrote this line; advances the iterator `logged` past the line."""
         # A line below Dagster's log level is never in the event log, so a search for it would exhaust the iterator.
         return self.logger.isEnabledFor(level) and (level, text) in self.logged
 
 
 def _without_colours(value: Any) -> Any:
-    """Returns an exception as Pipes reports it, without colour codes, which messages of Ray's exceptions have."""
+    """Returns a copy of an exception from Pipes without colour codes, which messages of Ray's exceptions contain."""
     if isinstance(value, str):
         return without_colours(value)
     if isinstance(value, dict):
@@ -269,7 +269,7 @@ class OutputWriter:
         self._guard(lambda: (sys.stdout.flush(), sys.stderr.flush()))
 
     def finish(self) -> None:
-        """Show unfinished lines, with a line end."""
+        """Show the unfinished lines of both streams, each with a line end."""
         while self.partial:
             stream, text = self.partial.popitem()
             self._print(stream, f"{self.prefix}{text.rstrip()}\n")

@@ -25,7 +25,7 @@ _IN_PLACE = 990  # Most characters of a text that Dagster shows in place; the ru
 
 
 def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
-    """Returns the metadata of a run, for results and failures alike, from those members of the `end` that are known."""
+    """Returns the metadata of a run, for results and failures alike, as far as the `end` record has the facts."""
     metadata: Metadata = {"Execution mode": mode}
     if end is None:
         return metadata
@@ -58,7 +58,7 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
 
 
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
-    """The metadata of a failure, the cause first; `run_dir` is the path of the run directory, with its host, if it stays."""
+    """Returns the metadata of a failure; `run_dir` is host and path of the run directory, None if it will be removed."""
     texts = {"Last output": evidence.output_tail()}
     texts.update((f"Log: {name}", text) for name, text in evidence.tails.items())
     texts["Runtime log"] = evidence.runtime_log
@@ -250,9 +250,10 @@ Point = Sequence[float]  # Seconds since the start, CPUs busy since the point be
 
 
 def usage_chart(usage: Mapping[str, Any], cpus: float = 0.0, memory: float = 0.0) -> str:
-    """A chart as Markdown: the busy CPUs of all nodes, and the memory of the node that uses most memory.
+    """Returns a chart as Markdown: the busy CPUs of all nodes, and the memory of the node that uses most memory.
 
-    `cpus` and `memory` (bytes) are what was granted there; 0 if unknown. One dashed line marks both, as each curve is relative.
+    `cpus` and `memory` (bytes) are the granted amounts; 0 if unknown. Each curve is drawn relative to its granted amount, so one
+    dashed line marks both amounts.
     """
     points: list[Point] = usage["points"]
     drawings = (_draw(usage, _resample(points, columns), cpus, memory) for columns in _COLUMNS)

@@ -103,7 +103,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
 
 
 def unhealthy_nodes(rows: Sequence[Mapping[str, str]]) -> tuple[UnhealthyNode, ...]:
-    """The nodes that a runtime's record or announcement lists as having failed a health check."""
+    """Returns the nodes that failed a health check, from their rows in a run record or a session's announcement."""
     return tuple(UnhealthyNode(each["node"], each["check"], each["found"]) for each in rows)
 
 
@@ -210,7 +210,7 @@ def exit_in_words(code: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Returns number and name of a signal, such as "signal 9 (SIGKILL)"."""
+    """Returns the number and name of a signal, such as "signal 9 (SIGKILL)"."""
     name = processes.signal_name(number)
     return f"signal {number} ({name})" if name.startswith("SIG") else name
 
@@ -240,7 +240,7 @@ def _old_python(context: Mapping[str, Any]) -> str:
     return f"the payload's Python is {theirs}, that of Dagster {ours}: write for the older one, or choose another environment"
 
 
-# Hints by the pattern that they need in the verdict's sentence: a text, or a function of the context, "" for no hint.
+# Hints by a pattern that is searched for in the verdict's sentence: a text, or a function of the context that returns a text.
 _HINTS: Mapping[str, str | Callable[[Mapping[str, Any]], str]] = {
     r"No module named ": _missing_module,
     # A name without dot and slash may be a program.
@@ -365,7 +365,7 @@ def read_traceback(text: str) -> list[Raised]:
 
 
 def _take_text(current: Raised, line: str) -> None:
-    """Add a line that follows the frames of a traceback to its exception: name and message, a further line, or the actor."""
+    """Add a line after a traceback's frames to the exception: its name and message, a further line of it, or the Ray actor."""
     actor = _ACTOR.match(line)
     if actor and current.text:
         current.text = f"{current.text.rstrip('.')}, {actor[1]} {actor[2]}"

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 if sys.version_info < (3, 8):
     sys.exit("rayslurm runtime: Python 3.8 or newer is needed, %s is %s" % (sys.executable, sys.version.split()[0]))
 
-# A byte that the keeper process and its child, the runtime, share. A worker node sets it to 1 when the head knows it. Ray can go
-# on without it from then on, so its end must not make `srun` end the step.
+# A byte of memory that the keeper process shares with its child, the runtime. On a worker node, the runtime sets the byte to 1
+# when the head node knows this node. From then on Ray can go on without the node, so `srun` must not end the step with it.
 _dispensable = mmap.mmap(-1, 1)
 
 
 def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the one payload of a run directory for the parent process, without Slurm."""
+    """Run the payload of a run directory without Slurm, until it ends or the parent process is gone. Returns the exit code 0."""
     from dataclasses import replace
 
     from .protocol import record
@@ -54,7 +54,10 @@ def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Serve as one node of a Slurm step: the first node runs the payload of the run directory, the others join its cluster."""
+    """Run one node of a Slurm job step; returns the exit code.
+
+    The first node runs the payload of the run directory, the other nodes join its Ray cluster.
+    """
     from .supervisor import request_server
 
     def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
@@ -66,7 +69,7 @@ def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Serve as one node of a Slurm step with a payload and a Ray cluster for each component (separate topology)."""
+    """Run one node of a Slurm job step in which each component has a payload and a Ray cluster; returns the exit code."""
     from dataclasses import replace
 
     from .node.allocation import head_address
@@ -93,12 +96,15 @@ def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def session(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Serve as one node of a session's Slurm step: the first node runs payloads for clients until the session ends."""
+    """Run one node of a session's Slurm job step; returns the exit code.
+
+    The first node runs payloads for clients until the session ends, the other nodes join its Ray cluster.
+    """
     return _lead_or_work(spec, _allocation(spec), session_dir, lambda runner, here: _serve_clients(runner, session_dir, here))
 
 
 def serve(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run a session on this machine, without Slurm: run payloads for clients until it is idle for too long."""
+    """Run a session on this machine, without Slurm, until it has had no payload for too long. Returns the exit code 0."""
     _serve_clients(_supervisor(spec), session_dir)
     return 0
 
@@ -120,7 +126,7 @@ def _serve_clients(runner, session_dir, here=None):  # type: (Supervisor, str, O
 
 
 def _run_on_time(runner, here):  # type: (Supervisor, Optional[allocation.Allocation]) -> None
-    """Run what was submitted to a runtime; of a Slurm job, warn before the time limit."""
+    """Run the payloads of a runtime until it ends; in the Slurm job of the allocation `here`, also act before the time limit."""
     if here is not None:
         from .supervisor import time_limit
 
@@ -137,7 +143,10 @@ def _supervisor(spec, **more):  # type: (RuntimeSpec, Any) -> Supervisor
 
 
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
-    """The Slurm allocation in which this task runs. Changes `os.environ` so that it describes the task's own component."""
+    """Returns the Slurm allocation in which this task runs; exits with an error message outside a Slurm step.
+
+    Changes `os.environ` so that it describes the component of this task.
+    """
     from .node import allocation
 
     here = allocation.from_environ(os.environ)
@@ -150,7 +159,7 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 
 
 def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
-    """Call `lead` on the first node of an allocation; serve as a worker node on the others. Returns the exit code."""
+    """Call `lead` on the first node of an allocation, or run a worker node on any other node. Returns the exit code."""
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)
 
@@ -167,11 +176,11 @@ def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.
 
 # Roles that srun starts as tasks of a Slurm step.
 _IN_A_STEP = {"node": node, "part": part, "session": session}
-_ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads, each below a keeper.
+_ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads; each has a keeper as its parent.
 
 
 def main(argv):  # type: (list[str]) -> int
-    """Run the role that the first argument names, and return the exit code; see the module's docstring."""
+    """Run the role (such as `node`) that the first argument names, and return its exit code. The module's docstring lists all."""
     role = argv[0] if argv else ""
     if role == "ray-node":
         from .ray import node_main

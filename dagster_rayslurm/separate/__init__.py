@@ -1,1 +1,1 @@
-"""Dagster's side of `topology="separate"`: one payload for each component, run and judged together."""
+"""Backends and merged results for `topology="separate"`: one payload for each component, all together in one Dagster run."""

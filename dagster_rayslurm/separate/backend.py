@@ -1,4 +1,4 @@
-"""Backends of the separate topology: one payload for each component, in local processes or by one `srun` in one job."""
+"""Backends for topology "separate": one payload for each component, on this machine or in one heterogeneous Slurm job."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
 
 
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
-    """The start barrier for the runtime of each component; the first one's is its host. `secret` is shared by all, hex."""
+    """Returns the start barrier, by which all payloads start together, for the runtime of each component.
+
+    The runtime of the first component is the barrier's host. All runtimes share `secret`, a hexadecimal number.
+    """
     first = next(iter(plans.values())).ray
     ports = control_ports(first.port_range if first is not None else None)
     if first is not None and first.port_range:
@@ -55,7 +58,7 @@ def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
 
 
 def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """Returns the content of `runtime.json` for each component here, with the requirements of all that share the machine."""
+    """Returns the content of `runtime.json` for each component on this machine, with the requirements of all components."""
     barriers = barrier_specs(plans, secrets.token_hex(32))
     token = secrets.token_hex(32)
     requirements = [_requirements(each, plans[each.component_id]) for each in components]
@@ -73,7 +76,7 @@ def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) 
 
 
 def _requirements(component: Component, plan: Plan) -> ComponentSpec:
-    """The CPUs and GPUs that a component requires on this machine: those of its launcher, else those of its queue."""
+    """Returns the CPUs and GPUs that a component requires on this machine: those of its launcher, else those of its queue."""
     ray = plan.ray
     cpus = component.queue.cpus_per_node if ray is None or ray.num_cpus is None else ray.num_cpus
     gpus = component.queue.gpus_per_node if ray is None or ray.num_gpus is None else ray.num_gpus
@@ -82,7 +85,7 @@ def _requirements(component: Component, plan: Plan) -> ComponentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateLocalBackend(ThisMachine):
-    """Runs the payloads of all components on this machine, each in a runtime of its own."""
+    """Runs the payloads of all components on this machine, each by a runtime process of its own."""
 
     components: tuple[Component, ...]
 
@@ -154,9 +157,10 @@ class SeparateBatchBackend(JobBackend):
 
 
 def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """The content of `runtime.json` for each component of a job; its runtime treats the component as a whole job.
+    """Returns the content of `runtime.json` for each component of a job; its runtime treats the component as a whole job.
 
-    The clusters share one token, so that payloads may use each other's; control keys differ, so that nodes join their own.
+    All Ray clusters share one token, so that a payload may use the clusters of other components. The control keys differ, so that
+    nodes join only the cluster of their own component.
     """
     secret = secrets.token_hex(32)
     barriers = barrier_specs(plans, derive_key(secret, "meeting"))
@@ -177,7 +181,7 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
 class ComponentJob(BatchJob):
     """The payload of one component in the heterogeneous job of all components."""
 
-    # What all of them know: when the latest record of any component began, Slurm's accounting and the job's logs.
+    # The evidence of all components: when their latest record began, Slurm's accounting and the job's logs.
     shared: Evidence = field(kw_only=True)
 
     def _send_cancel(self, now: bool) -> None:
@@ -197,6 +201,9 @@ class ComponentJob(BatchJob):
         evidence.tails = {**shared.tails, **evidence.tails}
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """When the latest record of any component began: from then on Slurm must not cancel the job for a late component."""
+        """Returns when the latest record of any component began, as Unix time; None before the first.
+
+        From then on Slurm must not cancel the job for a component that starts late.
+        """
         self.shared.started_at = max(self.shared.started_at or 0.0, evidence.started_at or 0.0) or None
         return self.shared.started_at

@@ -1,4 +1,4 @@
-"""One result of payloads that run together, one for each component, or of a single one, which has the component None."""
+"""Merges the results of payloads that run together, one for each component, into one; a single payload has the component None."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TABLE_COLUMNS = (
 
 @dataclass
 class ReportMerger:
-    """Forwards the Pipes messages of several payloads to Dagster's one handler, with their results merged.
+    """Forwards the Pipes messages of several payloads to Dagster's one handler, and merges the payloads' results.
 
     Results and `closed` messages wait until all payloads have ended. Reports are merged in the order of `components`.
     """
@@ -47,11 +47,11 @@ class ReportMerger:
     results: dict[str, list[Message]] = field(default_factory=dict)
 
     def of(self, component: str) -> Any:
-        """The handler for Pipes messages of one component's payload."""
+        """Returns a handler for the Pipes messages of one component's payload."""
         return SimpleNamespace(handle_message=lambda message: self._add(component, message))
 
     def _add(self, component: str, message: Message) -> None:
-        """Forward one message, or keep it for `hand_over`; raises what Dagster raises for the message."""
+        """Forward a message to Dagster, or keep it for `hand_over`; raises the exception of Dagster's handler for the message."""
         if message["method"] not in _KEPT:
             self.handler.handle_message(message)
             return
@@ -60,7 +60,10 @@ class ReportMerger:
         self.results.setdefault(component, []).append(message)
 
     def hand_over(self) -> list[tuple[str, Exception]]:
-        """Merge the results and pass all kept messages to Dagster; returns each refusal, with a component that caused it."""
+        """Merge the results and pass all kept messages to Dagster.
+
+        Returns the exceptions for messages that Dagster refused, each after a component that caused it.
+        """
         refused: list[tuple[str, Exception]] = []
         reports: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}
         for component in self.components:
@@ -78,9 +81,10 @@ class ReportMerger:
 
 
 def merge(reports: Reports) -> list[Any]:
-    """Merge what several components report of one asset or check; what a single component reports stays as it is.
+    """Merge the reports of several components on one asset or check; returns the parameters of the messages for Dagster.
 
-    A check passed if it passed in all components; else it has the worst severity of those that failed.
+    The reports of a single component stay as they are. A check passed if it passed in all components; else it has the worst
+    severity of those that failed. Raises ValueError for reports that contradict each other.
     """
     by_component, names, first = dict(reports), [component for component, _ in reports], reports[0][1]
     if len(by_component) == 1:
@@ -108,7 +112,7 @@ def merge(reports: Reports) -> list[Any]:
 
 
 def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[str, list[Any]], bool]) -> dict[str, Any]:
-    """Merge metadata of all components: a value that `is_shared` appears once, any other under "key (component)"."""
+    """Merge the metadata of all components: a value for which `is_shared` is true appears once, others as "key (component)"."""
     taken = {key for metadata in own.values() for key in metadata}
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metadata in own.values() for key in metadata):
@@ -126,7 +130,10 @@ def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[st
 
 
 def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
-    """The verdict on the run: success, or the kind of the first failure, and a sentence on each that no other one caused."""
+    """Returns the verdict on the run: success, or the kind of the first failure with a sentence on each failure.
+
+    Failures that another component's failure caused are named, but get no sentence of their own.
+    """
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     if not failed or None in failed:
         return failed[None].verdict if failed else SUCCESS
@@ -165,7 +172,7 @@ def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
 
 
 def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], mode: str, job_id: str | None) -> Metadata:
-    """Returns the metadata of the run, for results and failures alike, with a table of the components in the job's order."""
+    """Returns the Dagster metadata of the run, for a success and a failure alike, with a table of all components."""
     if None in own:
         return own[None]
     apart = {name: {key: value for key, value in each.items() if key not in _TABLE_COLUMNS} for name, each in own.items()}
@@ -182,7 +189,10 @@ def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], m
 
 
 def failures_metadata(judged: Mapping[Any, Judged], run_dir: str | None) -> Metadata:
-    """The metadata of a failed run: last output and logs of each payload that failed by itself; `run_dir` if it stays."""
+    """Returns the metadata of a failed run: last output and logs of each payload that failed by itself.
+
+    `run_dir` is the path of the run directory, which is named too; None if the directory was removed.
+    """
     if None in judged:
         return failure_metadata(judged[None].evidence, run_dir)
     own = {component: failure_metadata(each.evidence, None) for component, each in root_failures(judged).items()}

@@ -1,4 +1,4 @@
-"""What Slurm knows of one job, and how that explains a run's end (tried on Slurm 22.05 and 24.11).
+"""The facts that Slurm knows of one job, and the failure of a run that they explain (tried on Slurm 22.05 and 24.11).
 
 scontrol knows a job until MinJobAge after its end (300 s by default) and needs no accounting. sacct knows the job for good,
 with the memory of its steps. The job's log says which tasks failed.
@@ -76,10 +76,10 @@ _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What Slurm knows of a job, or of one component. Durations are in seconds, sizes in bytes; None is not known."""
+    """The facts that Slurm knows of a job, or of one component. Durations are in seconds, sizes in bytes; None is unknown."""
 
     job_id: int  # The number of a heterogeneous job is that of its first component.
-    state: str  # Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
+    state: str  # As Slurm writes it, such as "TIMEOUT"; without the "by 1001" of sacct.
     # Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself.
     cancelled_by: int | None = None
     reason: str = ""
@@ -93,12 +93,13 @@ class JobFacts:
     restarts: int = 0
     max_rss: int | None = None  # Largest memory of one task.
     step_out_of_memory: bool = False  # Whether a step was ended for its memory.
-    # Of a heterogeneous job, in order; all facts of the job but id and nodes are those of the one that explains its end.
+    # The components of a heterogeneous job, in order; the job has its own id and all nodes, and otherwise the facts of the
+    # component that explains its end.
     components: tuple[JobFacts, ...] = ()
     component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
 
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
-        """The same job with the user's names for its components; unchanged if there are more or fewer names than components."""
+        """Returns the same job with the user's names for its components; unchanged if there are not as many names."""
         if len(self.components) != len(component_ids):
             return self
         pairs = zip(self.components, component_ids, strict=True)
@@ -106,7 +107,7 @@ class JobFacts:
 
     @property
     def final_state(self) -> str | None:
-        """The terminal state that the job has, or will have, as far as Slurm knows; None if any is possible.
+        """The terminal state that the job has, or will have, as far as Slurm knows; None if it is still open.
 
         While an epilog runs slurmctld shows COMPLETING, and only the reason tells the terminal state.
         """
@@ -127,18 +128,18 @@ class JobFacts:
 
 
 def severity(component: JobFacts) -> int:
-    """Rank by which one of a job's components explains the job's end.
+    """Returns a component's rank; of the components of a job the one with the highest rank explains the job's end.
 
-    A component that is cancelled or killed ends the others, which then just fail where the batch script may run.
+    A component that is cancelled or killed ends the others too, and the one with the batch script may then show only FAILED.
     """
     final = component.final_state if component.final_state in _BY_SEVERITY else "UNKNOWN"
     return len(_BY_SEVERITY) if component.out_of_memory else _BY_SEVERITY.index(final or "UNKNOWN")
 
 
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
-    """Ask slurmctld, and accounting if there is any, what they know of a job; None if Slurm does not know the job.
+    """Asks slurmctld, and accounting if there is any, for the facts of a job; returns None if Slurm does not know the job.
 
-    Raises SlurmUnanswered if neither knows the job and one of them did not answer, and OSError.
+    Raises SlurmUnanswered if neither knows the job and one of them did not answer, and OSError for a failed connection.
     """
     # A job in a hidden partition shows with --all only.
     show = ["scontrol", "--all", "show", "job", str(job_id)]
@@ -156,7 +157,7 @@ def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
 
 
 def parse_scontrol(text: str) -> JobFacts | None:
-    """The facts of the job in the output of `scontrol show job ID` (without `--oneliner`); None if it shows no job."""
+    """Returns the facts of the job in the output of `scontrol show job ID` (without `--oneliner`); None if it shows no job."""
     components = []
     for block in re.split(r"(?m)^(?=JobId=)", text):
         shown = dict(re.findall(r"(?:^|\s)([^\s=]+)=(\S*)", _TEXTS_OF_USERS.sub("\n", block)))
@@ -173,7 +174,7 @@ def parse_scontrol(text: str) -> JobFacts | None:
 
 
 def parse_sacct(text: str, job_id: int) -> JobFacts | None:
-    """The facts of a job after its last requeue, from `sacct --duplicates` with `SACCT_FIELDS`; None for an unknown job."""
+    """Returns the facts of a job after its last requeue, from `sacct --duplicates` with `SACCT_FIELDS`; None for no such job."""
     attempts: dict[int, list[list[dict[str, str]]]] = {}
     for line in text.splitlines():
         fields = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
@@ -206,7 +207,10 @@ def _from_sacct(number: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
 
 
 def _facts(number: int, state: str, reason: str, exit_code: str, nodes: str, num_nodes: str) -> JobFacts:
-    """The facts that scontrol and sacct write alike; without exit code if a node failed, as Slurm then shows a wrong one."""
+    """Returns the facts from fields that scontrol and sacct print alike.
+
+    After a node failure the facts have no exit code, as Slurm then shows a wrong one.
+    """
     word, cancelled_by = state_word(state)
     ended = None if word == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", exit_code)
     code, signal = (int(ended[1]), int(ended[2]) or None) if ended else (None, None)
@@ -219,7 +223,7 @@ def _facts(number: int, state: str, reason: str, exit_code: str, nodes: str, num
 
 
 def combine(components: Sequence[JobFacts]) -> JobFacts:
-    """The whole job from its components."""
+    """Returns the facts of a whole job: those of the component that explains its end, with the job's id and all nodes."""
     if len(components) == 1:
         return components[0]
     nodes = tuple(node for each in components for node in each.nodes)
@@ -227,7 +231,7 @@ def combine(components: Sequence[JobFacts]) -> JobFacts:
 
 
 def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
-    """The controller's facts, completed by what only accounting knows; None if neither knows the job."""
+    """Returns slurmctld's facts of a job, completed by facts that only accounting knows; None if neither knows the job."""
     if controller is None or accounting is None:
         return controller or accounting
     if controller.components and len(controller.components) == len(accounting.components):
@@ -255,7 +259,7 @@ def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
 
 
 def state_word(text: str) -> tuple[str, int | None]:
-    """The bare state in a text of sacct, such as "CANCELLED by 1001" or "CANCELLED+", and the user id in it or None."""
+    """Returns the bare state in a text of sacct, such as "CANCELLED by 1001" or "CANCELLED+", and the user id in it or None."""
     match = re.fullmatch(r"(\S*?)\+?(?: by ([0-9]+))?", text.strip())
     return (match[1], int(match[2]) if match[2] else None) if match else (text.strip(), None)
 
@@ -275,9 +279,10 @@ def relevant_lines(log: str) -> list[str]:
 
 
 def failed_tasks(log: str) -> list[tuple[str, int, str]]:
-    """The tasks that srun reports as failed: node, number, and how it ended, such as "Exited with exit code 3" or "Killed".
+    """Returns the node, the number and the end of each task that srun reports as failed.
 
-    Once a task has failed srun ends the others, which follow as "Terminated" or "Killed".
+    The end is srun's text, such as "Exited with exit code 3" or "Killed". Once a task has failed, srun ends the others, which
+    follow as "Terminated" or "Killed".
     """
     tasks = []
     for match in filter(None, map(_TASKS.fullmatch, map(str.strip, log.splitlines()))):
@@ -302,7 +307,7 @@ def memory_kill(output: str) -> str | None:
 
 
 class JobVerdict(NamedTuple):
-    """The failure of a run that the end of its job explains; `retry` is None for the default of the kind."""
+    """A failure of a run, explained by the end of its job; `retry` says whether to retry the run, None for the kind's default."""
 
     kind: FailureKind
     sentence: str
@@ -310,10 +315,10 @@ class JobVerdict(NamedTuple):
 
 
 def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
-    """The failure of a run as Slurm explains it; None if Slurm explains nothing. Pure.
+    """Returns the failure of a run as the facts of its job explain it; None if they explain nothing. Pure.
 
-    The record of the run has no end, or says that a signal from outside ended the runtime (`terminated`). `log` is the output of
-    batch script, slurmstepd and runtime; `silent` says that nothing was written into the run directory.
+    Call it if the record of the run has no end, or says that a signal from outside ended the runtime (then `terminated` is True).
+    `log` is the output of batch script, slurmstepd and runtime; `silent` is True if nothing was written into the run directory.
     """
     killed = memory_kill(log)
     part = _explaining_part(job, killed)

@@ -77,7 +77,7 @@ class SlurmQueueConfig(StrictConfig):
     runtime depends (--job-name, --output, --chdir, --array, --ntasks and such) are refused."""
 
     def having(self, **values: Any) -> SlurmQueueConfig:
-        """A copy with other values of some fields."""
+        """Returns a copy with new values of some fields."""
         return SlurmQueueConfig(**{**self.model_dump(), **values})
 
 
@@ -97,7 +97,7 @@ class SlurmResource(StrictResource):
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:
-    """The signal's name and the seconds before the time limit in a value of `signal_before_timeout`.
+    """Returns the signal's name, and the seconds before the time limit, in a value of `signal_before_timeout`.
 
     "300" means SIGTERM. If no signal is asked for, the seconds are None.
     """

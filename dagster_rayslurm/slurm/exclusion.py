@@ -1,4 +1,4 @@
-"""Which nodes a job must avoid because they failed a health check, and whether enough others are left."""
+"""Chooses the nodes that a job must avoid because they failed a health check, as long as enough others are left."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Partitions = Mapping[str, Sequence[str]]  # The usable nodes of each partition; 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What becomes of each node that failed a health check."""
+    """The nodes that failed a health check, divided into those that a job avoids and those that it may still get."""
 
     nodes: tuple[UnhealthyNode, ...] = ()  # Excluded.
     kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Not excluded, with the reason.
 
     def problem(self, unhealthy: Sequence[UnhealthyNode]) -> str | None:
-        """Why a new job may get one of these nodes again; None if it cannot."""
+        """Returns a sentence on why a new job may get one of these nodes again; None if it cannot get any of them."""
         excluded = {each.node for each in self.nodes}
         reasons = {each.node: why for each, why in self.kept}
         left = [each.node for each in unhealthy if each.node not in excluded]
@@ -39,7 +39,7 @@ class Exclusion:
 
 
 def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
-    """Which of the nodes to exclude, in their order: those in a partition of the job, while enough others are left."""
+    """Returns which unhealthy nodes to exclude, in their order: those in a partition of the job, while enough others are left."""
     exclusion = Exclusion()
     for each in unhealthy:
         if not any(each.node in partitions.get(name, ()) for part in request.components for name in _partitions(part)):
@@ -56,7 +56,7 @@ def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: 
 
 
 def excluding(request: JobRequest, nodes: Sequence[str]) -> JobRequest:
-    """The request, with nodes that no component may get, beside those that the user excludes."""
+    """Returns the request with further nodes that no component may get, in addition to those that the user excludes."""
 
     def one(part: JobRequest) -> JobRequest:
         own = _listed(part.queue.exclude)
@@ -67,7 +67,7 @@ def excluding(request: JobRequest, nodes: Sequence[str]) -> JobRequest:
 
 
 def parse_partitions(text: str) -> Partitions:
-    """The partitions from lines of sinfo with the format `_FORMAT`."""
+    """Returns the usable nodes of each partition, from lines of sinfo in the format "%N|%P|%T" (node, partition, state)."""
     partitions: dict[str, list[str]] = {}
     for line in text.splitlines():
         node, _, rest = line.strip().partition("|")
@@ -80,7 +80,10 @@ def parse_partitions(text: str) -> Partitions:
 
 
 def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: Partitions) -> str | None:
-    """Why a component does not fit the nodes that are left of its partitions; each component gets nodes of its own."""
+    """Returns why a component does not fit its partitions without the nodes `out`; None if it fits.
+
+    Each component gets nodes of its own, so the components in one partition count together.
+    """
     wanted = sum(each.queue.num_nodes for each in request.components if each.queue.partition == part.queue.partition)
     out = out | set(_listed(part.queue.exclude))
     left = {name: [node for node in partitions[name] if node not in out] for name in _partitions(part) if name in partitions}
@@ -92,7 +95,7 @@ def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: P
 
 
 def _partitions(part: JobRequest) -> list[str]:
-    """The partitions in which a component may run; "" for the default one."""
+    """Returns the partitions in which a component may run; "" stands for the default one."""
     return (part.queue.partition or "").split(",")
 
 
@@ -107,12 +110,12 @@ def _listed(nodes: str | None) -> list[str]:
 
 
 def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) -> None:
-    """Note nodes that failed a health check, for all runs of this user."""
+    """Records nodes that failed a health check below the base directory, for all runs of this user."""
     connection.call(note, base, [each._asdict() for each in nodes], repeat=True, timeout=_TIMEOUT)
 
 
 def exclusion_for(connection: Connection, base: str, request: JobRequest) -> Exclusion:
-    """Which nodes a job must avoid; raises OSError if the cluster cannot be asked."""
+    """Returns which nodes a job must avoid; raises OSError if the cluster does not answer."""
     found = connection.call(known, base, MEMORY, repeat=True, timeout=_TIMEOUT)
     if not found:
         return Exclusion()

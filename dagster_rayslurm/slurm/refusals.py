@@ -1,4 +1,4 @@
-"""What is said when Slurm refuses a job, lets it wait, or can never start it. Pure.
+"""Sentences for users whose job Slurm refuses, lets wait, or can never start. Pure.
 
 A request that cannot be granted is refused by sbatch or stays pending for ever, depending on the version and on
 `EnforcePartLimits` (slurm.conf(5)). By default 22.05 lets a job wait that asks for more nodes than its partition has, or for more
@@ -118,7 +118,7 @@ _TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time
 
 
 def explain(stderr: str) -> str:
-    """The sentence that says why sbatch failed, and what to do."""
+    """Returns a sentence on why sbatch failed, and what to do; `stderr` is the error output of sbatch."""
     lines = [line for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
     # Lines that do not begin with "sbatch: " may come from the start-up files of a login shell.
     errors = [_PREFIX.sub("", line) for line in lines if line.startswith("sbatch: ")] or lines[-3:]
@@ -151,7 +151,7 @@ def is_temporary(stderr: str) -> bool:
 
 
 def impossible(reason: str, partition: str | None = None) -> str | None:
-    """Why a pending job can never start as requested; None if time, other jobs, nodes or an administrator may let it start.
+    """Returns why a pending job can never start as requested; None if time, other jobs, nodes or an administrator may help.
 
     The reason is that of squeue, or of scontrol with its underscores. If `partition` names several, separated by commas, the
     reason is that of the last one tried, and the job may start in another one.
@@ -164,7 +164,7 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
 
 
 def _over_limit(reason: str) -> str | None:
-    """The sentence for a reason that names a limit on single jobs; None for any other reason."""
+    """Returns a sentence for a reason of Slurm that names a limit on single jobs; None for any other reason."""
     reason = reason.strip()
     limit = _LIMIT.fullmatch(reason)
     if not limit:
@@ -178,7 +178,7 @@ def _over_limit(reason: str) -> str | None:
 
 
 def with_requested_values(sentence: str, request: JobRequest) -> str:
-    """The sentence, followed by what the request asked for in each field that the sentence names, for each component."""
+    """Returns the sentence, followed by the requested value of each field that the sentence names, for each component."""
     heterogeneous = bool(request.further_components)
     values = [(_values(sentence, each), f" of {each.component_id!r}" if heterogeneous else "") for each in request.components]
     text = "; ".join(named + component for named, component in values if named)
@@ -200,7 +200,7 @@ def _values(sentence: str, request: JobRequest) -> str:
 
 
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
-    """The request for the component in a row of the queue; for an unknown one, with the row's label and partition."""
+    """Returns the request for the component in a row of the queue; for an unknown one, only its label and partition."""
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
         return replace(request.components[int(number)], further_components=())
@@ -210,7 +210,7 @@ def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
 
 
 def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
-    """The row of the component that delays the job the longest, as far as Slurm says; None if all rows say the same."""
+    """Returns the row of the component that delays its job the longest, as far as Slurm shows; None if all rows are alike."""
     if len({(row.reason, row.start) for row in rows}) < 2:
         return None
 
@@ -222,13 +222,16 @@ def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
 
 
 def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
-    """Slurm's reason why a job waits; with components in the queue, that of the one that waits longest, with its name."""
+    """Returns Slurm's reason why a job waits; of several components, the reason and name of the one that delays the job most."""
     row = most_informative_row(rows)
     return reason if row is None else f"{row.reason or row.state} (component {component_request(row, request).component_id})"
 
 
 def waiting_text(reason: str, start: float | None, now: float) -> str:
-    """What a waiting job waits for, and when Slurm expects its start, in words; "" if Slurm says neither."""
+    """Returns a phrase with Slurm's reason why a job waits, and the start that Slurm expects; "" if Slurm shows neither.
+
+    `start` and `now` are in seconds of the epoch.
+    """
     if not reason and not start:
         return ""
     waiting = f"waiting for {reason}" if reason.startswith(_AWAITED) else f"waiting: {reason}" if reason else "waiting"
@@ -240,7 +243,7 @@ def waiting_text(reason: str, start: float | None, now: float) -> str:
 
 
 def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
-    """Why the job, or one of its components, can never start; None if all may start."""
+    """Returns why the job, or one of its components, can never start; None if all may start."""
     for row in rows:
         part = component_request(row, request)
         reason = impossible(row.reason, part.queue.partition)
@@ -251,7 +254,7 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
 
 
 def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Why a job does not start, if it requests more nodes of a partition than that has by `sizes`; else None.
+    """Returns a sentence if a job requests more nodes of a partition than the partition has, by `sizes`; None if it does not.
 
     Slurm's reason for a job without components is `PartitionNodeLimit`, which also stands for nodes that are down.
     """

@@ -37,8 +37,8 @@ class SbatchField:
     """How one field of `SlurmQueueConfig` reaches sbatch, and how its values are compared."""
 
     name: str
-    # Called with the value that a payload wants and the value that a session was granted; says whether the session satisfies the
-    # payload. None if the field says nothing about a session.
+    # Called with the value that a payload wants and the value that a session was granted; returns whether the session satisfies
+    # the payload. None if the field does not matter for that.
     granted: Callable[[Any, Any], bool] | None
     option: str | None = None  # The long option in the job script, without "--"; None if the script has none.
     negation: str | None = None  # The option for False.
@@ -60,9 +60,9 @@ def granted_gpus(queue: Mapping[str, Any]) -> int | None:
     return queue["gpus_per_node"] or 0
 
 
-# These functions are values of `SbatchField.granted`, which says what they answer.
+# These functions are values of `SbatchField.granted`, where their arguments and results are described.
 def _at_most(wanted: int, granted: int | None) -> bool:
-    """Whether the wanted amount is granted. None is an amount that Slurm chose and only the session knows: it passes here."""
+    """Whether the wanted amount is granted; True if `granted` is None, an amount that Slurm chose and only the session knows."""
     return granted is None or wanted <= granted
 
 
@@ -155,7 +155,7 @@ class JobRequest:
 
     job_name: str
     comment: str
-    # Where the user's queue leaves CPUs or GPUs open, what the launcher wants.
+    # The user's configuration, with the CPUs and GPUs that the launcher wants where the user sets none.
     queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)
     component_id: str | None = None
     further_components: tuple[JobRequest, ...] = ()
@@ -179,10 +179,10 @@ class JobRequest:
 
 
 def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str, comment: str) -> JobRequest:
-    """The request for a job on the nodes that a queue configuration describes, every `EnvVar` resolved.
+    """Returns the request for a job on the nodes that `queue` describes, in which every `EnvVar` must be resolved.
 
-    Where the queue says nothing, it is the footprint that the launcher wants on each node. Raises a ValueError that names the
-    fields if the queue contradicts itself, sets a reserved option, or grants less than the launcher wants.
+    For CPUs or GPUs that the queue leaves open, the job requests the amounts in `footprint`, which the launcher wants on each
+    node. Raises a ValueError that names the fields if the queue contradicts itself, sets a reserved option, or grants less.
     """
     check_queue(queue)
     cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)
@@ -196,7 +196,7 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
 
 
 def gibibytes_for_ray(mem: str | None, mem_per_cpu: str | None, cpus: int | None) -> float | None:
-    """The part of a node's memory that Ray may use, in GiB; None if Slurm chooses the memory, as it does for 0."""
+    """Returns the part of a node's memory that Ray may use, in GiB; None if Slurm chooses the memory, as it does for 0."""
     memory = mebibytes(mem) if mem is not None else mebibytes(mem_per_cpu) * cpus if mem_per_cpu is not None and cpus else 0
     return memory * SHARE_FOR_RAY / 1024 or None
 
@@ -213,7 +213,10 @@ def _check_memory(queue: SlurmQueueConfig, cpus: int | None, footprint: Footprin
 
 
 def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) -> int | None:
-    """The amount to request on each node: what the queue says, else the most that the launcher wants; 0 counts as no want."""
+    """Returns the CPUs or GPUs to request on each node: `granted`, or else the most that the launcher wants; None without both.
+
+    Raises ValueError if the launcher wants more than `granted`.
+    """
     wants = [want for want in footprint if want.unit == unit and want.amount]
     if granted is None:
         return max((int(want.amount) for want in wants if want.amount), default=None)
@@ -227,7 +230,7 @@ def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) ->
 
 
 def check_queue(queue: SlurmQueueConfig) -> None:
-    """Refuse a queue that contradicts itself or sets a reserved option, by a ValueError that names the fields."""
+    """Raises a ValueError that names the fields if a queue contradicts itself or sets a reserved option."""
     if queue.mem is not None and queue.mem_per_cpu is not None:
         raise ValueError(
             f"SlurmQueueConfig.mem={queue.mem!r} and mem_per_cpu={queue.mem_per_cpu!r} exclude each other; set one of them"
@@ -244,7 +247,7 @@ def check_queue(queue: SlurmQueueConfig) -> None:
 
 
 def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
-    """Refuse an option of `extra_sbatch` that has a field, or on which runs depend."""
+    """Raises ValueError for an option of `extra_sbatch` that has a field of its own, or that would break runs."""
     match = _LONG_OPTION.fullmatch(option)
     if not match:
         raise ValueError(f"SlurmQueueConfig.extra_sbatch: {option!r} is not written as --NAME or --NAME=VALUE")
@@ -263,7 +266,7 @@ def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
 
 
 def job_name(step_key: str, nonce: str) -> str:
-    """A job name that shows the step and ends in the nonce, a random word by which the job is found again."""
+    """Returns a job name that shows the step and ends in the nonce, a random word by which the job is found again."""
     return f"{_NAME_PREFIX}{_UNSAFE.sub('_', step_key)[:_MAX_STEP]}-{nonce}"
 
 
@@ -273,7 +276,7 @@ def is_job_of(name: str, nonce: str) -> bool:
 
 
 def job_comment(run_id: str, step_key: str, partition_key: str | None) -> str:
-    """A comment that names the Dagster run, step and partition of a job, in one line of at most 500 bytes."""
+    """Returns a comment that names the Dagster run, step and partition of a job, in one line of at most 500 bytes."""
     words = ["rayslurm submit", step_key] if run_id == FROM_TERMINAL else ["dagster run", run_id, "step", step_key]
     if partition_key is not None:
         words += ["partition", partition_key]
@@ -290,7 +293,10 @@ _SRUN = 'exec srun {} "$@"'
 
 
 def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
-    """A command that runs another one with one CPU of a node that the queue may get; in vain after `patience` seconds."""
+    """Returns an srun command that runs a command appended to it, on one CPU of a node on which jobs of the queue may run.
+
+    srun fails if Slurm has no such CPU within `patience` seconds; None lets it wait without limit.
+    """
     fields = [each for each in SBATCH_FIELDS if each.name in _PLACE]
     own = [f"--{each.option}={getattr(queue, each.name)}" for each in fields if getattr(queue, each.name) is not None]
     names = [each.name for each in fields if each.login_variable and getattr(queue, each.name) is None]
@@ -314,7 +320,7 @@ LOG = "slurm.log"  # File in the run directory with the output of the batch scri
 
 
 def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str]:
-    """An srun that starts one task on the head node of a job that runs; None for the job's first node."""
+    """Returns an srun command that starts one task on the head node of a running job; a `node` of None is the job's first one."""
     # Without --overlap the step would wait for the CPUs that the job's own step holds. Without --mem=0 it would request
     # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
     # (tried on Slurm 22.05 and 24.11).
@@ -350,7 +356,7 @@ exit "$code"
 
 
 def sbatch_quote(text: str) -> str:
-    """Quote a value for an #SBATCH line; raises ValueError if it has a control character, as a newline would end the line.
+    """Returns a value quoted for an #SBATCH line; raises ValueError for a control character, as a newline would end the line.
 
     sbatch takes a backslash as an escape everywhere, also within single quotes, and a `#` outside quotes as the beginning of
     a comment.
@@ -361,7 +367,7 @@ def sbatch_quote(text: str) -> str:
 
 
 def escape_pattern(path: str) -> str:
-    """A path for `--output` in which sbatch replaces nothing (sbatch(1), "filename pattern").
+    """Returns a path escaped for `--output`, so that sbatch replaces nothing in it (sbatch(1), "filename pattern").
 
     A backslash anywhere turns replacement off, and disappears unless it is doubled.
     """
@@ -371,14 +377,14 @@ def escape_pattern(path: str) -> str:
 def render_script(
     request: JobRequest, command: Sequence[str], run_dir: str, site: Mapping[str, str], srun_options: Sequence[str] = ()
 ) -> str:
-    """The text of the batch script of a job.
+    """Returns the text of the batch script of a job.
 
     The script appends the exit code of srun to the file `exit` in the run directory (see `parse_exit`). Messages of Slurm go
     to `slurm.log` there, and the output of each node's runtime to `node-<number>.log`. A requeued job runs the script again
     and appends to the same files.
 
-    `command` is the runtime, started once on each node, and `site` are environment variables; `srun_options` are
-    options of a plugin. Raises ValueError if a value contains a control character, or a variable cannot be set.
+    `command` is the runtime, started once on each node, and `site` are environment variables; `srun_options` are further options
+    of srun, such as those of a plugin. Raises ValueError if a value contains a control character, or a variable cannot be set.
     """
     job_options = {
         "job-name": request.job_name,
@@ -401,9 +407,9 @@ def render_script(
 
 
 def parse_exit(data: bytes, job_id: int) -> int | None:
-    """The exit code of srun since the last requeue of a job, from the file `exit` that the batch script writes, or None.
+    """Returns the exit code of srun since the last requeue of a job, from the content of the file `exit`; None if there is none.
 
-    Another job may have left lines too, if a submission was repeated because its answer was lost.
+    The batch script writes the file. Another job may have left lines too, if a submission was repeated after a lost answer.
     """
     lines = map(_EXIT.fullmatch, data.split(b"\n")[:-1])
     ends = [(int(line[2]), int(line[3])) for line in lines if line and int(line[1]) == job_id]
@@ -412,7 +418,7 @@ def parse_exit(data: bytes, job_id: int) -> int | None:
 
 
 def sbatch_options(request: JobRequest) -> Iterator[str]:
-    """The options of a job or of one component; sbatch does not pass most of them on to further components."""
+    """Yields the sbatch options of a job or of one component; sbatch does not pass most of them on to further components."""
     yield "--ntasks-per-node=1"
     for each in SBATCH_FIELDS:
         value = getattr(request.queue, each.name)
@@ -429,7 +435,7 @@ def sbatch_options(request: JobRequest) -> Iterator[str]:
 
 
 def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
-    """Options that keep a component from inheriting the value of the component before it."""
+    """Yields sbatch options that keep a component from inheriting values of the component before it."""
     for each in SBATCH_FIELDS:
         inherits = getattr(before.queue, each.name) is not None and getattr(request.queue, each.name) is None
         if each.inheritance is Inheritance.RESETTABLE and inherits:
@@ -437,7 +443,7 @@ def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
 
 
 def _srun(request: JobRequest, command: Sequence[str], more: Sequence[str]) -> str:
-    """One step on all nodes, whose tasks are numbered from the first node on.
+    """Returns the shell text of an srun for one step on all nodes, whose tasks are numbered from the first node on.
 
     The output is relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know. With
     components `--output` counts tasks anew in each (22.05), so the shell chooses the log by the task's own SLURM_NODEID. Without

@@ -50,7 +50,7 @@ def run_slurm(
     function: Callable[..., Any] = slurm.run,
     options: Sequence[Any] = (),
 ) -> Completed:
-    """As `Connection.run`, for a command that is or runs a program of Slurm; `keep` names `SBATCH_*` variables for it."""
+    """Runs a command that is, or runs, a program of Slurm, like `Connection.run`; `keep` names `SBATCH_*` variables for it."""
     return connection.run(command, stdin, timeout, function, (list(keep), *options))
 
 
@@ -70,9 +70,10 @@ def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
 def ask_patiently(
     ask: Callable[[], T], patience: float, unanswered_too: bool = False, warn: Callable[[str], None] = lambda _: None
 ) -> T:
-    """What `ask` returns, which is called again for `patience` seconds while the edge node is out of reach.
+    """Calls `ask` and returns its result; repeats the call for up to `patience` seconds while the edge node is out of reach.
 
-    With `unanswered_too` so it is while Slurm, or a file there, does not answer.
+    If `unanswered_too`, the call is also repeated while Slurm, or the file system there, gives no answer. `warn` is called once
+    with a message, before the first repetition.
     """
     outage, warned = Backoff(), False
     while True:
@@ -152,14 +153,14 @@ class QueueSnapshot:
 
 
 def parse_answer(data: bytes) -> QueueSnapshot:
-    """The snapshot in an answer of `edge.slurm.queue`; raises ValueError if there is none."""
+    """Returns the snapshot in the bytes that `edge.slurm.queue` answered; raises ValueError if they have another form."""
     times, _, text = data.partition(b"\n")
     began, ended = map(float, times.split())
     return QueueSnapshot(began, parse_squeue(text.decode("utf-8", "replace")), ended - began)
 
 
 def parse_squeue(text: str) -> tuple[QueueRow, ...]:
-    """The rows that squeue printed; raises ValueError if the text has other lines."""
+    """Returns the rows in the output of squeue; raises ValueError if the text has other lines."""
     before, *rows = ("\n" + text.removesuffix("\n")).split(f"\n{_ROW}{_UNIT}")
     if before.strip():
         raise ValueError(f"squeue printed {before.strip()[:200]!r} where jobs were expected")
@@ -176,12 +177,12 @@ def _row(text: str) -> QueueRow:
 
 
 def parse_time(text: str) -> float | None:
-    """A time as Slurm prints it with `SLURM_TIME_FORMAT=%s`; None for "N/A", "Unknown" and such."""
+    """Returns a time that Slurm printed with `SLURM_TIME_FORMAT=%s`, in seconds; None for "N/A", "Unknown" and such."""
     return float(text) if re.fullmatch(r"[1-9][0-9]*", text) else None
 
 
 def parse_count(text: str) -> int:
-    """A number as Slurm prints it: "1K" for 1024 nodes (convert_num_unit), the first of a range "2-4", 0 for any other text."""
+    """Returns a number that Slurm printed: 1024 for "1K" (convert_num_unit), 2 for the range "2-4", 0 for any other text."""
     match = re.match(r"([0-9]+)([KM]?)(?:-|$)", text)
     return int(match[1]) * {"": 1, "K": 1024, "M": 1024 * 1024}[match[2]] if match else 0
 
@@ -198,7 +199,7 @@ class ClusterClock:
     _offset: float | None = None
 
     def now(self) -> float:
-        """The time on the edge node, in seconds of the epoch; the edge node is asked for it at most once (OSError)."""
+        """Returns the time on the edge node, in seconds of the epoch; only the first call asks the edge node (raises OSError)."""
         if self._offset is None:
             sent = self.local()
             stamp = self.connection.call(slurm.now, repeat=True)
@@ -206,7 +207,10 @@ class ClusterClock:
         return self.local() + self._offset
 
     def observe(self, stamp: float, asked: float, answered: float) -> float:
-        """Correct the clock by a time stamp from the edge node, asked for and answered at two `local()` times."""
+        """Corrects the clock by a time stamp of the edge node that was asked for, and arrived, at two `local()` times.
+
+        Returns the seconds to add to a `local()` time for the time on the edge node.
+        """
         low, high = stamp - answered, stamp - asked
         before = (low + high) / 2 if self._offset is None else self._offset
         self._offset = min(max(before, low), high)
@@ -236,7 +240,7 @@ class SharedQueue:
         self.clock = self.clock or ClusterClock(self.connection)
 
     def latest(self, now: float) -> QueueSnapshot | None:
-        """The newest known snapshot, None before the first; does not wait for Slurm. `now` is the cluster's time.
+        """Returns the newest known snapshot, None before the first; does not wait for Slurm. `now` is the cluster's time.
 
         If the snapshot is too old, a query starts, and a later call returns the new snapshot.
         """
@@ -269,19 +273,22 @@ class SharedQueue:
 
 
 def squeue_command() -> list[str]:
-    """The squeue whose output `parse_squeue` reads."""
+    """Returns the squeue command whose output `parse_squeue` reads."""
     return [*_SQUEUE, f"--format={_FORMAT}"]
 
 
 def fetch_queue(connection: Connection) -> QueueSnapshot:
-    """The queue right now, from a `squeue` of its own, for the few decisions that must not rest on the shared snapshot."""
+    """Returns the queue now, by a `squeue` of its own, for the few decisions that must not rest on the shared snapshot."""
     _, snapshot = _ask(connection)
     assert snapshot
     return snapshot
 
 
 def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
-    """The cluster's time at the call, and the queue if there is a newer answer; `shared` as for `edge.slurm.queue`."""
+    """Returns the cluster's time at the call, and the queue, or None if there is no newer answer.
+
+    `shared` are the path, interval and time of the shared answer, as for `edge.slurm.queue`; without them squeue is run.
+    """
     try:
         done = run_slurm(connection, squeue_command(), timeout=_TIMEOUT, function=slurm.queue, options=shared)
     except TimeoutError as error:

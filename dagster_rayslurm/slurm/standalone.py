@@ -1,4 +1,4 @@
-"""The batch script of `rayslurm script --standalone`: a Ray cluster by `ray start`, and a command, with nothing of this package.
+"""The batch script of `rayslurm script --standalone`, which runs `ray start` and a command, and does not need this package.
 
 The batch script runs on the first node of the allocation (sbatch(1)), which is the head. Pure. Tried on Slurm 22.05, Ray 2.60.
 """
@@ -85,7 +85,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token/token"
 
 
 def activate_prefix(prefix: str) -> str:
-    """A command of bash that activates the environment at a path on the cluster."""
+    """Returns a bash command that activates the environment at a path on the cluster."""
     path = f'"$HOME"/{shlex.quote(prefix[2:])}' if prefix.startswith("~/") else shlex.quote(prefix)
     return f'if [ -e {path}/activate.sh ]; then . {path}/activate.sh; else export PATH={path}/bin:"$PATH"; fi'
 
@@ -99,10 +99,10 @@ def standalone_script(
     variables: Mapping[str, str] | None = None,
     site: Mapping[str, str] | None = None,
 ) -> str:
-    """The text of a batch script that needs nothing but Slurm, bash and Ray.
+    """Returns a batch script that runs `command`, in a Ray cluster unless `ray` is None, and needs only Slurm, bash and Ray.
 
-    `commands` make Python and Ray available. Raises ValueError for values with control
-    characters, and a heterogeneous job.
+    `commands` are shell commands that make Python and Ray available; `variables` and `site` are environment variables. Raises
+    ValueError for values with control characters, and for a heterogeneous job.
     """
     if request.further_components:
         raise ValueError("--standalone: a heterogeneous job needs this package; leave it out")
@@ -120,7 +120,7 @@ def standalone_script(
 
 
 def _cluster(ray: RaySpec) -> str:
-    """The part of the script that starts the Ray cluster."""
+    """Returns the part of the script that starts the Ray cluster."""
     amounts = {"num-cpus": ray.num_cpus, "num-gpus": ray.num_gpus, "object-store-memory": ray.object_store_memory}
     options = [f"--{name}={value}" for name, value in amounts.items() if value is not None]
     if ray.num_cpus is None:

@@ -1,8 +1,8 @@
 """The state of a job, derived from all observations of it: pending, running, ended, lost or unknown. Pure.
 
-Only positive evidence ends a job. A job that is not in the queue is lost only after a while without a break, by the clock of
-the snapshots. An unanswered query makes no snapshot, so it makes no time pass. The states are those of squeue(1), Slurm 22.05
-to 25.05; a state that is not listed here ends nothing.
+Only positive evidence ends a job. A job counts as lost only after it was missing from the queue for a while without a break, by
+the clock of the snapshots. A query without answer gives no snapshot, so no time passes by that clock. The states are those of
+squeue(1), Slurm 22.05 to 25.05; a state that is not listed here ends nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class JobStatus:
     """The state of a job in Slurm, as far as is known."""
 
     phase: JobPhase
-    state: str = ""  # Slurm's last word for it; "" if there is none.
+    state: str = ""  # The last state that Slurm reported; "" if there is none.
     reason: str = ""  # Why it waits or ended, in Slurm's word; "" for none.
     # When Slurm expects a pending job to start, in seconds of the epoch; None if it does not say.
     expected_start: float | None = None
@@ -62,7 +62,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobWatch:
-    """What all observations of a job so far add up to. `seen`, `started` and `exited` return a copy with one more observation.
+    """The sum of all observations of a job so far. `seen`, `started` and `exited` return a copy with one more observation.
 
     Times are those of the cluster's clock.
     """
@@ -92,7 +92,7 @@ class JobWatch:
         return self.reported
 
     def seen(self, at: float, row: QueueRow | None) -> JobWatch:
-        """With the job's row in the snapshot that began at `at`; None if the job is not in it.
+        """Returns a copy that includes the queue snapshot begun at `at`; `row` is the job's row in it, None if there is none.
 
         A snapshot that is not newer than the last one changes nothing, nor does one from before the submission, which may show
         another job with this id.
@@ -111,11 +111,11 @@ class JobWatch:
         return watch._absent(at) if row.state in TERMINAL else replace(watch, absent_since=None, absent_snapshots=0)
 
     def started(self, at: float) -> JobWatch:
-        """With the beginning of the run record."""
+        """Returns a copy that knows that the run record began at `at`, so that the job has started."""
         return self if self.final else replace(self, started_at=min(at, self.started_at or math.inf))
 
     def exited(self, exit_code: int) -> JobWatch:
-        """With the exit code of `srun`, which the batch script has written; Slurm may report the end before that arrives."""
+        """Returns a copy with the exit code of `srun` from the batch script; it may arrive after Slurm has reported the end."""
         watch = replace(self, exit_code=exit_code)
         if self.final:
             return self if self.exit_code is not None else replace(watch, final=replace(self.final, exit_code=exit_code))

@@ -1,4 +1,4 @@
-"""Submission of a job, where a lost answer never makes two jobs; and cancellation, repeated until Slurm confirms it."""
+"""Submits a job so that a lost answer never leads to two jobs, and cancels jobs repeatedly until Slurm confirms their end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SubmittedJob:
 
 
 class NextStep(Enum):
-    """What follows from the answer to one submission, see `next_step`."""
+    """The next action after one attempt to submit a job, see `next_step`."""
 
     DONE = "the job is submitted"
     STOP = "another process submits the session's job"
@@ -67,7 +67,10 @@ class NextStep(Enum):
 
 
 def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
-    """What to do after a submission with this answer, or without one, if `left` more submissions are allowed. Pure."""
+    """Returns the action that follows an answer to a submission, or an error, if `left` more submissions are allowed. Pure.
+
+    `claim` is True if other processes may submit the same job.
+    """
     if not isinstance(answer, Completed):
         return NextStep.FIND_OR_REPEAT if isinstance(answer, ConnectionLost) and left else NextStep.FIND
     said, code = stderr_of(answer), answer.returncode
@@ -91,11 +94,11 @@ def submit(
     claim: bool = False,
     patience: float = 0.0,
 ) -> SubmittedJob:
-    """Make a run directory, an absolute path, with its `files`, and submit its `job.sh` exactly once.
+    """Creates the run directory `run_dir`, an absolute path, with its `files`, and submits its `job.sh` exactly once.
 
-    `job.sh` has the options of `request`, whose job name is unique. With `claim` other processes may make the same directory, and
-    only one of them submits. Once the job may exist, the edge node may be out of reach for `patience` seconds. `warn` receives a
-    warning if the answer of a submission was lost.
+    `job.sh` has the options of `request`, whose job name is unique. If `claim`, other processes may create the same directory,
+    and only one of them submits. Once the job may exist, the search for it goes on for `patience` seconds while the edge node is
+    out of reach. `warn` is called with a message if the answer to a submission was lost.
 
     Raises:
         ClaimTaken: another process has made the directory and submits the job.
@@ -139,7 +142,7 @@ def submit(
 
 
 def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, request: JobRequest) -> SubmissionRefused:
-    """The error to raise for a failed submission, from its exit code and output."""
+    """Returns the error to raise for a failed submission, from its exit code and output."""
     place, temporary = connection.place, False
     base = re.split("/(?:runs|sessions)/", run_dir)[0]
     if not isinstance(answer, Completed):
@@ -164,7 +167,7 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
 
 
 def _find(connection: Connection, job_name: str, patience: float) -> str | None:
-    """The id of a job by its name; None if two searches find no job."""
+    """Returns the id of the job with a unique name; None if two searches find none. Raises ConnectionFailed without an answer."""
     for attempt in range(2):
         time.sleep(_PAUSE * attempt)
         try:
@@ -178,7 +181,7 @@ def _find(connection: Connection, job_name: str, patience: float) -> str | None:
 
 
 def _named(connection: Connection, job_name: str) -> str:
-    """Id, state and reason of the jobs with a name, in lines; from accounting if the queue shows none."""
+    """Returns a line "ID|STATE|REASON" for each job with a name, from the queue, or from accounting if the queue has none."""
     rows = fetch_queue(connection).named(job_name)
     if rows:
         return "\n".join(f"{row.label}|{row.state}|{row.reason}" for row in rows)
@@ -187,7 +190,10 @@ def _named(connection: Connection, job_name: str) -> str:
 
 
 def parse_jobs_found(text: str) -> list[str]:
-    """The ids of jobs in the answers of squeue and sacct: of each job that of its first component; without refused jobs."""
+    """Returns the ids of the jobs in lines "ID|STATE|REASON", without jobs that Slurm refused.
+
+    Components of a heterogeneous job count as one job, with the id of the first one.
+    """
     rows = [match for match in map(_FOUND.fullmatch, text.splitlines()) if match]
     refused = any(row["state"].startswith(_REFUSED) for row in rows)
     ignored = (_REFUSED, _GIVEN_UP) if refused else ()
@@ -195,7 +201,7 @@ def parse_jobs_found(text: str) -> list[str]:
 
 
 def wait_until_gone(connection: Connection, job_id: int, patience: float = 0.0) -> bool:
-    """Cancel a job repeatedly until Slurm shows it as over or no longer knows it; returns False if Slurm takes over a minute.
+    """Cancels a job repeatedly until Slurm shows it as over or no longer knows it; returns False if that takes over a minute.
 
     The job may end by itself for `patience` seconds before the first cancellation.
     """
@@ -218,7 +224,7 @@ def wait_until_gone(connection: Connection, job_id: int, patience: float = 0.0) 
 
 
 def cancel_named(connection: Connection, name: str, log: Any) -> None:
-    """Cancel the job with a given name, if there is one: for a submission that was cut off, so that the job's id is not known."""
+    """Cancels the job with a name, if there is one, after a submission that was cut off, so that the id of its job is unknown."""
     reason, began = "Slurm has not confirmed its end", time.monotonic()
     try:
         while time.monotonic() - began < _GONE_DEADLINE:

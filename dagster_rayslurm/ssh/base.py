@@ -1,4 +1,4 @@
-"""`Connection`, the interface for files and commands of the machine where the runtime works, and its exceptions.
+"""`Connection`, the interface for files and commands of the machine on which the runtime is started, and its exceptions.
 
 This module imports no SSH client.
 """
@@ -45,7 +45,7 @@ class ConnectionFailed(ConnectionError):
 
 
 class ServerBusy(ConnectionFailed):
-    """The SSH server refuses logins for now."""
+    """The SSH server closes connections before the login, because too many logins are under way or it is restarting."""
 
 
 class ConnectionGone(ConnectionFailed):
@@ -82,21 +82,22 @@ class Connection(ABC):
 
     @abstractmethod
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:
-        """The result of `operation`, which calls functions of `edge` on the machine.
+        """Call `operation`, which calls functions of the package `edge` on the machine, and return its result.
 
-        `doing` is for error messages, such as "reading /a/b". After a lost connection the operation is called again if it was
-        not carried out, or with `repeat`, until `deadline`, a value of `time.monotonic()`.
+        `doing` describes the operation in error messages, such as "reading /a/b". After a lost connection the operation is called
+        again if the machine did not carry it out, or if `repeat` is True, until `deadline`, a value of `time.monotonic()`.
         """
 
     @abstractmethod
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """A stream to `host:port`, an address that the machine can reach. By SSH it just ends if nothing listens there."""
+        """Returns a stream to `host:port`, an address that the machine can reach. By SSH it ends if nothing listens there."""
 
     @abstractmethod
     def stream(self, command: Sequence[str]) -> socket.socket:
-        """Standard input and output of a command that is started now, and whose end ends the stream; no shell reads its words.
+        """Start a command, and return a socket that is connected to its standard input and output. No shell interprets its words.
 
-        What it writes to standard error may appear in the stream. If it cannot be started, the stream ends.
+        The socket ends when the command ends, and may also carry its standard error. If the command cannot be started, the socket
+        ends at once (by SSH), or `OSError` is raised (on this machine).
         """
 
     @abstractmethod
@@ -104,10 +105,12 @@ class Connection(ABC):
         """Log out. The next use of the connection logs in again."""
 
     def call(self, function: Callable[..., T], *args: Any, repeat: bool = False, timeout: float | None = None) -> T:
-        """The result of a function of a module of `edge`, called on the machine; with `repeat` again after a lost connection.
+        """Call a function of a module of `edge` on the machine; returns its result. With `repeat`, calls again after a lost
+        connection.
 
-        Arguments and results are bytes or JSON, or a tuple of them as the result. Raises TimeoutError if the call took over
-        `timeout` seconds, and its commands were killed; ConnectionLost if the function may have been called; and its own OSError.
+        Arguments and results are bytes or JSON values; a result may also be a tuple of them. Raises TimeoutError if the call took
+        longer than `timeout` seconds, after which its commands were killed; ConnectionLost if the connection broke and the
+        function may have been called; and any OSError of the function itself.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]
@@ -127,7 +130,8 @@ class Connection(ABC):
         `processes.run` does, with `options` as further arguments.
 
         Raises TimeoutError if the command took longer than `timeout` seconds, and was killed with all processes that it started;
-        ConnectionLost if the connection broke, and the command may have run; ConnectionFailed if it did not run for lack of one.
+        ConnectionLost if the connection broke, and the command may have run; ConnectionFailed if no connection was possible, so
+        that the command did not run.
         """
         if not command or any("\0" in word for word in command):
             raise ValueError("a command needs a word at least, and no NUL character")
@@ -150,7 +154,7 @@ class Connection(ABC):
         raise OSError(f"{self.place}: this connection has no terminals; {shlex.join(command)[:200]} cannot be run")
 
     def home(self) -> str:
-        """The home directory of the user who is logged in."""
+        """Returns the home directory of the user who is logged in; raises `OSError` if the account has none."""
         if not self._home.startswith("/"):
             raise OSError(f"{self.place}: the login has no HOME; the account needs a home directory")
         return self._home
@@ -160,11 +164,11 @@ class Connection(ABC):
         return self.call(files.home, repeat=True)
 
     def modified(self, path: str) -> float | None:
-        """When a file or directory changed last, by the clock of its machine; None if the path does not exist."""
+        """Returns the Unix time of the last change of a file or directory, by its machine's clock; None if it does not exist."""
         return self._on_file(f"looking at {path}", files.modified, path)
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
-        """At most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist."""
+        """Returns at most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist."""
         return self._on_file(f"reading {path}", files.read, path, offset, limit)
 
     def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
@@ -172,13 +176,13 @@ class Connection(ABC):
         self._on_file(f"writing {path}", files.write, path, data, mode)
 
     def make_dir(self, path: str) -> None:
-        """Make a directory and its parents, with access for this user only. An existing directory is no error."""
+        """Create a directory and its missing parents, with access for this user only. An existing directory is no error."""
         self._on_file(f"making the directory {path}", files.make_dir, path)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file within its directory, atomically.
 
-        The rename is repeated after a lost connection, which raises `FileNotFoundError` if the first one was carried out.
+        After a lost connection the rename is repeated, and raises `FileNotFoundError` if the first attempt was carried out.
         """
         self._on_file(f"renaming {old}", files.rename, old, new)
 
@@ -190,9 +194,10 @@ class Connection(ABC):
         return self.attempt(doing, lambda submit: submit(function, *args)(), True)  # type: ignore[no-any-return]
 
     def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
-        """Copy a file from this machine, and replace the target atomically once the copy is complete.
+        """Copy a file of this machine to `path`, which is replaced atomically once the copy is complete.
 
-        After a lost connection the copy continues behind the bytes that have arrived."""
+        After a lost connection the copy continues behind the bytes that have arrived.
+        """
         temporary, done = files.temporary_name(path), 0
 
         def put(submit: Submit) -> None:
@@ -225,7 +230,10 @@ class Connection(ABC):
             raise
 
     def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
-        """Copy a file to this machine, and make the directories above it. After a lost connection the copy continues."""
+        """Copy a file to `local_path` on this machine, in a directory that is created if necessary.
+
+        After a lost connection the copy continues behind the bytes that have arrived.
+        """
         files.make_dir(os.path.dirname(local_path))
         temporary = files.temporary_name(local_path)
         version: list[int] = []
@@ -253,7 +261,7 @@ class Connection(ABC):
 
 
 def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """The results of calls in order, of which `_WINDOW` are under way at once."""
+    """Yields the results of calls in order, with up to `_WINDOW` under way at once; each item of `calls` waits for a result."""
     waiting = deque[Callable[[], T]]()
     try:
         for call in calls:
@@ -291,12 +299,12 @@ def is_rooted(path: str) -> bool:
 
 
 def expand_home(connection: Connection, path: str) -> str:
-    """The path with a leading "~" replaced by the home directory of the connection's user; `OSError` if there is none."""
+    """Returns the path with a leading "~" replaced by the home directory of the connection's user; `OSError` if there is none."""
     return posixpath.join(connection.home(), path[2:]) if path == "~" or path.startswith("~/") else path
 
 
 class Backoff:
-    """The pauses between retries in one outage, which began at `since` (`time.monotonic()`), or now.
+    """Computes the pauses between retries in one outage, which began at `since`, a value of `time.monotonic()`, by default now.
 
     Each pause is twice the last one, but at most 30 s, and at most 1.5 s or a twentieth of the outage, whichever is longer.
     """
@@ -311,7 +319,7 @@ class Backoff:
         return time.monotonic() - self._since
 
     def pause(self) -> float:
-        """The seconds to sleep before the next retry, with jitter, so that many processes do not retry at the same moment."""
+        """Returns the seconds to sleep before the next retry, with jitter, so that many processes do not retry all at once."""
         pause = min(self._next, max(1.5, 0.05 * self.seconds), 30.0)
         self._next *= 2
         return pause * random.uniform(0.5, 1.0)

@@ -25,7 +25,7 @@ def check_port(value: object) -> int:
 
 
 def check_name(value: object) -> str:
-    """Validate a host or user name: one word that no program takes for an option. Returns the name."""
+    """Validate a host or user name: one word that no program reads as an option (no "-" at its beginning). Returns the name."""
     text = check_text(value)
     if not text or text.startswith("-") or len(text.split()) != 1 or text != text.strip():
         raise ValueError(f"{text!r} is not a name of a host or user; write one word that does not begin with '-'")
@@ -41,7 +41,7 @@ def check_host(value: object) -> str:
 
 
 def check_host_key(value: object) -> str:
-    """Validate a public key as a .pub file holds it; returns the key without its comment."""
+    """Validate a public host key in the format of a .pub file; returns the key without its comment."""
     fields = check_text(value).split()
     try:
         if len(fields) < 2 or fields[0].encode() not in base64.b64decode(fields[1], validate=True)[:64]:
@@ -54,7 +54,7 @@ def check_host_key(value: object) -> str:
 
 
 def check_python(value: object) -> str:
-    """Validate the name or path of a Python, which any login shell must read as one word. Returns it."""
+    """Validate the name or path of a Python interpreter, which any login shell must read as one word; returns the text."""
     text = check_text(value)
     if not re.fullmatch(r"[\w~./+][\w~./+-]*", text, re.ASCII):
         raise ValueError(f"{text!r} is not a name or path of Python; write one such as python3 or /opt/python/bin/python3")
@@ -100,18 +100,18 @@ class SSHConnectionResource(StrictResource):
     """Python 3.6 or newer on the server: a name on the PATH of a login there, or a path."""
 
     def hops(self) -> list[SSHConnectionResource]:
-        """All servers to log in to, in order: the jump hosts first, the server of this resource last."""
+        """Returns all servers to log in to, in order: the jump hosts first, the server of this resource last."""
         return [*(self.jump_host.hops() if self.jump_host else []), self]
 
     @classmethod
     def from_env(cls, prefix: str = "SLURM_EDGE_NODE_") -> SSHConnectionResource:
-        """An SSH connection that is configured by environment variables: its fields are `EnvVar` references.
+        """Returns an SSH connection that environment variables configure: its fields are `EnvVar` references.
 
         The variables are `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
         `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, `PYTHON`, and the same for
         one jump host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. `KEY` is another name of `KEY_PATH`. Other variables with the
-        prefix are ignored with a warning. The last underscore of the prefix may be left out. A missing host raises at the first
-        use of the resource, not at import.
+        prefix are ignored with a warning. The last underscore of the prefix may be left out. A missing host raises an error at
+        the first use of the resource, not at import.
 
         Example:
             ```python
@@ -128,13 +128,13 @@ class SSHConnectionResource(StrictResource):
 
 
 def _variables() -> dict[str, str]:
-    """The fields that `from_env` reads, by the last part of their variables' names."""
+    """Returns the names of the fields that `from_env` reads, by the ends of their variables' names, such as "KEY_PATH"."""
     names = [name for name in SSHConnectionResource.model_fields if name not in ("jump_host", "require_existing_master")]
     return {"KEY": "key_path"} | {name.upper(): name for name in names}  # dagster-slurm says KEY.
 
 
 def _references(stem: str) -> dict[str, Any]:
-    """`EnvVar` references for the fields whose variables are set, and always for `host`, so that an error names its variable."""
+    """Returns `EnvVar` references for fields whose variables are set, and always for `host`, so that an error names HOST."""
     return {
         name: (dg.EnvVar.int if name in _INTEGERS else dg.EnvVar)(stem + variable)
         for variable, name in _variables().items()
@@ -144,7 +144,7 @@ def _references(stem: str) -> dict[str, Any]:
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
-    """Warn of the variables that no field is read from; once for each prefix and set of variables."""
+    """Warn about variables with the prefix `stem` from which no field is read; once for each prefix and set of variables."""
     unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in _variables()]
     if unknown:
         known = ", ".join(stem + name for name in _variables() if name != "KEY")
@@ -159,12 +159,12 @@ SSHConnectionResource.model_rebuild()
 
 
 def key_path(ssh: SSHConnectionResource) -> str | None:
-    """The path of the configured private key file, or None."""
+    """Returns the path of the configured private key file; None if no key is configured."""
     return os.path.expanduser(ssh.key_path) if ssh.key_path else None
 
 
 def certificate_path(ssh: SSHConnectionResource) -> str | None:
-    """The path of the configured certificate, or else of the one beside the key (KEY-cert.pub), as OpenSSH does; or None."""
+    """Returns the path of the certificate: the configured one, else KEY-cert.pub beside the key, as for OpenSSH; else None."""
     if ssh.certificate_path:
         return os.path.expanduser(ssh.certificate_path)
     beside = f"{key_path(ssh)}-cert.pub"
@@ -172,5 +172,5 @@ def certificate_path(ssh: SSHConnectionResource) -> str | None:
 
 
 def known_hosts_path(ssh: SSHConnectionResource) -> str:
-    """The path of the file of known hosts that a connection reads and adds to."""
+    """Returns the path of the known hosts file that a connection reads, and to which it adds new keys."""
     return os.path.expanduser(ssh.known_hosts_file or "~/.ssh/known_hosts")

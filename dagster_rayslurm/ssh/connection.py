@@ -1,4 +1,4 @@
-"""`SSHConnection`, a `Connection` over SSH: starts the agent of `edge` on a channel, and sends it the requests of all threads.
+"""`SSHConnection`, a `Connection` over SSH: starts the agent, a program of `edge`, on the server, and sends it all calls.
 
 Nothing here depends on the SSH client, which only logs in and opens channels (`Transport`, `Stream`).
 """
@@ -38,11 +38,14 @@ _BUFFER = 256 * 1024
 
 
 class Refused(Exception):
-    """The server opens no further session on this login (`MaxSessions`, sshd_config(5)). Nothing was started."""
+    """Raised when the server opens no further session on a login (`MaxSessions`, sshd_config(5)). No command was started."""
 
 
 class Stream(Protocol):
-    """Standard input and output of a command that an SSH client runs; all raise `OSError` or `EOFError` at its end."""
+    """Standard input and output of a remote command that an SSH client runs.
+
+    All methods raise `OSError` or `EOFError` once the command or the connection has ended.
+    """
 
     def sendall(self, data: bytes) -> None: ...
 
@@ -53,34 +56,37 @@ class Stream(Protocol):
         ...
 
     def failure(self, noise: str) -> Exception:
-        """The exception for a command that has ended at once, after it printed `noise`: `Refused` or a `ConnectionFailed`."""
+        """Returns the exception for a command that ended at once, after it printed `noise`: `Refused` or a `ConnectionFailed`."""
         ...
 
 
 class Transport(Protocol):
-    """One login to an SSH server, as an SSH client provides it."""
+    """Interface of an SSH client for one login to a server."""
 
     def alive(self) -> bool:
         """Whether the login still works, as far as this process knows without asking the server."""
         ...
 
     def start(self, command: str) -> Iterator[Stream]:
-        """Start a command in the login shell; yields further channels if the first is refused; raises as `Stream.failure`."""
+        """Start a command in the login shell; yields its channel, and further ones in case the server refuses the first.
+
+        Raises `Refused` or `ConnectionFailed`.
+        """
         ...
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Copy bytes between a client and an address that the server reaches; `ConnectionGone` if nothing was copied."""
+        """Copy bytes between `client` and an address that the server can reach; `ConnectionGone` if the copying did not begin."""
         ...
 
     def interact(self, command: str) -> int:
-        """Run a command in the login shell with the terminal of this process; returns its exit code."""
+        """Run a command in the login shell with this process's terminal, if it has one; returns the command's exit code."""
         ...
 
     def close(self) -> None: ...
 
 
 def agent_command(ssh: SSHConnectionResource) -> tuple[str, bytes]:
-    """The command that starts an agent, and the beginning of its hello."""
+    """Returns the command that starts an agent, and the beginning of the agent's hello, the line that it prints first."""
     word = secrets.token_hex(8)
     return command_line(ssh.python, word), f"\n{word}{word} ".encode()
 
@@ -91,10 +97,10 @@ def _program() -> bytes:
 
 
 class AgentClient:
-    """A running agent, which calls functions for many threads at once.
+    """Calls functions of `edge` on a server, for many threads at once, by an agent that runs there.
 
-    It needs a channel on which the command of `agent_command` was started, and the beginning of the hello. Raises `Refused` or
-    `ConnectionFailed` if the agent does not start; nothing was called.
+    Starts the agent on `stream`, a channel with the command of `agent_command`; `hello` is the beginning of the agent's hello.
+    Raises `Refused` or `ConnectionFailed` if the agent does not start; then no function was called.
     """
 
     def __init__(self, ssh: SSHConnectionResource, stream: Stream, hello: bytes) -> None:
@@ -119,7 +125,7 @@ class AgentClient:
         threading.Thread(target=self._receive, name="rayslurm-agent", daemon=True).start()
 
     def submit(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-        """Start a call, and return a function that waits for its result; `ConnectionGone` if the agent had ended before."""
+        """Start a call; returns a function that waits for its result. Raises `ConnectionGone` if the agent had ended before."""
         number, future = next(self._numbers), Future[Any]()
         self._waiting[number] = future
         if self.lost:
@@ -145,7 +151,7 @@ class AgentClient:
         self._stream.close()
 
     def _skip_noise(self, hello: bytes) -> bytes:
-        """Read up to the agent's hello; returns what has arrived after it."""
+        """Read the output of start-up files and the agent's hello; returns the bytes that have arrived after the hello."""
         received = b""
         pattern = re.compile(re.escape(hello) + rb"(\d+)\.(\d+)\n")
         while not (found := pattern.search(received)):
@@ -187,7 +193,7 @@ class AgentClient:
 
 
 def _resolve(future: Future[Any], header: dict[str, Any], values: list[Any]) -> None:
-    """Set the result or exception of a call from the agent's answer."""
+    """Set the result or the exception of `future`, which stands for a call, from the agent's answer to that call."""
     if "failure" in header:
         future.set_exception(RuntimeError(f"{header['failure']} on the edge node: {values[0]}"))
     elif "errno" in header:
@@ -198,7 +204,7 @@ def _resolve(future: Future[Any], header: dict[str, Any], values: list[Any]) -> 
 
 
 def _pump(client: socket.socket, channel: Stream) -> None:
-    """Send what the client writes, and then end the command."""
+    """Copy bytes from `client` to the command until the client closes; then close the channel, which ends the command's input."""
     with contextlib.suppress(OSError, EOFError):
         while data := client.recv(_BUFFER):
             channel.sendall(data)
@@ -208,7 +214,7 @@ def _pump(client: socket.socket, channel: Stream) -> None:
 class SSHConnection(Connection):
     """Files and commands of an edge node, by SSH. All threads share one login and one agent.
 
-    `log_in` is the login of an SSH client; it raises `ConnectionFailed`.
+    `log_in` is the function of an SSH client that logs in to a server; it raises `ConnectionFailed`.
     """
 
     def __init__(self, ssh: SSHConnectionResource, log_in: Callable[[SSHConnectionResource], Transport]) -> None:
@@ -254,7 +260,7 @@ class SSHConnection(Connection):
             time.sleep(pause)
 
     def _named(self, error: OSError, doing: str) -> OSError:
-        """An error of the edge node, with a message that says where and what."""
+        """Returns an error of the edge node with a message that names the node, and the failed operation or the file."""
         if isinstance(error, TimeoutError) and error.errno is None:
             return error
         what = f"{doing} failed: " if doing else f"{error.filename}: " if error.filename else ""
@@ -263,7 +269,7 @@ class SSHConnection(Connection):
         return failure
 
     def _connected(self) -> AgentClient:
-        """An agent that runs; logs in and starts one if there is none. Raises as a login and `AgentClient` do."""
+        """Returns a running agent; logs in and starts one if there is none. Raises `Refused` or `ConnectionFailed`."""
         called_at = time.monotonic()
         with self._lock:
             if self._agent is not None and not self._agent.lost:
@@ -279,7 +285,7 @@ class SSHConnection(Connection):
             return self._agent
 
     def _logged_in(self) -> Transport:
-        """A login that works. The caller holds the lock."""
+        """Returns a login that works; logs in if there is none. The caller holds the lock."""
         if self._transport is None or not self._transport.alive():
             self._log_out()
             self._transport = self._log_in(self.ssh)

@@ -1,7 +1,7 @@
-"""The sentences for failed connections, which name the remedy: each name here is a function that returns the exception.
+"""The exceptions for failed SSH connections, whose messages name the remedy. Each name here is a function that returns one.
 
-Both SSH clients use them, so the same mistake gives the same message with either client. All take the server and `detail`, text
-for the message, which may be empty.
+Both SSH clients use these functions, so the same mistake gives the same message with either client. A function of `_failure`
+takes the server and `detail`, more text for the message, which may be empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def failed(ssh: SSHConnectionResource, sentence: str, temporary: bool = False, s
 def _failure(
     sentence: str, temporary: bool = False, kind: type[ConnectionFailed] = ConnectionFailed, subject: str = "network"
 ) -> Callable[..., ConnectionFailed]:
-    """A function that returns the exception; `{said}` in the sentence is the detail in parentheses, or nothing."""
+    """Returns a function that creates the exception; `{said}` in the sentence stands for the detail in parentheses, if any."""
 
     def make(ssh: SSHConnectionResource, detail: str = "", **more: str) -> ConnectionFailed:
         jump = address(ssh.jump_host or ssh)
@@ -105,7 +105,7 @@ def unknown_host(ssh: SSHConnectionResource, detail: str = "") -> ConnectionFail
 
 
 def not_started(ssh: SSHConnectionResource, code: int, said: str) -> ConnectionFailed:
-    """The exception for a login shell that ended with an exit code before the agent ran."""
+    """Returns the exception for a login shell that ended with exit code `code` and the output `said` before the agent ran."""
     reason = re.search(rf".*{re.escape(ssh.python)}: .*(not found|No such file|Permission denied).*|.*nknown option.*", said)
     if reason or code in (126, 127):
         return no_python(ssh, reason[0] if reason else said or f"exit code {code}")

@@ -1,4 +1,4 @@
-"""This machine: its files and commands without SSH, and the private directory with locks that the user's processes share."""
+"""Access to this machine without SSH, and a private directory with locks that all processes of the user on it share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _submit(function: Callable[..., T], *arguments: object) -> Callable[[], T]:
 
 
 def private_dir() -> str:
-    """The directory for sockets and locks that only this user's processes can access. It is made at the first use.
+    """Returns the directory for sockets and locks that only this user's processes can access. It is created at the first use.
 
     The path is short, because the path of a control socket in it may not exceed 107 bytes (unix(7)). Raises `OSError` if the
     directory cannot be made, or other users can access it.
@@ -78,9 +78,9 @@ def private_dir() -> str:
 
 @contextlib.contextmanager
 def locked(name: str, count: int = 1, timeout: float = float("inf")) -> Iterator[None]:
-    """Inside the block, hold one of the `count` locks of a name, which all processes of the user on this machine share.
+    """Inside the block, hold one of `count` locks called `name`, which all processes of the user on this machine share.
 
-    Raises `TimeoutError` if none was free for `timeout` seconds.
+    Raises `TimeoutError` if none of them was free for `timeout` seconds.
     """
     paths = [os.path.join(private_dir(), f"{name}-{index}") for index in range(count)]
     deadline = time.monotonic() + timeout

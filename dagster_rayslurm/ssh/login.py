@@ -1,6 +1,6 @@
-"""What both SSH clients need for a login: checked key files, keys, answers to prompts, host keys, and a limit on parallel logins.
+"""Parts of a login for both SSH clients: checks of key files and host keys, answers to prompts, a limit on parallel logins.
 
-The checks run before anything is sent, so both clients report a mistake in the same words.
+Files and keys are checked before anything is sent, so both clients report a mistake in the same words.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b"
 
 @contextlib.contextmanager
 def login_slot(ssh: SSHConnectionResource) -> Iterator[None]:
-    """Hold one of the `SLOTS` slots for a login to a server; wait until one is free."""
+    """Inside the block, hold one of the `SLOTS` slots for logins to a server; raises `ConnectionFailed` if none gets free."""
     target, limit = f"{ssh.host}:{ssh.port}", WAIT_FACTOR * ssh.connect_timeout
     with contextlib.ExitStack() as slot:
         try:
@@ -58,10 +58,11 @@ def asks_password(prompt: str) -> bool:
 
 @dataclass
 class Prompts:
-    """Answers the prompts of servers, and of `ssh` for passphrases: each secret once, because repeated wrong ones lock accounts.
+    """Answers prompts of SSH servers, and prompts of `ssh` for passphrases.
 
-    Prompts name the login, such as "dev@edge's password: " or "(dev@edge) Password: ". OpenSSH before 8.5 passes a server's own
-    prompt on without it, which is clear if there is a single server. `unanswered` is the first prompt that got no answer.
+    Each secret is given only once, because repeated wrong ones lock accounts. A prompt names the login, as
+    "dev@edge's password: " or "(dev@edge) Password: " do. OpenSSH before 8.5 leaves the login out of a server's own prompt; if
+    there is a single server, the prompt is answered all the same. `unanswered` is the first prompt that got no answer.
     """
 
     servers: Sequence[SSHConnectionResource]
@@ -69,7 +70,7 @@ class Prompts:
     _given: set[tuple[int, str]] = field(default_factory=set)
 
     def answer(self, prompt: str) -> str | None:
-        """The secret that a prompt asks for, or None."""
+        """Returns the configured secret for a prompt; None if there is none, or if it was given before."""
         for number, ssh in enumerate(self.servers):
             if secret := self._secret(ssh, prompt):
                 if (number, secret) not in self._given:
@@ -88,7 +89,7 @@ class Prompts:
 
 
 def login_name(ssh: SSHConnectionResource) -> str:
-    """The login as ssh writes it: "dev@edge"."""
+    """Returns the user and host of a login as ssh(1) writes them, such as "dev@edge"."""
     return f"{ssh.user or getpass.getuser()}@{ssh.host}"
 
 
@@ -96,7 +97,10 @@ def login_name(ssh: SSHConnectionResource) -> str:
 
 
 def check_files(ssh: SSHConnectionResource) -> None:
-    """Check that the configured key, certificate and known hosts files can be read, for the server and its jump hosts."""
+    """Check that the configured key, certificate and known hosts files can be read, for the server and its jump hosts.
+
+    Raises `ConnectionFailed` if a file cannot be read, or if other users can read a private key.
+    """
     for hop in ssh.hops():
         key, known_hosts = key_path(hop), known_hosts_path(hop)
         if key:
@@ -132,9 +136,10 @@ def _text(path: str, size: int = -1) -> str:
 
 
 def load_key(ssh: SSHConnectionResource, path: str) -> Any | None:
-    """A private key with its certificate, as a key object of paramiko; None if paramiko does not know its kind, as OpenSSH may.
+    """Returns a private key with its certificate as a key object of paramiko; None for a kind of key that paramiko does not know.
 
-    For a locked key without passphrase this is the agent's key object, if the agent holds the key.
+    If the key is locked and no passphrase is configured, the object is the agent's, if the agent holds the key. Raises
+    `ConnectionFailed` if the key or its certificate cannot be used.
     """
     key = _unlock(ssh, path, ssh.key_passphrase)
     certificate = certificate_path(ssh) if ssh.key_path else None
@@ -179,7 +184,7 @@ def _unlock(ssh: SSHConnectionResource, path: str, passphrase: str | None) -> An
 
 
 def check_keys(ssh: SSHConnectionResource) -> None:
-    """Check that the keys of the server and its jump hosts can be used, because `ssh` says little about a key that cannot."""
+    """Raise `ConnectionFailed` if a key of the server or a jump host cannot be used; `ssh` itself says little about the cause."""
     for hop in ssh.hops():
         path = key_path(hop)
         if path and not _text(path).startswith(("ssh-", "ecdsa-", "sk-")):  # A public key file selects a key of the agent.
@@ -187,7 +192,7 @@ def check_keys(ssh: SSHConnectionResource) -> None:
 
 
 def agent_keys() -> list[Any]:
-    """The keys of the agent that SSH_AUTH_SOCK names. The list is empty if no agent runs or the agent does not answer."""
+    """Returns the keys of the agent at SSH_AUTH_SOCK, as key objects of paramiko; none if no agent runs or answers in time."""
     keys: list[Any] = []
 
     def list_keys() -> None:
@@ -229,7 +234,7 @@ def _host_name(host: str, port: int) -> str:
 
 
 def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
-    """The keys of a host in the text of a file of known hosts, without those of certificate authorities."""
+    """Returns the keys of a host in the text of a known hosts file, without those of certificate authorities."""
     name, keys = _host_name(host, port).lower(), []
     for line in text.splitlines():
         fields = line.split()
@@ -242,7 +247,7 @@ def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
 
 
 def _matches(patterns: str, name: str) -> bool:
-    """Whether the first field of a line in a file of known hosts (a list of patterns, or a hash) covers a host name."""
+    """Returns True if the first field of a line of a known hosts file (a list of patterns, or a hash) covers a host name."""
     if patterns.startswith("|1|"):
         with contextlib.suppress(ValueError, AssertionError):
             return bool(paramiko.HostKeys.hash_host(name, patterns) == patterns)
@@ -253,7 +258,7 @@ def _matches(patterns: str, name: str) -> bool:
 
 
 def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
-    """Whether the key that a host shows is known, new, changed or revoked, by the known keys of that host.
+    """Compare the key that a host shows with the known keys of that host; returns the result.
 
     If all known keys are of other types, the key counts as changed. Otherwise an attacker in the middle would only need to show
     a key of a new type.
@@ -265,7 +270,7 @@ def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
 
 
 def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
-    """The host keys to expect of a server: its configured `host_key`, or else its keys in the files of known hosts."""
+    """Returns the known host keys of a server: its configured `host_key`, or else its keys in the files of known hosts."""
     if ssh.host_key:
         key_type, key = ssh.host_key.split()
         return [KnownKey(key_type, key)]
@@ -283,7 +288,7 @@ def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
 
 
 def check_host_key(ssh: SSHConnectionResource, key_type: str, key: str) -> None:
-    """Refuse a host key that the configuration does not trust. With "accept-new" a new key is added to the known hosts."""
+    """Raise `ConnectionFailed` for a host key that the configuration does not trust; "accept-new" adds a new key to the file."""
     shown = f"{key_type} {key}"
     with locked("known-hosts"):  # Another process may be about to add this key.
         trust = judge(expected_keys(ssh), key_type, key)
@@ -301,7 +306,7 @@ def check_host_key(ssh: SSHConnectionResource, key_type: str, key: str) -> None:
 
 
 def _learn(ssh: SSHConnectionResource, shown: str) -> None:
-    """Add a host's key to the known hosts."""
+    """Add a host's key to the file of known hosts; raises `ConnectionFailed` if the file cannot be written."""
     path = known_hosts_path(ssh)
     try:
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)

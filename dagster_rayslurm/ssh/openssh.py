@@ -1,8 +1,9 @@
 """The SSH client for `client="openssh"`: the `ssh` program with a master connection.
 
 A master is an `ssh` process that has logged in and lets other `ssh` processes use its connection; all processes of a user share
-it. Every channel is such a process, a multiplexing client. Fields that the configuration leaves open are left to the user's own
-ssh_config, such as an alias, a ProxyJump, GSSAPI or a smart card. Options are those of ssh(1), OpenSSH 9.2.
+it. Each channel is an `ssh` process that uses the master, a multiplexing client. The user's own ssh_config applies to
+everything that the configuration leaves open, such as an alias, a ProxyJump, GSSAPI or a smart card. Options are those of
+ssh(1), OpenSSH 9.2.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ printf %s "$1" > {0}/prompt
 
 
 def log_in(ssh: SSHConnectionResource) -> OpenSSHTransport:
-    """Find or open a master connection to a server. The user's ssh_config applies where the resource leaves a field open."""
+    """Find or open a master connection to a server, and return the login. Raises `ConnectionFailed`.
+
+    The user's ssh_config applies where the resource leaves a field open.
+    """
     if shutil.which("ssh") is None:
         raise errors.no_client(ssh)
     if ssh.require_existing_master:
@@ -96,7 +100,7 @@ def _start(path: str, arguments: tuple[str, ...], stream: socket.socket, stderr:
 
 
 def _start_failure(ssh: SSHConnectionResource, said: str) -> Exception | None:
-    """The exception for a multiplexing client that started nothing, by its error output; None if it may have."""
+    """Returns the exception for a multiplexing client whose error output shows that it started nothing; None otherwise."""
     if _REFUSED.search(said):
         return Refused()
     return errors.gone(ssh) if _NO_MASTER.search(said) else None
@@ -108,14 +112,14 @@ def _text(file: Any) -> str:
 
 
 class OpenSSHTransport:
-    """One login by the `ssh` program: the master with the control socket `path`, or the next if it allows no more sessions."""
+    """One login by the `ssh` program: a master with the control socket `path`, or another one once it allows no more sessions."""
 
     def __init__(self, ssh: SSHConnectionResource, path: str) -> None:
         self.ssh = ssh
         self.path = path
 
     def alive(self) -> bool:
-        """Whether the control socket exists: a master removes it when it ends."""
+        """Returns True if the control socket exists; a master removes its socket when it ends."""
         return os.path.exists(self.path)
 
     def start(self, command: str) -> Iterator[OpenSSHStream]:
@@ -144,10 +148,10 @@ class OpenSSHTransport:
 
 
 def options(ssh: SSHConnectionResource, scratch: str = "") -> list[str]:
-    """The `-o` options of `ssh` for a server and its jump hosts; for a command that a person types if there is no `scratch`.
+    """Returns the `-o` options of `ssh` for a server and its jump hosts; without `scratch`, only those that a person has to type.
 
-    That directory has known hosts files with the configured `host_key`, and the log of the jump hosts' ssh, whose messages ssh
-    hides when it has ControlPersist.
+    `scratch` is a directory that has a known hosts file for each configured `host_key`, and gets the log of the jump hosts'
+    `ssh` processes, whose messages `ssh` hides when it has ControlPersist.
     """
     values = {
         # TCP repeats a lost packet later and later, so a new attempt succeeds earlier.
@@ -197,17 +201,20 @@ def options(ssh: SSHConnectionResource, scratch: str = "") -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text for a ProxyCommand with its percent signs doubled, because ssh expands single ones."""
+    """Returns text for a ProxyCommand with its percent signs doubled, because ssh expands single ones."""
     return text.replace("%", "%%")
 
 
 def _file(path: str) -> str:
-    """A file name as the value of an option of `ssh`: quoted, because ssh splits at spaces, with percent signs doubled."""
+    """Returns a file name as the value of an `ssh` option: quoted, because ssh splits at spaces, with percent signs doubled."""
     return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
 def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
-    """The path of the control socket of a master. It is the same in all processes with the same SSH configuration."""
+    """Returns the path of the control socket of a master, which is the same in all processes with the same SSH configuration.
+
+    The masters to one server differ in `number`.
+    """
     # Timeouts do not count, so that a change of a timeout does not lose a login that a person made.
     fields = ("host", "port", "user", "key_path", "certificate_path", "host_key", "host_key_checking", "known_hosts_file")
     identity = repr([[getattr(hop, field) for field in fields] for hop in ssh.hops()])
@@ -215,13 +222,13 @@ def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
 
 
 def multiplexed(path: str, *words: str) -> list[str]:
-    """A command line of `ssh` that uses the master with the control socket `path` and never connects by itself."""
+    """Returns a command line of `ssh` that uses the master with the control socket `path` and never connects by itself."""
     guard = ["-o", "ControlMaster=no", "-o", "ProxyCommand=false", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
     return ["ssh", "-F", "none", "-S", path, *guard, *words]
 
 
 def master_command(ssh: SSHConnectionResource) -> str:
-    """The command for a person to type, which opens the master that `require_existing_master` needs."""
+    """Returns the command with which a person opens the master that `require_existing_master` needs."""
     alive = ["-o", f"ServerAliveInterval={ssh.keepalive}", "-o", "ServerAliveCountMax=1"]
     return shlex.join(["ssh", "-M", "-S", control_path(ssh), "-fN", *alive, *options(ssh), "--", ssh.host])
 
@@ -230,7 +237,10 @@ def master_command(ssh: SSHConnectionResource) -> str:
 
 
 def existing_master(ssh: SSHConnectionResource) -> str:
-    """The control socket of a master that a person opened: at `control_path`, or at the ControlPath of the user's ssh_config."""
+    """Returns the control socket of a master that a person opened: `control_path`, or the ControlPath of the user's ssh_config.
+
+    Raises `ConnectionFailed` if no such master runs.
+    """
     login = [*(["-l", ssh.user] if ssh.user else []), *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
     configuration = _ask(["ssh", "-G", *login, "--", ssh.host]) or ""
     own = re.search(r"^controlpath (?!none$)(.+)$", configuration, re.MULTILINE)
@@ -245,7 +255,7 @@ def _master_runs(path: str) -> bool:
 
 
 def _ask(command: list[str]) -> str | None:
-    """The output of a command line of `ssh` that only asks, such as `ssh -O check`; None if it fails or takes too long."""
+    """Run an `ssh` command that only asks for information, such as `ssh -O check`; returns its output, or None if it fails."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_QUESTION_TIMEOUT)
         return None if done.returncode else done.stdout
@@ -253,7 +263,7 @@ def _ask(command: list[str]) -> str | None:
 
 
 def ensure_master(ssh: SSHConnectionResource, path: str) -> None:
-    """Open a master with the control socket `path`, unless one runs already. Other processes that want it wait meanwhile."""
+    """Open a master with the control socket `path`, unless it runs already. Other processes that need the same master wait."""
     with locked(os.path.basename(path)):
         if not _master_runs(path):
             with contextlib.suppress(FileNotFoundError):
@@ -295,7 +305,7 @@ def _open_master(ssh: SSHConnectionResource, path: str, scratch: str) -> None:
 
 
 def _pipe(scratch: str, name: str) -> Any:
-    """A new named pipe, which has no end as long as it is open here."""
+    """Returns a new named pipe, open for reading and writing, so that a read never finds its end."""
     path = os.path.join(scratch, name)
     os.mkfifo(path, 0o600)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)
@@ -307,7 +317,7 @@ def _write(path: str, text: str, mode: int = 0o600) -> None:
 
 
 def explain(ssh: SSHConnectionResource, output: str) -> Exception:
-    """The exception for a failed login, by the output of ssh(1) in the C locale."""
+    """Returns the exception for a failed login, from the output of ssh(1) in the C locale."""
     hops = ssh.hops()
     # The server or jump host that failed: the ssh of the first one prints its message first, with the name of its host.
     hop = next((hop for hop in hops if re.search(rf"(?<![\w.-]){re.escape(hop.host)}(?![\w-]).*?\b{hop.port}\b", output)), None)

@@ -40,7 +40,10 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
 def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
-    """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`."""
+    """Log in to a server through its jump hosts. Each host on the way has its own `connect_timeout`.
+
+    Returns the login to the server. Raises `ConnectionFailed`.
+    """
     login.check_files(ssh)
     transport: ParamikoTransport | None = None
     for hop in ssh.hops():
@@ -55,7 +58,7 @@ def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
 
 
 def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> ParamikoTransport:
-    """Log in to one server, directly or through the login to its jump host, and return the login."""
+    """Log in to one server, directly or through the login to its jump host; returns the new login."""
     deadline = time.monotonic() + ssh.connect_timeout
     transport: Any = None
     try:
@@ -100,7 +103,7 @@ def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
 
 
 def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> ConnectionFailed:
-    """The `ConnectionFailed` for an exception that was raised during a login."""
+    """Returns the `ConnectionFailed`, with a sentence for the user, for another exception that was raised during a login."""
     text = str(error) or type(error).__name__
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return errors.unknown_host(ssh)
@@ -120,7 +123,7 @@ def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> C
 
 
 def _prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
-    """Make the transport ask for a known host key first, because a host with several keys may seem to have changed its key."""
+    """Make the transport ask for a known host key first: another key of a host with several keys would look like a change."""
     types = [key.key_type for key in login.expected_keys(ssh) if not key.revoked]
     known = [name for each in types for name in _SIGNATURES.get(each, (each,))]
     options = transport.get_security_options()
@@ -131,13 +134,16 @@ def _prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
 
 
 def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None:
-    """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them."""
+    """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them.
+
+    Raises `ConnectionFailed` if the server does not accept the login.
+    """
     tried: list[str] = []
     offered: list[str] = []  # The methods that the server takes next; empty after an accepted one if the login is complete.
     prompts = login.Prompts([ssh])
 
     def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
-        """Whether the server accepts a method, perhaps as one of several factors; None if it does not take this method."""
+        """Try a method; True if the server accepts it, perhaps as one of several factors; None if the method is not offered."""
         nonlocal offered
         try:
             offered = method(user, *arguments)
@@ -181,7 +187,7 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
 
 
 def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
-    """The keys to try in a login, in order, each after its name for messages."""
+    """Yields the private keys to try in a login, in order: a name for messages, and the key object of paramiko."""
     path = key_path(ssh)
     if path:
         key = login.load_key(ssh, path)
@@ -224,7 +230,7 @@ class ParamikoStream:
 
 
 class ParamikoTransport:
-    """One login by paramiko: an authenticated transport; the login to the jump host is closed with it."""
+    """One login by paramiko: an authenticated SSH transport. Closing it also closes the login to its jump host."""
 
     def __init__(self, ssh: SSHConnectionResource, transport: Any, jump: ParamikoTransport | None) -> None:
         self.ssh = ssh
@@ -238,7 +244,7 @@ class ParamikoTransport:
         return bool(self._transport.is_active())
 
     def settled_alive(self) -> bool:
-        """Whether the login still works a moment after a channel has ended: paramiko ends channels just before the transport."""
+        """Returns True if the login still works a moment after a channel ended; paramiko ends channels before the transport."""
         self._transport.join(_SETTLE)
         return self.alive()
 
@@ -280,7 +286,7 @@ class ParamikoTransport:
             raise errors.gone(self.ssh, str(error)) from None
 
     def open_tcp(self, target: SSHConnectionResource) -> Any:
-        """A channel to the SSH server behind this jump host."""
+        """Returns a channel through this jump host to the SSH server behind it; raises `ConnectionFailed`."""
         try:
             return self._open("direct-tcpip", (target.host, target.port), ("127.0.0.1", 0), target.connect_timeout)
         except paramiko.ChannelException as error:
@@ -308,9 +314,9 @@ class ParamikoTransport:
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
 
     def _keep_alive(self) -> None:
-        """Close the transport when the server was silent for two intervals, which TCP does not notice behind a jump host.
+        """Close the transport after the server was silent for two keepalive intervals: behind a jump host TCP does not notice.
 
-        paramiko's own `set_keepalive` requests no answer; `global_request` waits for it.
+        paramiko's own `set_keepalive` requests no answer; `global_request` waits for an answer.
         """
         asked, interval = threading.Thread(), self.ssh.keepalive
         while not self._closed.wait(interval / 4) and self.alive():
@@ -327,7 +333,7 @@ class ParamikoTransport:
 
 
 class _Packetizer(paramiko.packet.Packetizer):  # type: ignore[misc]
-    """Packet reader and writer of paramiko that also keeps the time of the last message from the server."""
+    """Packet reader and writer of paramiko that also records the time of the server's last message in `last_message`."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)

@@ -1,4 +1,4 @@
-"""The connections of this process, which its threads share."""
+"""The connections that all threads of this process share: one for each SSH configuration, and one for this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _connections: dict[str, Connection] = {}
 
 
 def connection_to(ssh: SSHConnectionResource | None) -> Connection:
-    """The shared connection to an edge node, or to this machine if `ssh` is None. The connection logs in at its first use."""
+    """Returns the shared connection to an edge node, or to this machine if `ssh` is None. It logs in at its first use."""
     if ssh is None:
         return _local
     key = ssh.model_dump_json()
@@ -32,7 +32,7 @@ def connection_to(ssh: SSHConnectionResource | None) -> Connection:
 
 
 def connect_early(ssh: SSHConnectionResource | None) -> None:
-    """Start to log in in the background. A failure is not reported here, but at the first use of the connection."""
+    """Log in to an edge node in a background thread. A failed login is reported only at the first use of the connection."""
 
     def log_in() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -42,7 +42,7 @@ def connect_early(ssh: SSHConnectionResource | None) -> None:
 
 
 def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
-    """A new connection that is not shared with other callers. The caller closes it."""
+    """Returns a new SSH connection that is not shared with other callers. The caller closes it."""
     # Imported here, so that local runs save the third of a second that the import of paramiko takes.
     from . import openssh, paramiko_client
     from .connection import SSHConnection
@@ -63,7 +63,7 @@ atexit.register(close_connections)
 
 
 def _forget_all() -> None:
-    """Called in a forked child: forget the parent's connections, which the child must not use, and replace the lock."""
+    """Forget the parent process's connections in a forked child, which must not use them, and replace the lock."""
     global _lock
     _lock = threading.Lock()
     _connections.clear()

@@ -24,7 +24,10 @@ def has_terminal() -> bool:
 
 
 def relay(channel: Any, command: str) -> int:
-    """Run a command on a new channel until it ends, with a terminal if this process has one; returns its exit code."""
+    """Run a command on a new paramiko channel until the command ends, with a remote terminal if this process has a terminal.
+
+    Returns the command's exit code.
+    """
     if not has_terminal():
         channel.exec_command(command)
         return _copy(channel)
@@ -37,7 +40,7 @@ def relay(channel: Any, command: str) -> int:
 
 @contextlib.contextmanager
 def _raw_terminal() -> Iterator[None]:
-    """Pass each key on as it is; afterwards the terminal is as before."""
+    """Inside the block, this process's terminal is in raw mode, so that the remote command gets each key as it is."""
     before = termios.tcgetattr(_STDIN)
     try:
         tty.setraw(_STDIN)
@@ -48,7 +51,7 @@ def _raw_terminal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _resized(channel: Any) -> Iterator[None]:
-    """Tell the other side when the terminal's size changes."""
+    """Inside the block, tell the remote terminal each new size of this terminal. Has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -66,7 +69,10 @@ def _resized(channel: Any) -> Iterator[None]:
 
 
 def _copy(channel: Any) -> int:
-    """Copy in both directions until the command has ended and its output is complete; returns its exit code."""
+    """Copy standard input to the channel, and the channel's output to standard output and error, until the command has ended.
+
+    Returns the command's exit code.
+    """
     sources: list[Any] = [channel, _STDIN]
     while True:
         ready, _, _ = select.select(sources, [], [])

@@ -1,7 +1,7 @@
 """Bundles: files of this machine that become directories on the cluster, never changed there, and named by their content.
 
-Of a directory only the ignore files are read at first. Left out are the files that Ray leaves out of a `runtime_env` working_dir,
-and files that no cluster needs, such as caches.
+A scan lists a directory and reads only its ignore files; it leaves out the files that Ray leaves out of a `runtime_env`
+working_dir, and files that no cluster needs, such as caches. The other files are read when the bundle is named.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Entry:
 
     name: str  # The path in the bundle.
     kind: EntryKind
-    source: str  # The path on this machine, without links but the entry itself; "" for a directory only in the bundle.
-    executable: bool = False  # By its owner; no other mode bit is kept.
+    source: str  # The path on this machine, links resolved but for the entry itself; "" for a directory only in the bundle.
+    executable: bool = False  # Whether its owner may execute it; no other mode bit is kept.
     size: int = 0
-    target: str = ""  # Of a link; relative to the link if the target is in the bundle.
+    target: str = ""  # Target of a link; relative to the link if it is in the bundle.
     stamp: tuple[int, ...] = ()  # Stat fields of a file that change whenever the file does.
 
 
@@ -78,12 +78,12 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The size of all files together, in bytes."""
         return sum(entry.size for entry in self.entries)
 
 
 def scan(directory: str) -> Manifest:
-    """The manifest of a directory, without the files that its ignore files name or that no cluster needs.
+    """Return the manifest of a directory, without the files that its ignore files name or that no cluster needs.
 
     A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces it, as in Ray. Raises
     ValueError if the files exceed the limits, or a file cannot be read or copied; the sentence says what to do.
@@ -95,10 +95,10 @@ def scan(directory: str) -> Manifest:
 
 
 def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Manifest:
-    """The manifest of single files and directories, which are paths on this machine by path in the bundle.
+    """Return the manifest of single files and directories; `files` maps paths in the bundle to paths on this machine.
 
-    Ignore files do not count; `__pycache__`, `.git` and the like are left out. Raises ValueError as `scan`, or if a path in the
-    bundle is absolute, not normalized, or below another one.
+    Ignore files are not read; `__pycache__`, `.git` and the like are left out. Raises ValueError like `scan`, and if a path in
+    the bundle is absolute, not normalized, or below another one.
     """
     found = _Scan(argument)
     for name, path in sorted(files.items()):
@@ -116,7 +116,7 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Ma
 
 
 def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
-    """Whether an entry is left out. Among the ignore files of one name, the deepest with a matching pattern decides, as in git.
+    """Return True if an entry is left out. As in git, the deepest ignore file of a name with a matching pattern decides.
 
     Ray treats links to directories as directories.
     """
@@ -143,7 +143,7 @@ class _Scan:
     _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)  # Path and name; their directory's rules.
 
     def manifest(self, root: str | None) -> Manifest:
-        """The manifest of all collected entries. Links are resolved here, when all other entries are known."""
+        """Return the manifest of all collected entries. Links are resolved here, when all other entries are known."""
         if root is not None:
             self._places[root] = ""
         while self._links:
@@ -161,7 +161,7 @@ class _Scan:
             self._check_limits()
 
     def walk(self, top: str, name: str, rules: _Rules | None) -> None:
-        """Add a directory, except ignored entries; its links wait for `manifest`. Rules None read no ignore file."""
+        """Add a directory without its ignored entries; `manifest` adds its links. If `rules` is None, no ignore file is read."""
         waiting = [(top, name, rules)]
         while waiting:
             path, name, rules = waiting.pop()
@@ -187,7 +187,7 @@ class _Scan:
                     self._add_file(item.path, full)
 
     def follow(self, path: str, name: str, rules: _Rules | None) -> None:
-        """Add the target of a link, or what the user named, to the bundle."""
+        """Add the file or directory to which `path` leads; raises `ValueError` for a link to a directory above the link."""
         real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(os.path.abspath(path)))
         if not os.path.isdir(real):
             return self._add_file(real, name)
@@ -216,7 +216,7 @@ class _Scan:
         self.add(Entry(name, EntryKind.LINK, path, target=target))
 
     def _ignore_file(self, kind: str, directory: str, path: str) -> tuple[str, str, GitIgnoreSpec]:
-        """The ignore file of a directory on this machine, whose name in the bundle is `directory`."""
+        """Read an ignore file of the directory `path`, whose name in the bundle is `directory`; returns one of the `_Rules`."""
         file = os.path.join(path, kind)
         lines: list[str] = []
         if os.path.isfile(file):
@@ -268,7 +268,7 @@ class _Scan:
 
 
 def _largest(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The five largest sums of sizes, by the first two parts of the names."""
+    """Sum sizes by the first two parts of their names; returns the five largest sums with these parts, the largest first."""
     sums: Counter[str] = Counter()
     for name, size in sizes:
         parts = name.split("/")
@@ -277,7 +277,7 @@ def _largest(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def _amount(size: float) -> str:
-    """A number of bytes as text with a unit, such as "12 MiB"."""
+    """Return a number of bytes as text with a unit, such as "12 MiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"
@@ -287,7 +287,7 @@ def _amount(size: float) -> str:
 
 # -- bundles -----------------------------------------------------------------------------------------------------------
 
-# First bytes of what is hashed for the name of a bundle; a change gives all bundles new names.
+# First bytes of the text whose hash names a bundle; a change gives all bundles new names.
 _FORMAT = b"rayslurm bundle 1\n"
 _BLOCK = 1024 * 1024  # Bytes that are read from a file at once.
 _TAR_TYPES = {EntryKind.FILE: tarfile.REGTYPE, EntryKind.DIR: tarfile.DIRTYPE, EntryKind.LINK: tarfile.SYMTYPE}
@@ -312,7 +312,7 @@ class Bundle:
         return self.manifest.size
 
     def name_of(self, path: str) -> str | None:
-        """The name in the bundle of a path on this machine; "" for the bundled directory itself, None outside the bundle."""
+        """Return the name of a local path in the bundle; "" for the bundled directory, None outside the bundle."""
         path = os.path.abspath(path)
         if self.manifest.root == os.path.realpath(path):
             return ""
@@ -322,7 +322,7 @@ class Bundle:
         return next(found, None)
 
     def write_archive(self, target: IO[bytes]) -> None:
-        """Write the bundle as a .tar.gz stream; equal content gives equal bytes. `ValueError` if a file has changed."""
+        """Write the bundle as a .tar.gz stream; equal content gives equal bytes. Raises `ValueError` if a file changed."""
         # Higher compression levels save a tenth of the bytes and take three times as long.
         with gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=target, mtime=0) as stream:
             for entry in self.manifest.entries:
@@ -339,7 +339,7 @@ class Bundle:
 
 
 def make_bundle(manifest: Manifest) -> Bundle:
-    """The bundle of the files in a manifest; `ValueError` if a file cannot be read, or changes while it is read.
+    """Read the files of a manifest and return their bundle; raises `ValueError` if one cannot be read, or changes meanwhile.
 
     Files that did not change since this process last read them are not read again.
     """
@@ -353,17 +353,17 @@ def make_bundle(manifest: Manifest) -> Bundle:
 
 
 def bundle_directory(directory: str) -> Bundle:
-    """The bundle of the entries of a directory; for errors see `scan`."""
+    """Scan a directory and return its bundle; for errors see `scan`."""
     return make_bundle(scan(directory))
 
 
 def bundle_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Bundle:
-    """The bundle of single files and directories; for arguments and errors see `scan_files`."""
+    """Return the bundle of single files and directories; for arguments and errors see `scan_files`."""
     return make_bundle(scan_files(files, argument=argument))
 
 
 def _digest(argument: str, entry: Entry) -> str:
-    """The SHA-256 of a file; from `_digests` if the file did not change."""
+    """Return the SHA-256 of a file, from `_digests` if the file did not change since it was read."""
     stamp, known = _digests.get(entry.source, ((), ""))
     if stamp == entry.stamp:
         return known
@@ -377,7 +377,7 @@ def _digest(argument: str, entry: Entry) -> str:
 
 
 def _content(argument: str, entry: Entry) -> Iterator[bytes]:
-    """The content of a file in blocks; raises `ValueError` if it cannot be read, or its size changed since the scan."""
+    """Yield the content of a file in blocks; raises `ValueError` if it cannot be read, or its size changed since the scan."""
     try:
         with open(entry.source, "rb", buffering=0) as file:
             left = entry.size
@@ -403,7 +403,7 @@ def _changed(argument: str, entry: Entry) -> ValueError:
 
 
 def _header(entry: Entry) -> bytes:
-    """The tar header of an entry; its mode lets only the owner read or execute the unpacked file."""
+    """Return the tar header of an entry; its mode lets only the owner read or execute the unpacked file."""
     info = tarfile.TarInfo(entry.name)
     info.size, info.linkname = entry.size, entry.target
     info.type = _TAR_TYPES[entry.kind]

@@ -24,7 +24,7 @@ from .bundle import Bundle
 
 T = TypeVar("T")
 
-# Maximum bytes of an archive that goes to the function that unpacks it; others are uploaded as a file first.
+# Maximum bytes of an archive that is sent in the call of the function that unpacks it; others are uploaded as a file first.
 _SMALL = 1024 * 1024
 _ENTRY = 1024  # Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding.
 _AT_ONCE = 8  # Number of files that are sent at once; most of them are small, so that the time is that of round trips.
@@ -36,12 +36,12 @@ _UNPACKED_PER_SECOND = 1024 * 1024
 
 
 def place_of(base: str, bundle: Bundle) -> str:
-    """The path of a bundle on the cluster."""
+    """Return the path of a bundle on the cluster."""
     return posixpath.join(base, "bundles", bundle.name)
 
 
 def runtime_place(base: str) -> str:
-    """The path of the runtime, a zipapp, on the cluster."""
+    """Return the path of the runtime, a zipapp, on the cluster."""
     return posixpath.join(base, "runtime", runtime_name())
 
 
@@ -80,9 +80,10 @@ def install(
 
 
 def send_files(connection: Connection, base: str, files: Mapping[str, str], progress: Progress) -> None:
-    """Send files, which are paths on this machine by path on the cluster; others can read none of them.
+    """Send files that only their owner can read there; `files` maps paths on the cluster to paths on this machine.
 
-    `progress` is called with the bytes of all files that have arrived. Raises `OSError` if one cannot be read, sent or written.
+    `progress` is called with the bytes that have arrived, and the bytes of all files. Raises `OSError` if a file cannot be read,
+    sent or written.
     """
     sizes = {path: os.path.getsize(local) for path, local in files.items()}
     arrived = dict.fromkeys(files, 0)
@@ -101,7 +102,7 @@ def send_files(connection: Connection, base: str, files: Mapping[str, str], prog
 
 
 def log_progress(log: Any) -> Progress:
-    """A callback that logs the progress of long uploads."""
+    """Return a callback that logs the progress of an upload every few seconds."""
     logged_at = time.monotonic()
 
     def report(done: int, size: int) -> None:
@@ -114,9 +115,10 @@ def log_progress(log: Any) -> Progress:
 
 
 def missing(connection: Connection, base: str, paths: Sequence[str], warn: Callable[[str], object] = lambda _: None) -> list[str]:
-    """The absolute paths that are not below the base directory on the cluster; those that are there count as used from now on.
+    """Return those of some absolute paths below the base directory that do not exist on the cluster; mark the others as used now.
 
-    Raises PermissionError if another user owns or can change the base directory.
+    `warn` is called with a sentence if a group may write to the base directory. Raises PermissionError if
+    another user owns or can change the base directory.
     """
     where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
     look = base_directory.look
@@ -135,7 +137,7 @@ def missing(connection: Connection, base: str, paths: Sequence[str], warn: Calla
 
 
 def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Progress | None) -> str:
-    """Copy the archive of a bundle to the cluster; returns the name of the file there."""
+    """Upload the archive of a bundle into a directory of the cluster; returns the name of the file there."""
     name = f".rs-{secrets.token_hex(8)}.tgz"
     with tempfile.NamedTemporaryFile(prefix="rayslurm-") as archive:
         try:
@@ -151,7 +153,10 @@ def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Pr
 def _make(
     connection: Connection, base: str, path: str, function: Callable[..., None], *content: object, more: float = 0.0
 ) -> None:
-    """Make the runtime or a bundle on the cluster by a function of `base_directory`, and give it `more` seconds than usual."""
+    """Create the runtime or a bundle at `path` on the cluster by a call of `function`, of the module `base_directory`.
+
+    `content` are the further arguments of the call; `more` seconds are added to its timeout. Raises `OSError` if it fails.
+    """
     try:
         _call(connection, base, f"making {path}", _UNPACK_TIMEOUT + more, function, *posixpath.split(path), *content)
     except (ConnectionFailed, TimeoutError):

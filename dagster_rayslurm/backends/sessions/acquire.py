@@ -33,14 +33,14 @@ from .matching import Target
 from .registry import TOUCH_INTERVAL, Generation, LiveSession, SessionRegistry
 
 CLAIM_TIMEOUT = 60.0  # Seconds in which the process that claimed a generation submits its job and writes the job's id down.
-_CLAIM_INTERVAL = 0.5  # Seconds between two looks at a generation whose job another process is submitting.
+_CLAIM_INTERVAL = 0.5  # Seconds between two reads of a generation whose job another process is submitting.
 _FINAL_STATE_TIMEOUT = 5.0  # Seconds in which the job of a session that has ended reaches its final state.
 
 T = TypeVar("T")
 
 
 def is_alive(pid: int | None, directory: str) -> bool:
-    """Whether a process is the runtime of a session's directory; otherwise the runtime has ended, and the id may be reused."""
+    """Whether the process `pid` lives and is the runtime of a session's directory, and not another process that got its id."""
     if pid is None:
         return False
     try:
@@ -54,7 +54,7 @@ def is_alive(pid: int | None, directory: str) -> bool:
 
 @dataclass(eq=False)
 class LocalProcess:
-    """The process of a session on this machine, with what a step asks of a `SlurmJob`."""
+    """The process of a session on this machine, with the methods and attributes of `SlurmJob` that a step uses."""
 
     job_id: str
     directory: str
@@ -84,16 +84,16 @@ class LocalProcess:
                 os.kill(int(self.job_id), signal.SIGTERM)
 
 
-Allocation = SlurmJob | LocalProcess  # What holds a session.
+Allocation = SlurmJob | LocalProcess  # The Slurm job, or process of this machine, that holds a session.
 
 
 @dataclass(kw_only=True, eq=False)
 class Site:
     """One step, and the place where it looks for sessions: jobs of a Slurm cluster, or processes of this machine."""
 
-    noun: ClassVar[str]  # What an allocation is, in words, before its id.
-    end_command: ClassVar[str]  # What a person types before that id to end an allocation.
-    cadence: ClassVar[Cadence]  # Pauses between two looks at a session that starts.
+    noun: ClassVar[str]  # The noun for an allocation in messages, before its id.
+    end_command: ClassVar[str]  # The command, before that id, with which a person ends an allocation.
+    cadence: ClassVar[Cadence]  # Pauses between two checks of a session that starts.
 
     connection: Connection
     base: str  # The base directory of the sessions, absolute.
@@ -103,9 +103,9 @@ class Site:
     step: Step
     register: Register
     start_timeout: float  # Seconds in which a session announces itself once its job runs.
-    patience: float  # Seconds for which the cluster, or Slurm, may be out of reach once something may have been started.
-    files: Mapping[str, bytes] = field(default_factory=dict)  # First files of the run directory beside the usual ones.
-    members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the run request.
+    patience: float  # Seconds for which the cluster, or Slurm, may be out of reach once a job may have been started.
+    files: Mapping[str, bytes] = field(default_factory=dict)  # Files of the run directory beside `run_files`.
+    members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the request to run the payload.
     leaves_unhealthy: bool = False  # Whether the step looks for another session after a failed health check.
     needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 
@@ -113,29 +113,29 @@ class Site:
         """Upload the bundles that are missing on the cluster."""
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
-        """Claim a generation, by making its directory, and start its allocation. Returns False if another process was faster.
+        """Claim a generation, by creating its directory, and start its allocation. Returns False if another process was faster.
 
         `hold` is called with the allocation before an interrupt can come.
         """
         raise NotImplementedError
 
     def watch(self, target: Target, newest: Generation) -> Allocation:
-        """The allocation of a generation that another process created; may raise OSError if the cluster is out of reach."""
+        """Returns the allocation of a generation that another process created; raises OSError if the cluster is out of reach."""
         raise NotImplementedError
 
     def cancel(self, creator: str) -> None:
-        """Cancel the allocation of a generation; `creator` is the name in the file of that name: the job's name."""
+        """Cancel the Slurm job whose name is `creator`, the content of a generation's file "creator"; no effect without Slurm."""
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
-        """Whether an allocation lives; None if that cannot be found out now."""
+        """Returns whether an allocation lives; None if Slurm's queue cannot be read now."""
         raise NotImplementedError
 
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to a session, and return its answer; raises what `send_request` raises."""
+        """Send a request to a session, and return its answer; raises the errors of `send_request`."""
         raise NotImplementedError
 
     def running(self, session: LiveSession, reused: bool) -> RunningPayload:
-        """The payload that a session has accepted; `reused` says whether the session had been there before."""
+        """Returns the payload that a session has accepted; `reused` says whether the session existed before this step came."""
         raise NotImplementedError
 
 
@@ -151,7 +151,7 @@ class Action(Enum):
 
 
 def next_action(newest: Generation, after: int) -> Action:
-    """What to do about the newest generation; `after` is the last one that did not serve this step. Pure."""
+    """Returns the next action of a step; `after` is the number of the last generation that did not serve it, or 0. Pure."""
     if newest.number <= after:
         return Action.CREATE
     if newest.ended:
@@ -175,7 +175,7 @@ class AcquiredSession:
 
 @dataclass(eq=False)
 class SessionAcquisition:
-    """Finds, joins or creates the session for one step, and waits until it takes requests; goes on if that session refuses."""
+    """Finds, joins or creates a session for one step and waits until it accepts requests; again if the session then refuses."""
 
     site: Site
     target: Target
@@ -189,8 +189,9 @@ class SessionAcquisition:
     def acquire(self, after: int) -> AcquiredSession:
         """Find, join or create a session, and wait until it accepts requests.
 
-        Only generations later than `after` count; it is the last one that did not serve this step, 0 for none. Raises RunFailure
-        if the session's job ends early or waits too long in the queue, StartError if no session can be created, and OSError.
+        `after` is the number of the last generation that did not serve this step, or 0; only later generations are used.
+        Raises RunFailure if the session's job ends early or waits too long in the queue, StartError if no session can be created,
+        and OSError.
         """
         action = Action.SKIP
         while True:
@@ -211,7 +212,7 @@ class SessionAcquisition:
                 after = number
 
     def _act(self, action: Action, newest: Generation, number: int) -> LiveSession | None:
-        """Follow an action, and return the session once it accepts requests; None if the step must look again."""
+        """Carry out an action, and return the session once it accepts requests; None if the registry must be read again."""
         if action is Action.CREATE:
             if self.site.create(self.registry, self.target, number, lambda job: self._jobs.__setitem__(number, job)):
                 return self._wait(number, self._jobs[number], created=True)
@@ -231,12 +232,10 @@ class SessionAcquisition:
         return None
 
     def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
-        """Called when a session that announced itself does not accept the payload and never will.
+        """Raise RunFailure if a session that refuses the payload for good never accepted any payload; otherwise do nothing.
 
-        The `unhealthy` nodes are those whose failed health checks are the reason, as the session told them.
-
-        Raises RunFailure if this step waited for that session, and the session never accepted any payload: the next one would do
-        no better.
+        Also do nothing if this step did not wait for that session. RunFailure is raised because a new session would do no
+        better. `reason` is the session's answer. `unhealthy` are the nodes whose failed health checks led to it, if any.
         """
         job = self._jobs.get(number)
         if job is None:
@@ -255,9 +254,10 @@ class SessionAcquisition:
         raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence, unhealthy=unhealthy_nodes(unhealthy))
 
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
-        """Wait for a generation, and return its session once that accepts requests; None if the step needs another generation.
+        """Wait until the session of a generation accepts requests, and return it; None if the step needs another generation.
 
-        That is so if the session closes, or if the job of another process had ended before this step first looked at it.
+        Another generation is needed if the session closes, or if the job, submitted by another process, had ended before this
+        step first checked it. Raises RunFailure if the session does not start.
         """
         began = time.monotonic()
         touched = -TOUCH_INTERVAL
@@ -297,7 +297,7 @@ class SessionAcquisition:
             time.sleep(self.site.cadence.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T]) -> T:
-        """The result of an action, which is repeated for `patience` seconds while the cluster or its files do not answer."""
+        """Returns the result of `action`, repeated for up to `patience` seconds while the cluster or its files do not answer."""
         return ask_patiently(action, self.site.patience, True, self._log.warning)
 
     def _stop_waiting(self, number: int, job: Allocation) -> None:
@@ -317,7 +317,7 @@ class SessionAcquisition:
             job.cancel_until_gone()
 
     def _never_started(self, job: Allocation, description: str) -> RunFailure:
-        """The failure to raise when a session's job ended before the session announced itself."""
+        """Returns the failure to raise when a session's job ended before the session announced itself."""
         evidence = Evidence(runtime_exit=description)
         job.explain(evidence)
         verdict = judge(evidence, uses_pipes=False, require_messages=False)
@@ -325,7 +325,7 @@ class SessionAcquisition:
         return _failure(verdict.kind or FailureKind.RUNTIME, sentence, job, evidence, verdict.retry)
 
     def _silent(self, job: Allocation) -> RunFailure:
-        """The failure to raise when a session's job runs but the session does not announce itself in time."""
+        """Returns the failure to raise when a session's job runs but the session does not announce itself in time."""
         evidence = Evidence()
         job.explain(evidence, timeout=0.0)
         log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""

@@ -1,6 +1,6 @@
-"""Run payloads in sessions, warm allocations that many steps share: the backend of the mode `slurm-session`.
+"""The backend of the mode `slurm-session`: run payloads in sessions, warm allocations that many steps share.
 
-If there is no session, the step creates one. `start_in_session` does the same for sessions on this machine (see `local`).
+If there is no session, the step creates one. `start_in_session` also serves sessions on this machine (see `local`).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from .payload import SessionPayload
 from .registry import MOST_BYTES, Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import RunRequest, send_request
 
-# Pauses between two looks at a payload's record; the first are short, as a warm step may be over in no time.
+# Pauses between two reads of a payload's record; the first are short, as a payload in a warm session may be over in no time.
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 
 
 def start_in_session(site: Site, choice: Choice) -> RunningPayload:
-    """Start the payload of a step: acquire a session, and submit the run request to it.
+    """Acquire a session for the payload of a step, ask the session to run the payload, and return the running payload.
 
-    Raises RunFailure if the session did not start, StartError if there can be none, and OSError.
+    Raises RunFailure if the session did not start, StartError if no session can or will run the payload, and OSError.
     """
     if choice.problem is not None and choice.strict:  # A misfit of the run's own launcher or queue is known before any request.
         raise StartError(FailureKind.CONFIGURATION, misfit_error(choice.problem))
@@ -102,7 +102,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
 
 
 def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, str]:
-    """The first files of the payload's run directory, except secrets."""
+    """Returns the texts of the files that the payload's run directory has before the start, by file name, except secrets."""
     payload = replace(site.plan.payload, run_id=site.step.run_id, step=site.step.step_key)
     payload = replace(payload, leaves_unhealthy=site.leaves_unhealthy)
     payload = adapted(payload, site.plan.ray, choice.required, capacity)
@@ -115,14 +115,14 @@ def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, st
 class SessionBackend(batch.ClusterBackend):
     """Runs payloads in the Slurm allocations of sessions."""
 
-    own_queue: SlurmQueueConfig | None  # What this run changes in the queue configuration of sessions.
+    own_queue: SlurmQueueConfig | None  # The fields that this run changes in the queue configuration of sessions.
     environment: Environment
     session: SessionConfig
-    launcher: Launcher  # For which sessions are created.
+    launcher: Launcher  # The launcher for which sessions are created.
     reuse: bool  # Whether the Ray cluster stays warm between payloads.
-    components: tuple[HetComponent, ...] = ()  # Of a session's job; empty where all nodes are alike.
-    own_components: tuple[HetComponent, ...] | None = None  # Of this run; None for those of sessions.
-    own_launcher: Launcher | None = None  # Of this run; None for that of sessions.
+    components: tuple[HetComponent, ...] = ()  # Components of a session's job; empty if all nodes are alike.
+    own_components: tuple[HetComponent, ...] | None = None  # Components for this run; None for `components`.
+    own_launcher: Launcher | None = None  # Launcher of this run; None for `launcher`.
     queue_timeout: float | None = None  # Seconds for which a run waits for a session in the queue; None waits for ever.
     start_timeout: float = 60.0  # Seconds in which a session announces itself once its job runs.
     patience: float = 60.0  # Seconds for which the cluster may be out of reach once a job may have been started.
@@ -161,7 +161,10 @@ class SessionBackend(batch.ClusterBackend):
         return start_in_session(site, choice)
 
     def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes, Environment]:
-        """The files of a plan, the session for it, the content of `REQUEST_FILE`, and the environment, sent if need be."""
+        """Bundle a plan's files, and send the environment if the cluster lacks it.
+
+        Returns the bundled files, the session for the plan, the content of `REQUEST_FILE`, and the environment on the cluster.
+        """
         base, data_dir = str(self.layout.base), batch.data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
         queues = [queue for _, queue, _ in self.required(plan).parts] if self.detect_platform else []
@@ -200,12 +203,12 @@ class SessionBackend(batch.ClusterBackend):
 
     @property
     def name(self) -> str:
-        """The session's name as configured, or "default". Its directory is called NAME-FINGERPRINT, as settings differ."""
+        """The configured name of the session, or "default". Sessions of one name but other settings have other directories."""
         return self.session.name or "default"
 
     @cached_property
     def default(self) -> Requirements:
-        """What the default session is created with; raises ValueError if its components contradict each other or `session`."""
+        """The settings with which the default session is created; raises ValueError if they contradict each other."""
         if not self.components:
             queue = session_queue(self.slurm.queue, self.session)
             return Requirements(self.launcher.ray_spec(), self.launcher.footprint(), queue)
@@ -216,7 +219,7 @@ class SessionBackend(batch.ClusterBackend):
         return required.with_time_limit(self.session.time_limit) if self.session.time_limit is not None else required
 
     def required(self, plan: Plan) -> Requirements:
-        """What this run's payload requires of a session."""
+        """Returns the requirements that a session must meet for the payload of this run."""
         own = self.own_components is not None
         components = self.components if self.own_components is None else self.own_components
         if not components:
@@ -232,7 +235,10 @@ class SessionBackend(batch.ClusterBackend):
         return required if own else required.with_time_limit(self.default.queue.time_limit)
 
     def own(self, plan: Plan) -> Requirements:
-        """What a separate session is created with, for a payload that does not fit; it lives as long as the default one."""
+        """Returns the settings with which a separate session is created, for a payload that does not fit the default session.
+
+        The time limit is the longer one of the payload's and the default session's.
+        """
         required = self.required(plan)
         limits = [required.queue.time_limit]
         with contextlib.suppress(ValueError):  # The session's components may contradict each other where the run brings its own.
@@ -240,9 +246,10 @@ class SessionBackend(batch.ClusterBackend):
         return required.with_time_limit(max(limits, key=lambda text: time_limit_seconds(text) or float("inf")))
 
     def misfit(self, plan: Plan) -> str | None:
-        """Why the payload does not fit the default session, which the resource's own configuration describes; None if it fits.
+        """Returns a sentence that says why the payload does not fit the default session; None if the payload fits.
 
-        Raises ValueError if that session is impossible, and the run does not replace its components by its own.
+        Raises ValueError if the configuration of the default session is contradictory, and the run does not replace the
+        session's components by its own.
         """
         required = self.required(plan)
         try:
@@ -254,7 +261,7 @@ class SessionBackend(batch.ClusterBackend):
         return misfit(required, capacity)
 
     def choice(self, plan: Plan, run_id: str, base: str, data_dir: str, environment: Environment | None = None) -> Choice:
-        """Which session the payload gets; `data_dir` is the directory that payloads share."""
+        """Returns which session the payload gets; `base` and `data_dir`, the payloads' common directory, are absolute paths."""
         what = {
             "base": base,
             "runtime": [PROTOCOL_VERSION, runtime_name()],
@@ -273,7 +280,7 @@ class SessionBackend(batch.ClusterBackend):
         return Choice(self.required(plan), problem, first, own, self.session.on_misfit == "error")
 
     def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
-        """What the runtime of a session reads when it starts."""
+        """Returns the content of `runtime.json`, with which the runtime of a session starts."""
         return replace(
             batch.runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
             ray=required.ray if self.reuse else None,
@@ -290,7 +297,7 @@ def _component_of(launcher: Launcher) -> str | None:
 
 @dataclass(kw_only=True, eq=False)
 class SlurmSite(Site):
-    """Sessions as Slurm jobs, for a step that began to look for a session at `began` (monotonic clock)."""
+    """A step, and the Slurm cluster where it looks for sessions; the allocation of each session is a Slurm job."""
 
     noun = "Slurm job"
     end_command = "scancel"
@@ -299,7 +306,7 @@ class SlurmSite(Site):
     backend: SessionBackend
     upload: PayloadFiles
     environment: Environment
-    began: float
+    began: float  # When the step began to look for a session (monotonic clock).
 
     def __post_init__(self) -> None:
         self._poll_interval = self.backend.slurm.poll_interval
@@ -396,7 +403,7 @@ class SlurmSite(Site):
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
-    """End the session of a Ray cluster, with all its payloads; False if there is no such session, or it has ended.
+    """End the session of a Ray cluster, with all its payloads; returns False if there is no such session, or it has ended.
 
     Raises StartError if Slurm does not confirm the end, and OSError.
     """

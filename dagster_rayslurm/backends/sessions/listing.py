@@ -1,4 +1,4 @@
-"""List the sessions of a user below a base directory, and end them: on demand, with a Dagster run, or when idle."""
+"""Find the state of sessions, and end sessions: on demand, with a Dagster run, or when idle on nodes that a job waits for."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _log = logging.getLogger("rayslurm")
 
 
 class SessionState(TextEnum):
-    """The state of a session, derived from its files, Slurm's queue, and the session's own description."""
+    """The state of a session, derived from its files, Slurm's queue, and the session's answer to a request for a description."""
 
     PENDING = "pending"
     STARTING = "starting"
-    UP = "up"  # The session announces itself; only its own description says whether it is ready.
+    UP = "up"  # The session has announced itself, and may not be ready yet.
     READY = "ready"
     DRAINING = "draining"  # The session runs its payloads to their end, and accepts no more.
     SILENT = "silent"  # The session announces itself but does not answer.
@@ -48,7 +48,7 @@ class SessionState(TextEnum):
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
-    """The row of a generation's job (its first component) in the queue; None if the job has ended or is not in the queue."""
+    """Returns the row of a generation's job (or its first component) in the queue; None if it has ended or is not there."""
     if generation.ended:
         return None
     if generation.job_id is not None:
@@ -60,7 +60,7 @@ def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
 
 
 def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
-    """The state of a session, derived from its files and the row of its job in the queue (see `job_of`)."""
+    """Returns the state of a session, derived from its files and the row of its job in the queue (see `job_of`)."""
     announcement = generation.announcement
     if row is None:
         dead = not generation.ended and announcement is not None and announcement.closing is None
@@ -73,7 +73,7 @@ def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
 
 
 def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None:
-    """Ask the sessions that belong to a Dagster run to end; one that cannot be asked ends by its idle timeout."""
+    """Ask the sessions that belong to a Dagster run to end; a session that cannot be reached ends by its idle timeout."""
     for each in list_generations(connection, base, f"*{run_suffix(run_id)}"):
         if each.announcement is not None and each.announcement.closing is None and not each.ended:
             with contextlib.suppress(Unreachable, AnswerLost):
@@ -81,7 +81,10 @@ def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None
 
 
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
-    """End the given generations; False if none was alive. Raises StartError if Slurm does not confirm their end, and OSError."""
+    """End the Slurm jobs of generations of sessions; returns whether any of the jobs was alive.
+
+    Raises StartError if Slurm does not confirm the end of a job, and OSError.
+    """
     snapshot = fetch_queue(connection)
     ended = False
     for each in generations:
@@ -104,7 +107,7 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
 class IdleSessions:
     """A `MakeWay`: ends idle sessions of the same user and base directory for one waiting job.
 
-    The shared snapshot of the queue tells which sessions hold nodes, so no request goes to Slurm.
+    The snapshot of the queue that all steps share tells which sessions hold nodes, so Slurm is not queried again.
     """
 
     connection: Connection
@@ -132,7 +135,7 @@ class IdleSessions:
                 return
 
     def _yields(self, generation: Generation, nodes: str) -> bool:
-        """Ask an idle session to end for this job; returns whether it will. It refuses if a payload has come meanwhile."""
+        """Ask an idle session to end so that the job can start; returns False if it refuses, as it does with a payload."""
         answer = send_request(self.connection, generation, {"op": Operation.YIELD})
         if answer.get("ok"):
             self.log.info(f"[rayslurm] session {generation.key} was idle and held {nodes}: it ends, so that this job can start")

@@ -1,7 +1,7 @@
 """Warm sessions on this machine: a runtime process takes the place of the Slurm job.
 
-They have a registry of their own below the base directory, one for each host, because the directory may be on a shared file
-system.
+These sessions have a registry of their own below the base directory, one for each host, because the base directory may be on a
+shared file system.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class LocalSessionBackend(LocalBackend):
     """Runs payloads with Ray in warm sessions on this machine."""
 
     session: SessionConfig
-    offered: RaySpec | None = None  # The warm Ray cluster as configured; None makes a cluster as each payload requires.
-    components: Sequence[ComponentSpec] = ()  # Of the warm cluster; empty if all its nodes are alike.
+    offered: RaySpec | None = None  # The warm Ray cluster as configured; None: as each payload requires.
+    components: Sequence[ComponentSpec] = ()  # Components of the warm cluster; empty if all nodes are alike.
     head: str | None = None  # The component in which the payload must run; None for the one with the head of the Ray cluster.
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
@@ -103,13 +103,13 @@ class LocalSessionBackend(LocalBackend):
 
 
 def sessions_base(layout: Layout) -> str:
-    """The base directory of this host's sessions."""
+    """Returns the base directory of this host's sessions."""
     return str(layout.base / "local" / socket.gethostname())
 
 
 @dataclass(kw_only=True, eq=False)
 class LocalSite(Site):
-    """Sessions as processes of this machine."""
+    """A step that looks for sessions on this machine; the allocation of each session is a process."""
 
     noun = "process"
     end_command = "kill"
@@ -166,7 +166,7 @@ class LocalSite(Site):
 
 
 class LocalSessionPayload(SessionPayload):
-    """A payload in a session on this machine; it ends when this process releases it or ends."""
+    """A payload in a session on this machine; the session ends the payload when this process releases the lock or ends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,13 +181,13 @@ class LocalSessionPayload(SessionPayload):
 
 
 def list_sessions(layout: Layout) -> list[Generation]:
-    """The sessions on this machine that accept requests."""
+    """Returns the sessions on this machine that have announced themselves and whose process lives."""
     generations = list_generations(LocalConnection(), sessions_base(layout))
     return [each for each in generations if each.announcement is not None and is_alive(each.job_id, each.directory)]
 
 
 def end_session(generation: Generation) -> None:
-    """End a session with its payloads, and wait until it is gone; raises StartError if it does not end."""
+    """End a session with its payloads, and wait until its process is gone; raises StartError if the session does not end."""
     with contextlib.suppress(Unreachable, AnswerLost):
         send_request(LocalConnection(), generation, {"op": Operation.STOP})
     deadline = time.monotonic() + _END_TIMEOUT
@@ -199,7 +199,7 @@ def end_session(generation: Generation) -> None:
 
 
 def stop(layout: Layout, cluster_id: str) -> bool:
-    """End the session of a Ray cluster, with its payloads; False if there is no such session."""
+    """End the session of a Ray cluster, with its payloads; returns False if there is no such session."""
     own = [each for each in list_sessions(layout) if each.announcement and each.announcement.cluster_id == cluster_id]
     for each in own:
         end_session(each)

@@ -1,7 +1,7 @@
-"""Match payloads with sessions: what a payload requires, what a session offers, and the first misfit between them. Pure.
+"""Match payloads with sessions: a payload's requirements, a session's capacity, and the first requirement not met. Pure.
 
-A launcher or queue field at its default requires nothing. If a session's job left an amount to Slurm, only the running session
-knows what Slurm granted, and the session itself refuses a payload that does not fit.
+A launcher or queue field at its default requires nothing. If the request for a session's job left an amount, such as that of
+CPUs, to Slurm, only the running session knows the granted amount, and itself refuses a payload that does not fit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LAUNCHER_FIELDS = {
     "object_store_memory": "object_store_memory_gb",
     "node_ip_address": "head_node_address",
 }
-# Says of fields of `RaySpec` or `NodeSpec` whether what a session has is enough; a session has the same in all other fields.
+# Tests of a session's value against the wanted value, by field of `RaySpec` or `NodeSpec`; all other fields must be equal.
 _RAY_FITS: Mapping[str, Callable[[Any, Any], bool]] = {
     "num_cpus": lambda wanted, has: has is None or wanted <= has,  # None is all that Slurm granted, which the session knows.
     "num_gpus": lambda wanted, has: has is None or wanted <= has,
@@ -46,28 +46,28 @@ _RAY_FITS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a payload requires of a session, and what a session is created with."""
+    """The Ray cluster and the allocation that a payload requires of a session, or with which a session is created."""
 
     ray: RaySpec | None
-    footprint: Footprint  # What the launcher requires of each node.
+    footprint: Footprint  # The CPUs, GPUs and memory that the launcher requires of each node.
     queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)  # The allocation, or its first component.
-    components: tuple[Component, ...] = ()  # Of the allocation, in the job's order; empty where all nodes are alike.
+    components: tuple[Component, ...] = ()  # In the job's order; empty if all nodes are alike.
     time_limited: bool = False  # Whether the time limit in `queue` is the payload's own, and not the session's.
     head: str | None = None  # The component in which the payload must run; None for the one that has the session's Ray head.
 
     @property
     def parts(self) -> list[tuple[str | None, SlurmQueueConfig, Footprint]]:
-        """Name, queue and footprint of each component; under None where all nodes are alike."""
+        """Name, queue and resources per node of each component; if all nodes are alike, one entry whose name is None."""
         own = [(each.component_id, each.queue, each.launcher.footprint()) for each in self.components]
         return [*own] or [(None, self.queue, self.footprint)]
 
     def with_time_limit(self, time_limit: str) -> Requirements:
-        """The same requirements with another time limit of the job."""
+        """Returns the same requirements with another time limit of the job."""
         components = tuple(replace(each, queue=each.queue.having(time_limit=time_limit)) for each in self.components)
         return replace(self, queue=self.queue.having(time_limit=time_limit), components=components)
 
     def job_request(self, name: str = "rayslurm", comment: str = "") -> JobRequest:
-        """The request for the Slurm job of a session; raises ValueError if the queue and the launcher contradict each other."""
+        """Returns the request for a session's Slurm job; raises ValueError if queue and launcher contradict each other."""
         if self.components:
             request = request_for(self.components, job_name=name, comment=comment)
         else:
@@ -77,34 +77,34 @@ class Requirements:
         return replace(first, further_components=tuple(others))
 
     def capacity(self, reuse: bool) -> Capacity:
-        """What a session offers that is created with these requirements; `reuse` says whether its Ray cluster stays warm."""
+        """Returns the capacity of a session created with these requirements; `reuse` says whether its Ray cluster stays warm."""
         queues = {part.component_id: part.queue.model_dump(mode="json") for part in self.job_request().components}
         return Capacity(self.ray if reuse else None, reuse, queues)
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a session offers to each payload."""
+    """The Ray cluster and the allocation that a session offers to each payload."""
 
     ray: RaySpec | None  # The warm Ray cluster; None if the session has none.
     reuse: bool  # Whether all payloads share the warm Ray cluster; otherwise each gets its own on the session's nodes.
-    # What was granted to each component, the head's first; under None where all nodes are alike; empty without Slurm.
+    # Queue fields of each component, by its name, the head's first; the name is None if all nodes are alike. Empty without Slurm.
     queues: Mapping[str | None, QueueFields] = field(default_factory=dict)
 
     @property
     def components(self) -> list[str]:
-        """Names of the components, the head's first; empty where all nodes are alike."""
+        """Names of the components, that of the Ray head first; empty if all nodes are alike."""
         if self.queues:
             return [name for name in self.queues if name is not None]
         return [each.component_id for each in self.ray.components] if self.ray is not None else []
 
     def to_json(self) -> dict[str, Any]:
-        """The capacity as JSON for a session's manifest; `capacity_from_json` reads it."""
+        """Returns the capacity as a dictionary for a session's manifest; `capacity_from_json` reads the dictionary."""
         return {"ray": self.ray and asdict(self.ray), "reuse": self.reuse, "queues": list(self.queues.items())}
 
 
 def capacity_from_json(data: Mapping[str, Any]) -> Capacity:
-    """The capacity that `to_json` wrote; raises ValueError, KeyError or TypeError if the data is damaged."""
+    """Returns the capacity from the result of `Capacity.to_json`; raises ValueError, KeyError or TypeError if damaged."""
     ray = None if data["ray"] is None else from_fields(RaySpec, data["ray"])
     granted = {name: SlurmQueueConfig(**queue).model_dump(mode="json") for name, queue in data["queues"]}
     return Capacity(ray, data["reuse"] is True, granted)
@@ -112,7 +112,7 @@ def capacity_from_json(data: Mapping[str, Any]) -> Capacity:
 
 @dataclass(frozen=True)
 class Target:
-    """A session that a payload may use: the name of its directory, and what it is created with if there is none."""
+    """A session that a payload may use: the name of its directory, and the settings to create the session if there is none."""
 
     key: str
     created_with: Requirements
@@ -120,7 +120,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which session one payload gets."""
+    """The decision which session one payload gets."""
 
     required: Requirements
     problem: str | None  # Why the payload does not fit the shared session, as a sentence; None if it fits.
@@ -129,18 +129,19 @@ class Choice:
     strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
     def text(self) -> str:
-        """All that the payload asks for. A retry of the step continues the payload only if its own text is the same."""
+        """Returns session and requirements as a text; a retry of the step continues the payload only if its text is equal."""
         return _as_text([self.target.key, self.required])
 
 
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:
-    """The name of a session's directory: the session's name and a fingerprint of all that tells sessions apart.
+    """Returns the name of a session's directory: the session's name, and a hash of the settings in which sessions differ.
 
-    That is `what` whatever their names are. `apart` says that it is a separate session, for a payload that does not fit.
+    The hash covers `what`; for a session without a configured name, or a separate one for a payload that does not fit (`apart`),
+    also `created_with` and the limits in `config`. A session that belongs to a Dagster run has a hash of the run id besides.
     """
     told_apart: list[Any] = [what]
     if config.name is None or apart:
-        # How long to wait for a Ray cluster says nothing about the Ray cluster.
+        # The timeout for the start of a Ray cluster is no property of the cluster.
         ray = None if created_with.ray is None else replace(created_with.ray, startup_timeout=0.0)
         told_apart += [replace(created_with, ray=ray, time_limited=False, head=None)]
         told_apart += [config.max_concurrent_payloads, config.idle_timeout, config.yield_when_idle]
@@ -149,7 +150,7 @@ def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], cre
 
 
 def run_suffix(run_id: str) -> str:
-    """The end of the names of all sessions that belong to a Dagster run."""
+    """Returns the suffix that the directory names of all sessions of one Dagster run have."""
     return f"-{_digest(run_id)}"
 
 
@@ -158,7 +159,7 @@ def _digest(text: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """JSON of dataclasses and configuration, for comparison."""
+    """Returns dataclasses and configuration as JSON text, for comparison."""
 
     def plain(each: Any) -> Any:
         return each.model_dump(mode="json") if isinstance(each, BaseModel) else vars(each)
@@ -167,24 +168,28 @@ def _as_text(value: Any) -> str:
 
 
 def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | None) -> str | None:
-    """The component in which a payload must run, by its launcher or this run's components; None if that is the session's head."""
+    """Returns the component in which a payload must run, by its launcher or components; None for that of the session's head."""
     if isinstance(launcher, RayLauncher) and launcher.component_id is not None:
         return launcher.component_id
     return next((each.component_id for each in own_components or () if each.head), None)
 
 
 def misfit(required: Requirements, capacity: Capacity) -> str | None:
-    """The first requirement that the session does not meet, as a sentence that names the field; None if the payload fits."""
+    """Returns a sentence about the first requirement that a session does not meet, with its field; None if the payload fits."""
     return next(filter(None, _misfits(required, capacity)), None)
 
 
 def misfit_error(problem: str) -> str:
-    """The error message for a payload that does not fit the session, with what the user may change."""
+    """Returns the error message for a payload that does not fit the session: the problem, and remedies for the user."""
     return f'{problem}; use what the session has, another session name, or SessionConfig(on_misfit="new-session")'
 
 
 def adapted(payload: PayloadSpec, ray: RaySpec | None, required: Requirements, capacity: Capacity) -> PayloadSpec:
-    """The payload, planned with the Ray cluster `ray`, as it runs in a session."""
+    """Returns the payload changed for a session: with a Ray cluster, claims of CPUs and GPUs, and a time limit of its own.
+
+    It gets the Ray cluster `ray` unless payloads share that of the session, claims unless Ray divides the session's nodes, and a
+    time limit if that is shorter than the session's.
+    """
     if not capacity.reuse and ray is not None and None not in capacity.queues:
         # Its own cluster on the session's nodes includes components that the payload does not name.
         named = {each.component_id: each for each in ray.components}
@@ -205,7 +210,7 @@ def adapted(payload: PayloadSpec, ray: RaySpec | None, required: Requirements, c
 
 
 def _misfits(required: Requirements, capacity: Capacity) -> Iterator[str | None]:
-    """The misfits, most telling first; each after the first may build on a fit so far."""
+    """Yields a sentence for each requirement not met, and None for others; checks after the first sentence may raise KeyError."""
     queues, there = capacity.queues, [name for name in capacity.queues if name is not None]
     wanted = [each.component_id for each in required.components]
     if wanted and not there:

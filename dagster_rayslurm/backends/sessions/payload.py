@@ -29,13 +29,13 @@ _DELIVERY_TIMEOUT = 60.0  # Seconds in which the cancel request is delivered; as
 # payload may be missing from the record. The pauses between these questions grow, up to `_DESCRIBE_INTERVAL` seconds.
 _DESCRIBE_AFTER = 60.0
 _DESCRIBE_INTERVAL = 900.0
-_POLL_INTERVAL = 0.5  # Seconds between two looks at a payload that is being killed.
+_POLL_INTERVAL = 0.5  # Seconds between two checks of a payload that is being killed.
 _CHUNK = 1024 * 1024  # Bytes of the record that are read at a time.
 
 
 @dataclass(eq=False)
 class SessionPayload(RunningPayload):
-    """One payload in a session. It never counts as waiting, as the record of an accepted payload has begun."""
+    """One payload in a session. `waiting` is always False, as a session begins the record when it accepts the payload."""
 
     site: Site
     session: LiveSession
@@ -69,7 +69,7 @@ class SessionPayload(RunningPayload):
         return self.job.end_description(started=True)
 
     def _is_lost(self, silence: float) -> bool:
-        """Whether the session twice did not have the payload when it was asked, while the record still has no end."""
+        """Ask the session for its payloads if that is due; returns True if two answers in a row did not list this payload."""
         if silence < _DESCRIBE_AFTER:
             self._describe_at, self._missed = _DESCRIBE_AFTER, False
         elif silence >= self._describe_at and not self.job.status.over:
@@ -143,7 +143,7 @@ class SessionPayload(RunningPayload):
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Called when this step is done with the payload; kills a payload that was neither followed nor cancelled."""
+        """Kill a payload that was neither followed nor cancelled; called when this step is done with the payload."""
         if leaks := _leaks(evidence):
             self._log.warning(f"[rayslurm] the payload left on the session's cluster: {leaks}")
         if evidence.end is None and not self._followed and not self._cancelled:
@@ -151,5 +151,5 @@ class SessionPayload(RunningPayload):
 
 
 def _leaks(evidence: Evidence) -> str:
-    """What the payload left alive on the Ray cluster that later payloads use, in words; "" for nothing."""
+    """Returns sentences about everything that the payload left alive on the session's Ray cluster; "" if there is nothing."""
     return "; ".join(map(str, ((evidence.end or {}).get("context") or {}).get("leaks") or []))

@@ -1,9 +1,9 @@
 """The registry of sessions: files on the cluster through which processes find a session, or agree on who creates it.
 
 A session has a directory, and in it a numbered directory for each of its allocations, which are called generations. Only the
-newest generation accepts payloads. The process that makes the next directory, by `mkdir`, has claimed that generation: it is the
+newest generation accepts payloads. The process that creates the next directory, by `mkdir`, has claimed the generation: it is the
 generation's creator and submits its job. A generation that is given up is marked as abandoned; it is not removed, so that no
-process can remove what another one has just made. `edge.sessions` reads and writes the files on the cluster.
+process can remove files that another process has just written. `edge.sessions` reads and writes the files on the cluster.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TIMEOUT = 120.0  # Seconds for an operation on the directories of sessions.
 
 @dataclass(frozen=True)
 class SessionManifest:
-    """What the creator of a generation writes down for the processes that find the generation."""
+    """The file in which the creator of a generation tells other processes the session's capacity and how to reach it."""
 
     generation: int
     capacity: Capacity
-    ask_command: tuple[str, ...]  # Hands a request to the session from within its allocation; the directory is appended.
+    ask_command: tuple[str, ...]  # Passes a request to the session from inside its allocation; takes its directory.
 
     def to_json(self) -> bytes:
         capacity, command = self.capacity.to_json(), list(self.ask_command)
@@ -44,7 +44,7 @@ class SessionManifest:
 
 
 def parse_manifest(data: bytes | str) -> SessionManifest | None:
-    """The manifest in the content of a file; None if it is empty, damaged or of another version."""
+    """Returns the manifest in a file's content; None if the content is empty, damaged or of another version."""
     try:
         found = json.loads(data)
         if found["protocol"] != PROTOCOL_VERSION:
@@ -55,7 +55,7 @@ def parse_manifest(data: bytes | str) -> SessionManifest | None:
 
 
 def parse_announcement(data: bytes | str) -> Announcement | None:
-    """The announcement in the content of a `session.json`; None if it is empty or damaged."""
+    """Returns the announcement in the content of a `session.json`; None if the content is empty or damaged."""
     try:
         found = json.loads(data)
         bytes.fromhex(found["key"])
@@ -67,7 +67,7 @@ def parse_announcement(data: bytes | str) -> Announcement | None:
 
 @dataclass(frozen=True)
 class LiveSession:
-    """A session that accepts requests, in its newest generation; `directory` is the generation's, absolute."""
+    """A generation of a session that accepts requests; `directory` is the absolute path of the generation's directory."""
 
     directory: str
     manifest: SessionManifest
@@ -76,22 +76,22 @@ class LiveSession:
 
 @dataclass(frozen=True)
 class Generation:
-    """One allocation of a session, as one look at its directory shows it; what is not written yet is None or empty."""
+    """One allocation of a session, as read from its directory once; values that were not written yet are None or empty."""
 
     key: str  # Name of the session's directory.
     number: int
     directory: str
     job_id: int | None = None
-    job_name: str = ""  # Of the job that the creator submits.
+    job_name: str = ""  # Name of the job that the creator submits.
     ended: bool = False  # Whether the batch script of the job has ended.
     announcement: Announcement | None = None
     manifest: SessionManifest | None = None
-    abandoned: bool = False  # If the creator submits the job after all, the creator cancels it.
+    abandoned: bool = False  # Whether the generation was given up; its creator then cancels its job.
     age: float = 0.0  # Seconds since the generation was claimed; 0 if the session has announced itself.
 
     @property
     def live(self) -> LiveSession | None:
-        """The session, if it accepts requests that this process can make."""
+        """The session, if it accepts requests in this process's version of the protocol; otherwise None."""
         said, manifest = self.announcement, self.manifest
         if manifest is None or said is None or said.protocol != PROTOCOL_VERSION or said.closing is not None:
             return None
@@ -99,10 +99,10 @@ class Generation:
 
 
 def list_generations(connection: Connection, base: str, key: str = "*", newest: bool = False) -> list[Generation]:
-    """All generations of sessions below a base directory, sorted by session and number, or only the newest one of a session.
+    """Returns the generations of sessions below a base directory, sorted by session and number.
 
-    `key` is the name of a session's directory, or a pattern of names. Raises OSError if the cluster cannot be reached, or a
-    directory is another user's.
+    `key` is a pattern for the names of sessions' directories; with `newest`, it is the name of one, whose newest generation alone
+    is returned. Raises OSError if the cluster cannot be reached, or a directory belongs to another user.
     """
     try:
         found = connection.call(sessions.generations, base, key, newest, repeat=True, timeout=_TIMEOUT)
@@ -114,7 +114,7 @@ def list_generations(connection: Connection, base: str, key: str = "*", newest: 
 
 
 def generation_of(base: str, found: dict[str, Any]) -> Generation:
-    """The generation that `edge.sessions.generations` has found below a base directory."""
+    """Returns the generation for one element of the list that `edge.sessions.generations` returned for a base directory."""
     key, number, files = found["session"], found["number"], found["files"]
     announcement = parse_announcement(files[SESSION])
     text = files[JOB_ID].strip() if announcement is None else announcement.job_id
@@ -135,7 +135,10 @@ def generation_of(base: str, found: dict[str, Any]) -> Generation:
 
 @dataclass(frozen=True)
 class SessionRegistry:
-    """The generations of one session, read from and written to its directory. Methods raise OSError if that cannot be used."""
+    """The generations of one session, read from and written to its directory.
+
+    Methods raise OSError if the directory cannot be used.
+    """
 
     connection: Connection
     base: str
@@ -147,11 +150,14 @@ class SessionRegistry:
         return os.path.join(self.base, "sessions", self.key)
 
     def generation_dir(self, number: int) -> str:
-        """The directory of a generation."""
+        """Returns the absolute path of a generation's directory."""
         return os.path.join(self.directory, str(number))
 
     def newest(self) -> Generation:
-        """The newest generation, with number 0 if there is none; raises StartError if a directory belongs to another user."""
+        """Returns the newest generation, or one with number 0 if none exists.
+
+        Raises StartError if a directory belongs to another user.
+        """
         try:
             found = list_generations(self.connection, self.base, self.key, newest=True)
         except PermissionError as error:
@@ -160,17 +166,18 @@ class SessionRegistry:
         return found[0] if found else Generation(self.key, 0, self.generation_dir(0))
 
     def announcement(self, number: int) -> Announcement | None:
-        """The announcement of a generation, whether or not it accepts requests."""
+        """Returns the announcement of a generation, even if it accepts no requests; None if it has not announced itself."""
         return parse_announcement(self.connection.read(os.path.join(self.generation_dir(number), SESSION), 0, MOST_BYTES))
 
     def wait_for(self, number: int, waiter: str) -> None:
-        """Record that a process waits for a generation to start; to be repeated every `TOUCH_INTERVAL` seconds."""
+        """Record that the process `waiter` waits for a generation to start; to be repeated every `TOUCH_INTERVAL` seconds."""
         self.connection.call(sessions.wait_for, self.generation_dir(number), waiter, repeat=True, timeout=_TIMEOUT)
 
     def stop_waiting(self, number: int, waiter: str) -> bool:
-        """Record that a process no longer waits for a generation; if True, the caller must cancel the generation's job.
+        """Record that the process `waiter` no longer waits for a generation.
 
-        Then no process waits any more, the session has not announced itself, and the generation is marked as abandoned.
+        Returns True if the caller must cancel the generation's job: no process waits any more, and the session has not announced
+        itself. The generation is then marked as abandoned.
         """
         arguments = self.generation_dir(number), waiter, 3 * TOUCH_INTERVAL
         return self.connection.call(sessions.stop_waiting, *arguments, repeat=True, timeout=_TIMEOUT)

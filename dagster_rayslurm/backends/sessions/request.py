@@ -1,4 +1,4 @@
-"""Ask a session to run one payload, again until it is known whether a session accepted the payload: it must not run twice.
+"""Ask a session to run a payload, repeatedly until it is known whether the session accepted: no payload may run twice.
 
 A request goes by TCP through the SSH connection, or by an `srun` in the session's allocation.
 """
@@ -28,7 +28,7 @@ from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement
 # Seconds after a failure of TCP where srun got through, until this process tries TCP to that session again.
 _TCP_RETRY_AFTER = 300.0
 # Seconds in which a TCP connection is made, and in which the session then proves its identity. A firewall that drops packets
-# costs as much.
+# delays a request as long.
 PROOF_TIMEOUT = 3.0
 _SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT  # Seconds for an srun that carries a request: its start, and the session's answer.
 _PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # Seconds between two tries of a request; the last number repeats.
@@ -115,16 +115,16 @@ class RunRequest:
     site: Site
     on_accepted: Callable[[LiveSession], None]  # Called before an interrupt can come.
     secrets: bytes = b""  # Content of the payload's file of secret variables; empty if it has none.
-    unsettled: bool = field(default=False, init=False)  # Whether a session may have accepted the payload without our knowledge.
-    _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)  # By the id of their Ray cluster.
+    unsettled: bool = field(default=False, init=False)  # Whether it is unknown if a session accepted the payload.
+    _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)  # Asked sessions, by Ray cluster id.
     _problem: str = field(default="", init=False)  # Why the last try failed.
 
     def submit(self, session: LiveSession, files: Mapping[str, str]) -> dict[str, Any]:
         """Ask a session to run the payload, with the first files of its run directory, and return the session's answer.
 
-        It is {"ok": True} also if an earlier session had accepted the payload, and has the error "gone" if this session has
-        ended. Raises StartError if the session does not answer, or cannot write the run directory or see what was written for it,
-        and OSError if the edge node cannot be reached or written to, and no session got the request.
+        The answer is {"ok": True} also if an earlier session had accepted the payload, and has the error "gone" if this session
+        has ended. Raises StartError if the session does not answer, cannot write the run directory, or does not see the uploaded
+        files, and OSError if the edge node cannot be reached or written to, and no session got the request.
         """
         site, needs = self.site, list(self.site.needs)
         if self.secrets:
@@ -191,7 +191,7 @@ class RunRequest:
         return {"op": op, "request_id": self.site.plan.payload.nonce, "run_dir": self.site.run_dir, **more}
 
     def _write_secrets(self) -> None:
-        """Write the secrets just before the request: while the session waits in the queue, a cleanup may remove them."""
+        """Write the secret variables, if any, to the run directory: just before a request, as a sweep may remove older ones."""
         if self.secrets:
             self.site.connection.make_dir(self.site.run_dir)
             self.site.connection.write(os.path.join(self.site.run_dir, SECRETS), self.secrets)
@@ -232,20 +232,20 @@ class RunRequest:
         return {"ok": False, "error": Refusal.GONE, "message": "it was gone before it could be asked"}
 
     def _settle(self, acceptor: LiveSession) -> dict[str, Any]:
-        """Called when it is known which session accepted the payload; returns the answer {"ok": True}."""
+        """Call `on_accepted` with the session that accepted the payload, and return the answer {"ok": True}."""
         with delayed_interrupts():
             self.on_accepted(acceptor)
             self.unsettled = False
         return {"ok": True}
 
     def _acceptor(self) -> LiveSession | None:
-        """The session that began the payload's record, or None; raises OSError if the record cannot be read."""
+        """Returns the session that began the payload's record; None if none has. Raises OSError if the record cannot be read."""
         data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
         starts = [record for record in LineReader().feed(data) if record.get("type") == "start"]
         return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool:
-        """Whether a session may still answer a request, as far as is known."""
+        """Returns False if a session is known to have ended or, if it is `unreachable`, to be closing; otherwise True."""
         try:
             if unreachable:  # A session in reach may still answer, even if it announces that it is closing.
                 data = self.site.connection.read(os.path.join(session.directory, SESSION), 0, MOST_BYTES)
@@ -262,7 +262,7 @@ class RunRequest:
         return f"the session in {self.site.noun} {session.announcement.job_id}"
 
     def _no_answer(self, session: LiveSession, in_reach: bool) -> StartError:
-        """The error to raise when a session has not answered for too long."""
+        """Returns the error to raise when a session has not answered for too long."""
         name, place = self._name(session), self.site.connection.place
         command = f"`{self.site.end_command} {session.announcement.job_id}`"
         if not self.unsettled:

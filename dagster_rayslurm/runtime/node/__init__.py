@@ -1,5 +1,5 @@
-"""The node that this process runs on: its CPUs, GPUs and memory, how much of them is used, its addresses and ports.
+"""The node that this process runs on: its CPUs, GPUs and memory and their use, health checks, addresses and ports.
 
-Nothing here starts Ray or a payload. `worker_nodes` is how the head's runtime reaches the worker nodes. Begin with `resources`
-and `usage`.
+The modules here start neither Ray nor a payload (the user's program of a Dagster step). `worker_nodes` holds the connections of
+the head's runtime to the worker nodes. Begin with `resources` and `usage`.
 """

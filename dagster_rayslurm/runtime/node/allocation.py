@@ -1,4 +1,7 @@
-"""What Slurm tells a task: its job, the nodes of its step, the head's addresses (srun(1), Slurm 22.05); node lists, durations."""
+"""Reads what Slurm tells a task in its environment (srun(1), Slurm 22.05): the job, the step's nodes, the head's addresses.
+
+Also expands Slurm's lists of nodes and parses its durations.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _COMPONENT_VARIABLES = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_P
 
 
 class Component(NamedTuple):
-    """One component of a heterogeneous job, or all nodes of an ordinary job if the configuration gives them a component id."""
+    """The nodes of one component of a heterogeneous Slurm job, or all nodes of an ordinary job."""
 
     job_id: str
     partition: str
@@ -41,16 +44,16 @@ class Allocation:
     first: int = 0  # Index in the step of the first of `nodes`; not 0 only if `nodes` are those of a later component.
 
     def group_of(self, node_id: int) -> int:
-        """Index of the component that a node belongs to."""
+        """Index in `components` of the component that contains the node with this id; 0 if there are no components."""
         ends = itertools.accumulate(len(component.nodes) for component in self.components)
         return next((group for group, end in enumerate(ends) if node_id < end), 0)
 
     def component_of(self, node_id: int) -> Optional[str]:
-        """Name of the component that a node belongs to; None if the components have no names."""
+        """Name of the component that contains the node with this id; None if the job has no named components."""
         return self.components[self.group_of(node_id)].name if self.components else None
 
     def of_own_group(self) -> "Allocation":
-        """The allocation with the nodes of this task's own component only; with all nodes if the job is not heterogeneous."""
+        """The allocation with only the nodes of this task's own component; with all nodes if the job is not heterogeneous."""
         if len(self.components) < 2:
             return replace(self, components=[])
         group = self.group_of(self.node_id)
@@ -62,7 +65,7 @@ class Allocation:
         return replace(own, node_id=self.node_id - first, first=first)
 
     def facts(self) -> Dict[str, Any]:
-        """What the run's metadata in Dagster shows of the allocation, as a dictionary for JSON."""
+        """The job id, partition, account, nodes and named components, as a dictionary for JSON; the run's metadata shows them."""
         facts = {"job_id": self.job_id, "partition": self.partition, "account": self.account, "nodes": self.nodes}
         rows = [
             # The components of job 17 have the ids 17+0, 17+1 and so on (squeue(1)).
@@ -104,9 +107,10 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
 
 
 def head_address(allocation: Allocation) -> str:
-    """The address by which the other nodes reach the head; called on the head. Of a single node, any address will do.
+    """The address by which the other nodes reach the head node; to be called on the head node only.
 
-    If Slurm tells none, this is the head's own address on the network by which it reaches another node.
+    If Slurm reports no such address, this is the head's own address on the network by which it reaches another node, or else the
+    head's name. For a job of one node, it is the first known address.
     """
     known, *_ = allocation.head_addresses
     name, *others = allocation.nodes
@@ -117,11 +121,11 @@ def head_address(allocation: Allocation) -> str:
 
 
 def select_component(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
-    """The allocation of a task with component names, if any were requested.
+    """The allocation with the names `component_ids` given to its components; unchanged if there are no names.
 
-    Also gives `environ`, the task's environment, the variables of the task's own component: Slurm gives every task those of the
-    first or the last one (srun(1); tried on Slurm 22.05 and 24.11). Raises ValueError if Slurm's step has another number of
-    components.
+    In a heterogeneous job, this also sets the variables of the task's own component in `environ`, the task's environment: Slurm
+    gives every task those of the first or the last component (srun(1); tried on Slurm 22.05 and 24.11). Raises ValueError if the
+    number of names differs from the number of components.
     """
     if here.components:
         group = here.group_of(here.node_id)
@@ -192,7 +196,7 @@ _DURATION = re.compile(r"(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]+
 
 
 def parse_duration(text: str) -> Optional[float]:
-    """The seconds in a duration such as "[D-]HH:MM:SS" or "MM:SS.mmm" (squeue(1), sacct(1), Slurm 22.05); else None."""
+    """The seconds in a duration such as "[D-]HH:MM:SS" or "MM:SS.mmm" (squeue(1), sacct(1), Slurm 22.05); otherwise None."""
     match = _DURATION.fullmatch(text)
     if match is None:
         return None

@@ -1,6 +1,7 @@
-"""Built-in health checks of a node: each is a pure function that says what is wrong, and a reader that asks the node.
+"""Built-in health checks of a node: number of GPUs, GPU memory errors, disk space, clock and network interfaces.
 
-The checks run in a process of their own (`main`), because a broken GPU driver or file system may not answer.
+Each check has a pure function that returns an error text or None, and a function that reads the node's state for it. The checks
+run in a process of their own (`main`), because a broken GPU driver or file system may not answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 _TIMEOUT = 30.0  # Seconds in which `nvidia-smi` must answer; it is slow on a node without NVIDIA's persistence daemon.
-_MOST_WORDS = 500  # Most characters of what a check found.
+_MOST_WORDS = 500  # Most characters of the error text of a check.
 _LEAST_FREE = 0.05  # Share of a disk that must be free: Ray 2.60 writes to no disk that is more than 95 % full.
 _CLOCK_LIMIT = 5.0  # Seconds by which the node's clock may be off.
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -28,7 +29,7 @@ _PORT_STATE = re.compile(r"[0-9]+: ")  # Before the word in the file `state` of 
 
 @dataclass(frozen=True)
 class Order:
-    """What the process of the checks needs to know."""
+    """The input of the process that runs the checks: the names of the checks, and the facts about the job that they need."""
 
     checks: List[str]
     gpus: Optional[int] = None  # GPUs that the node must have; None where they are simulated.
@@ -41,17 +42,17 @@ class Order:
         return json.dumps(asdict(self))
 
 
-# ---- What the checks ask for. Pure: each returns what is wrong, in words, or None
+# ---- Names and values of checks, and the decision of each check: pure functions that return an error text or None
 
 
 def name_of(check: str) -> str:
-    """The name of a built-in check, as in "clock=10"; of a command, "command"."""
+    """The name of a check: "clock" for the built-in check "clock=10", "command" for a shell command of the user."""
     name = check.partition("=")[0]
     return name if name in CHECKS else "command"
 
 
 def value_error(check: str) -> Optional[str]:
-    """What is wrong with the value of a built-in check, as in "clock=soon"; None if nothing is."""
+    """An error text if the value of a built-in check is invalid, as in "clock=soon"; None if it is valid or missing."""
     name, equals, value = check.partition("=")
     if not equals:
         return None
@@ -68,7 +69,10 @@ def value_error(check: str) -> Optional[str]:
 
 
 def gpu_count_problem(wanted: int, listed: str, visible: Sequence[str]) -> Optional[str]:
-    """Whether the driver has the `wanted` number of GPUs, and those `visible` to the job; `nvidia-smi -L` prints `listed`."""
+    """An error text if the driver has fewer than `wanted` GPUs, or lacks some of the GPUs `visible` to the job; else None.
+
+    `listed` is the output of `nvidia-smi -L`.
+    """
     lines = [match for match in map(_GPU_LINE.match, listed.splitlines()) if match]
     kind = "MIG" if any(name.startswith("MIG-") for name in visible) else "GPU"
     uuids = [match["uuid"] for match in lines if match["kind"] == kind]
@@ -79,9 +83,11 @@ def gpu_count_problem(wanted: int, listed: str, visible: Sequence[str]) -> Optio
 
 
 def gpu_ecc_problem(errors: str, remapped: str) -> Optional[str]:
-    """Whether GPUs have memory errors that ECC could not correct since they were reset, or rows that could not be replaced.
+    """An error text about GPUs with uncorrected memory errors, or memory rows that could not be replaced; None without such GPUs.
 
-    The arguments are rows of `nvidia-smi`: index and uncorrected errors, and index and whether a replacement failed.
+    The arguments are CSV output of `nvidia-smi` with one row for each GPU. A row of `errors` has the GPU's index and its number
+    of errors that ECC could not correct since the last reset; a row of `remapped` an id of the GPU and whether a replacement
+    failed.
     """
     problems = []
     for index, count in _rows(errors):
@@ -94,23 +100,23 @@ def gpu_ecc_problem(errors: str, remapped: str) -> Optional[str]:
 
 
 def _rows(text: str) -> List[List[str]]:
-    """The rows of two columns in the output of `nvidia-smi`."""
+    """The rows of exactly two columns in CSV output of `nvidia-smi`."""
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
     return [row for row in rows if len(row) == 2]
 
 
 class Disk(NamedTuple):
-    """A file system, seen by a user."""
+    """The size and the free space of the file system that contains `path`, as an ordinary user may use them."""
 
     path: str
     total: int  # Bytes.
     free: int
-    nodes: int  # Files that it can have, and can still get; 0 if it has no limit.
+    nodes: int  # Inodes, which limit the number of files: all and the free ones; 0 if there is no limit.
     free_nodes: int
 
 
 def disk_space_problem(disk: Disk, wanted: Optional[int]) -> Optional[str]:
-    """Whether a file system has `wanted` bytes free; by default 5 % of its size."""
+    """An error text if a file system has fewer than `wanted` bytes (None: 5 % of its size) or no inodes free; else None."""
     least = int(disk.total * _LEAST_FREE) if wanted is None else wanted
     if disk.free < least:
         share = " (%g %%)" % (100 * _LEAST_FREE) if wanted is None else ""
@@ -126,7 +132,10 @@ def _size(count: int) -> str:
 
 
 def clock_problem(ahead: float, limit: float) -> Optional[str]:
-    """Whether the clock is off by more than `limit` seconds; it is `ahead` of that of the shared file system."""
+    """An error text if this node's clock is off by more than `limit` seconds; else None.
+
+    `ahead` is by how many seconds it is ahead of the clock of the shared file system, negative if it is behind.
+    """
     if abs(ahead) <= limit:
         return None
     where = "ahead of" if ahead > 0 else "behind"
@@ -134,15 +143,18 @@ def clock_problem(ahead: float, limit: float) -> Optional[str]:
 
 
 class Interface(NamedTuple):
-    """A network interface, or a port of an InfiniBand device."""
+    """The state of a network interface, or of a port of an InfiniBand device."""
 
     name: str
-    state: Optional[str]  # None if it does not exist.
+    state: Optional[str]  # The kernel's word, such as "up" or "ACTIVE"; None if the interface does not exist.
     has_address: bool = True
 
 
 def interface_problem(interfaces: Sequence[Interface], known: Sequence[str]) -> Optional[str]:
-    """Whether all interfaces are up and have an address; `known` are the names of all that the node has."""
+    """An error text about the first of the `interfaces` that is missing, down or without address; None if all are usable.
+
+    No interfaces at all are an error too. `known` are the names of all network interfaces of the node, for the text.
+    """
     if not interfaces:
         return "it has no InfiniBand port; it has: %s" % ", ".join(known)
     for each in interfaces:
@@ -156,15 +168,15 @@ def interface_problem(interfaces: Sequence[Interface], known: Sequence[str]) -> 
     return None
 
 
-# ---- Readers: what this node says
+# ---- The state of this node
 
 
 class _NoAnswer(Exception):
-    """Raised when a program that a check needs is missing, fails or hangs; the text says so."""
+    """Raised when a program that a check needs is missing, fails or hangs; its text becomes the error text of the check."""
 
 
 def _ask(*command: str) -> str:
-    """What a program prints; raises _NoAnswer."""
+    """Run a program and return its output; raises _NoAnswer if the program is missing, fails or does not end in time."""
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
@@ -279,7 +291,7 @@ CHECKS: Dict[str, Check] = {
 
 
 def first_problem(order: Order) -> Optional[Tuple[str, str]]:
-    """The first of the checks that this node fails, and what was found; None if it passes all."""
+    """The first check that this node fails, and its error text; None if the node passes all checks."""
     for check in order.checks:
         name, _, value = check.partition("=")
         try:
@@ -294,12 +306,16 @@ def first_problem(order: Order) -> Optional[Tuple[str, str]]:
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """This node's name, as Slurm calls it (srun(1), Slurm 22.05); without Slurm the host name."""
+    """This node's name in Slurm (srun(1), Slurm 22.05); the host name if Slurm did not start this process."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def main(arguments: List[str]) -> int:
-    """Run the checks of an order, and write the first problem as JSON to a file descriptor: a full disk takes no log."""
+    """Run the checks of an `Order`, and write the first failed check and its error text, or null, as JSON to a file descriptor.
+
+    The `arguments` are the order as JSON, and the number of the descriptor. It is a pipe, because a full disk takes no log.
+    Returns the exit code: 1 if a check failed, else 0.
+    """
     order: Any = json.loads(arguments[0])
     found = first_problem(Order(**order))
     os.write(int(arguments[1]), json.dumps(found).encode("utf-8"))

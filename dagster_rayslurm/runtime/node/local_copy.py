@@ -1,10 +1,11 @@
-"""A copy of the environment on this node's own disk, for jobs whose environment has stage="node-local".
+"""Copies the Python environment to this node's own disk, for jobs whose environment has stage="node-local".
 
-An environment cannot be moved, because many of its files contain its path. So each node makes its copy as the environment was
-made on the shared file system, from the same files there. That reads a few large files instead of thousands of small ones.
+An environment cannot be moved, because many of its files contain its path. So each node builds its copy with the commands that
+built the environment on the shared file system, from the same files there. That reads a few large files instead of thousands of
+small ones.
 
-The runtime starts with the shared Python, makes the copy, and then becomes the copy's Python. So Ray and payloads have it too.
-The keeper removes the copy at the end of the job.
+The runtime starts with the Python of the shared environment, makes the copy, and then replaces itself with the copy's Python by
+exec. So Ray and payloads use the copy too. The keeper (`process.processes`) removes the copy at the end of the job.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from ..process import scratch
 
-_RECIPE = "rayslurm.json"  # File in the shared environment that `edge.environment` writes,
-_PREFIX = "{prefix}"  # and what stands in its commands for the environment's path.
+_RECIPE = "rayslurm.json"  # File in the shared environment with the commands that make a copy; `edge.environment` writes it.
+_PREFIX = "{prefix}"  # Stands in these commands for the path of the copy.
 _ROOM = 1.1  # Free bytes that a disk must have for each byte of the environment.
 _TIMEOUT = 300.0  # Seconds for one command.
 _REMARK = "RAYSLURM_NODE_LOCAL"  # Environment variable with the `remark` from before this process became the copy's Python.
-NO_COPY = "not-node-local"  # The phase of a remark that is a warning.
-_SCRUBBED = ("UV_", "PIP_", "PYTHON", "VIRTUAL_ENV")  # What the names of variables begin with that change what commands do.
+NO_COPY = "not-node-local"  # The phase of `remark` if no copy could be made.
+_SCRUBBED = ("UV_", "PIP_", "PYTHON", "VIRTUAL_ENV")  # Prefixes of variables that would change the commands' work.
 
-# The phase and the sentence for the Dagster log about this node's environment; None if there is nothing to say.
+# The phase and the sentence for the Dagster log about this node's copy of the environment; None if nodes make no copies.
 remark: Optional[Tuple[str, str]] = None
 
 
 def enter(arguments: Sequence[str]) -> None:
-    """Begin this program anew with the Python of a copy of its environment, if the environment is one that nodes copy.
+    """Make this node's copy of the environment, if nodes are to have one, and start this program anew with the copy's Python.
 
-    Returns if there is nothing to copy, or if no copy can be made: this program then goes on in the shared environment.
+    `arguments` are those of the program. Returns only if there is no copy to make, or if making it failed: this program then goes
+    on in the environment in which it runs.
     """
     global remark
     scratch.inherit()
@@ -71,7 +73,7 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def _find(python: str) -> Tuple[str, Dict[str, Any]]:
-    """The environment that a Python belongs to, and the recipe in it, which is empty if it has none."""
+    """The directory of the environment that contains the executable `python`, and the recipe in it; {} without a recipe."""
     prefix = os.path.dirname(os.path.dirname(python))
     for path in (prefix, os.path.dirname(prefix)):  # pixi-pack makes `env/bin/python`.
         try:
@@ -83,7 +85,7 @@ def _find(python: str) -> Tuple[str, Dict[str, Any]]:
 
 
 def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: str) -> None:
-    """Make the copy, whose Python must then start; raises OSError with what a command has said."""
+    """Run the commands that make the copy, and test its `python`; raises OSError with the error output of a failed command."""
     os.mkdir(copy)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
     # Files that uv unpacks there need not be copied into the environment, they are linked.
@@ -102,9 +104,10 @@ def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: 
 
 
 def _moved(environ: Mapping[str, str], prefix: str, copy: str) -> Dict[str, str]:
-    """Environment variables, with the path of the copy in place of that of the environment, which its activation has set.
+    """The variables of `environ` with the path of the shared environment, `prefix`, replaced by the path of its copy.
 
-    The name of the environment is a link, and its files contain what the link leads to.
+    The activation of the environment has put that path into variables. `prefix` is a symbolic link, and files of the environment
+    contain the target of the link instead, so both are replaced.
     """
     target = os.path.join(os.path.dirname(prefix), os.path.basename(os.path.realpath(prefix)))
     moved = {}

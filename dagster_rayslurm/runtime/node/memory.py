@@ -2,7 +2,8 @@
 
 Memory is counted as Slurm counts it. Slurm enforces a memory limit in one of two ways. With `task/cgroup` the kernel limits the
 job's cgroup. With `JobAcctGatherParams=OverMemoryKill` slurmd adds up the resident memory of the job's processes; shared memory
-does not count with `NoShared`, and counts in proportion with `UsePss` (slurm.conf(5)). Without either way nothing enforces it.
+does not count with `NoShared`, and counts in proportion with `UsePss` (slurm.conf(5)). If a site has configured neither, nothing
+enforces the limit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SHORTEST, _LONGEST = 0.1, 5.0  # The least and the most seconds between two sam
 
 
 class GroupKind(TextEnum):
-    """What the leading process of a group is; only Ray workers may be killed."""
+    """The kind of the process that leads a group; only Ray workers may be killed."""
 
     WORKER = "worker"  # A Ray worker.
     DRIVER = "driver"  # A payload's own process.
@@ -42,7 +43,7 @@ class GroupKind(TextEnum):
 
 
 class Group(NamedTuple):
-    """A process, such as a Ray worker, with the processes below it: their memory counts together."""
+    """A process, such as a Ray worker, and the processes below it, whose memory is counted together."""
 
     pid: int
     name: str  # What messages call the group, such as "ray::train".
@@ -51,7 +52,7 @@ class Group(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes of memory that the job uses on one node, and the limit; the groups are needed from the share `WARN` on."""
+    """Bytes of memory that the job uses on one node, and the limit; `groups` may be empty below the share `WARN` of the limit."""
 
     used: int
     limit: int
@@ -60,7 +61,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """What the guard remembers between two samples of a node."""
+    """The state that the memory watch keeps from one sample of a node to the next."""
 
     warned: bool = False  # Whether a warning was given since memory use last fell below `_REARM`.
     victim: Optional[int] = None  # Process id of the Ray worker that was killed last.
@@ -68,14 +69,14 @@ class State:
 
 
 class Action(NamedTuple):
-    """What to do: a sentence to show in the Dagster log and, in `kill`, the process id of a Ray worker to kill, if any."""
+    """A reaction to a sample: a sentence for the Dagster log and, in `kill`, the process id of a Ray worker to kill, if any."""
 
     message: str
     kill: Optional[int] = None
 
 
 def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, Optional[Action]]:
-    """The warning or kill that one sample of a node calls for, if any, and the state for the next sample.
+    """The state for the next sample of a node, and the warning or kill that this sample requires; None if it requires neither.
 
     `may_kill` is False if neither Slurm nor the kernel enforces the limit.
     """
@@ -95,12 +96,16 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
 
 
 def pause(used: int, limit: int) -> float:
-    """Seconds until the next sample: the nearer to the limit, the sooner."""
+    """Seconds to wait until the next sample; the nearer `used` is to the limit, the fewer."""
     return min(_LONGEST, max(_SHORTEST, (KILL * limit - used) / _FILL_RATE))
 
 
 def _victim(state: State, sample: Sample, now: float) -> Optional[Group]:
-    """The Ray worker to kill; None if the last killed worker has not ended yet, or if killing the largest would not help."""
+    """The Ray worker to kill, or None.
+
+    None if the worker that was killed last has not ended yet, if the largest group is a payload's own process, or if the largest
+    worker is so small that killing it would not help.
+    """
     if state.victim in {group.pid for group in sample.groups} and now < state.killed_at + _SETTLE:
         return None
     largest = _largest([group for group in sample.groups if group.kind != GroupKind.SYSTEM])
@@ -133,9 +138,9 @@ _JOB = re.compile(r"/job_\d+(/|$)")  # The directory in a cgroup's path that Slu
 
 
 def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
-    """How slurmd counts memory, and whether it ends a job whose processes exceed the limit in sum.
+    """How slurmd counts shared memory, and whether it ends a job whose processes together exceed the memory limit.
 
-    Both are read from the output of `scontrol show config`; without output, slurmd enforces no limit.
+    Both are read from the output of `scontrol show config`; without output, slurmd is taken to enforce no limit.
     """
     values: Dict[str, str] = dict(re.findall(r"^(\w+)\s*= (.*)$", config or "", re.MULTILINE))
     params = values.get("JobAcctGatherParams", "").lower()
@@ -146,7 +151,7 @@ def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
 
 
 def job_cgroups(limits: Iterable[Tuple[str, int]]) -> List[Tuple[str, int]]:
-    """Those of this process's cgroups (`resources.cgroup_limits`) that Slurm made for this job and limits."""
+    """Those of the `limits` (see `resources.cgroup_limits`) that Slurm set on the cgroups of this job."""
     memory = resources.hardware_memory()  # Version 1 writes a huge number for no limit.
     return [(directory, limit) for directory, limit in limits if _JOB.search(directory) and 0 < limit < memory]
 
@@ -171,9 +176,9 @@ def _cgroup_use(directory: str) -> Optional[int]:
 
 
 def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_pids: Iterable[int]) -> List[Group]:
-    """The processes of the table below this runtime in groups.
+    """This process and all processes of the table below it, divided into groups.
 
-    Each Ray worker, below one of `ray_pids`, and each payload's process leads a group of all processes below it. Each other
+    Each Ray worker below one of `ray_pids`, and each of `payload_pids`, leads a group of all processes below it. Each other
     process is a group of its own.
     """
     leaders = {pid: GroupKind.DRIVER for pid in payload_pids}
@@ -203,7 +208,7 @@ def _is_worker(process: Process) -> bool:
 
 
 def _title(pid: int) -> str:
-    """The first word of a process's command line, where a Ray worker writes what it does."""
+    """The first argument in a process's command line, in which a Ray worker writes the name of its task or actor."""
     return command_line(pid)[:200].split(b"\0")[0].decode("utf-8", "replace")
 
 
@@ -220,7 +225,7 @@ _TABLE_AGE = 0.1  # Greatest age in seconds of a process table from /proc that a
 
 @dataclass(eq=False)
 class MemoryWatch:
-    """Samples the memory that a Slurm job uses on this node, warns of a full node, and kills a Ray worker if need be."""
+    """Samples the memory that a Slurm job uses on this node; near the limit, warns first and then kills a Ray worker."""
 
     loop: Loop
     node: str  # Name of this node for messages.
@@ -232,8 +237,8 @@ class MemoryWatch:
     def __post_init__(self) -> None:
         self._cgroups = job_cgroups(resources.cgroup_limits())
         self._limit = resources.slurm_memory(self.environ)
-        self._shared = Shared.EACH  # How the memory of processes counts that they share; until Slurm tells, in each process.
-        self._enforced: Optional[bool] = True if self._cgroups else None  # Whether the limit is; None until Slurm tells.
+        self._shared = Shared.EACH  # How shared memory counts; in each process that shares it until Slurm tells.
+        self._enforced: Optional[bool] = True if self._cgroups else None  # Whether Slurm enforces the limit; None until it tells.
         self._queried = False
         self._state = State()
         if self._cgroups or self._limit:
@@ -247,7 +252,7 @@ class MemoryWatch:
         self.loop.call_later(max(delay, _PAUSE_FACTOR * (self.loop.now() - began)), self._sample_and_repeat)
 
     def _sample(self) -> float:
-        """Take one sample, warn or kill if it calls for that, and return the seconds until the next sample."""
+        """Take one sample, warn or kill as `decide` returns, and return the seconds until the next sample."""
         used, limit = fullest(self._cgroups) or (self._memory_of_processes(), self._limit or 2**62)
         if self._enforced is None:
             if used >= _QUERY_SHARE * limit and not self._queried:
@@ -266,12 +271,12 @@ class MemoryWatch:
         return pause(used, limit)
 
     def _memory_of_processes(self) -> int:
-        """Bytes that this runtime's processes use."""
+        """Bytes of memory that this process and all processes below it use."""
         _, table = recent_table(_TABLE_AGE)
         return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], self._shared)
 
     def _query_slurm(self) -> None:
-        """Start `scontrol show config`; `_answered` gets from it whether Slurm counts shared memory and enforces the limit."""
+        """Start `scontrol show config` without waiting for it; `_answered` is called with its output."""
         self._queried = True
         try:
             query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)

@@ -81,12 +81,12 @@ def route_address(host: str) -> Optional[str]:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """ "HOST:PORT", with brackets around an IPv6 address."""
+    """A host and a port as "HOST:PORT", with brackets around an IPv6 address."""
     return "%s:%d" % ("[%s]" % host if ":" in host else host, port)
 
 
 def split_host_port(address: str) -> Tuple[str, int]:
-    """The host and the port of "HOST:PORT", without brackets."""
+    """The host and the port of an address "HOST:PORT"; an IPv6 address is returned without brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -96,22 +96,25 @@ def split_host_port(address: str) -> Tuple[str, int]:
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports chosen for a node, and the arguments of `ray start` for them."""
+    """The ports that were chosen for Ray on a node, and the arguments of `ray start` for them."""
 
-    gcs: int = 0  # Of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
-    dashboard: int = 0  # Of the head's dashboard; 0 on a worker node.
-    options: Tuple[str, ...] = ()  # Of `ray start`.
+    gcs: int = 0  # Port of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
+    dashboard: int = 0  # Port of the head's dashboard; 0 on a worker node.
+    options: Tuple[str, ...] = ()  # Arguments of `ray start` that set its ports.
     environ: Tuple[Tuple[str, str], ...] = ()  # Environment variables for `ray start`.
     block: Optional[socket.socket] = None  # Holds the block of ports until it is closed; None without a `port_range`.
 
     def release(self) -> None:
-        """Let other Ray clusters have the block of ports."""
+        """Give the block of ports back, so that other Ray clusters can have it."""
         if self.block is not None:
             self.block.close()
 
 
 def parse_range(text: str) -> Tuple[int, int]:
-    """The first and the last port of a range "LOW-HIGH"; raises ValueError if it is none, or too small for one Ray cluster."""
+    """The first and the last port of a range "LOW-HIGH".
+
+    Raises ValueError if the text is not such a range, or if the range is too small for one Ray cluster.
+    """
     match = re.match(r"^(\d+)-(\d+)$", text)
     low, high = (int(match.group(1)), int(match.group(2))) if match else (0, 0)
     if not 1024 <= low <= high <= 65535:
@@ -122,9 +125,9 @@ def parse_range(text: str) -> Tuple[int, int]:
 
 
 def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
-    """Ports that the head's RPC server may try to bind in turn; they are chosen before the head's node is known.
+    """Up to `count` ports that the head's RPC server may try to bind in turn; they are chosen before the head's node is known.
 
-    With a `port_range`, each is the last port of a block. Those ports are for Ray's workers, not for its services.
+    With a `port_range`, each is the last port of a block: Ray uses the last ports for its workers, not for its services.
     """
     if port_range:
         low, high = parse_range(port_range)
@@ -148,9 +151,9 @@ def is_free(port: int) -> bool:
 
 
 def choose_ports(port_range: Optional[str] = None, head: bool = True) -> Ports:
-    """Free ports for the services and workers of a Ray cluster on this node, in a range "LOW-HIGH" if there is one.
+    """Free ports for the services and workers of a Ray cluster on this node, from `port_range` ("LOW-HIGH") if it is given.
 
-    Raises OSError if there are not enough. A worker node has fewer services than the `head`.
+    `head` is False for a worker node, which has fewer services. Raises OSError if too few ports are free.
     """
     services: Tuple[str, ...] = HEAD_SERVICES if head else ()
     variables: Tuple[str, ...] = ()
@@ -169,7 +172,10 @@ def choose_ports(port_range: Optional[str] = None, head: bool = True) -> Ports:
 
 
 def _free_ports(count: int) -> List[int]:
-    """Some free ports outside the range that the kernel uses for outgoing connections (ip(7))."""
+    """As many free ports as `count`, outside the range that the kernel uses for outgoing connections (ip(7)).
+
+    Raises OSError if too few are free.
+    """
     low, high = ephemeral_range()
     candidates = [*range(10000, min(low, 65536)), *range(high + 1, 65536)] or list(range(10000, 65536))
     chosen = list(itertools.islice(filter(is_free, _chance.sample(candidates, min(200, len(candidates)))), count))
@@ -189,7 +195,10 @@ def ephemeral_range() -> Tuple[int, int]:
 
 
 def _claim_block(port_range: str) -> Tuple[socket.socket, List[int]]:
-    """A socket that is bound to the first port of a block, so that no other Ray cluster takes it, and the block's free ports."""
+    """A socket that is bound to the first port of a block, so that no other Ray cluster takes it, and the block's free ports.
+
+    Raises OSError if every block of the range is taken.
+    """
     low, high = parse_range(port_range)
     starts = list(range(low, high - BLOCK + 2, BLOCK))
     for start in _chance.sample(starts, len(starts)):

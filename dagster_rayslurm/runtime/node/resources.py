@@ -1,5 +1,6 @@
-"""CPUs, GPUs and memory that this node grants: whether they suffice for what a payload or a Ray cluster requires, and the shares
-of them that simulated nodes get.
+"""CPUs, GPUs and memory that Slurm grants on this node: detects them, and compares them with the configured requirements.
+
+In local mode this module also divides them among simulated nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SHARE_FOR_RAY = 0.9
 
 
 class Requirement(NamedTuple):
-    """What one configuration field requires of a node; `amount` is None if the field is unset."""
+    """The CPUs, GPUs or memory that one configuration field requires of a node; `amount` is None if the field is unset."""
 
     field: str  # As error messages name it.
     amount: Optional[float]
@@ -30,7 +31,7 @@ Footprint = Tuple[Requirement, ...]  # Everything that a payload or a Ray cluste
 
 
 def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
-    """What a Ray cluster requires of each of its nodes, or of each node of one component."""
+    """The requirements of a Ray cluster for each of its nodes, or, given a `NodeSpec`, for each node of one component."""
     store = spec.object_store_memory
     return (
         Requirement("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
@@ -40,9 +41,10 @@ def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
 
 
 def payload_footprint(spec: PayloadSpec) -> Footprint:
-    """What a payload that shares its nodes with other payloads requires of each node.
+    """The requirements, for each node, of a payload that shares its nodes with other payloads.
 
-    Its own Ray cluster's requirements, if it has one, and what the payload asks for where those have none of the same unit.
+    These are the requirements of the payload's own Ray cluster, if it has one, and the CPUs and GPUs that the payload reserves
+    where the Ray cluster requires none of the same unit.
     """
     own = node_footprint(spec.ray) if spec.ray is not None else ()
     units = {requirement.unit for requirement in own if requirement.amount is not None}
@@ -51,7 +53,7 @@ def payload_footprint(spec: PayloadSpec) -> Footprint:
 
 
 def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
-    """What a runtime, or one component of it, requires of each node: what Slurm was asked for, and what the Ray cluster needs."""
+    """The requirements of a runtime, or of one of its components, for each node: Slurm's request and the Ray cluster's."""
     asked = next((each for each in spec.components if each.component_id == component_id), spec)
     return (
         Requirement("SlurmQueueConfig.cpus_per_node", asked.asked_cpus, "CPUs"),
@@ -107,7 +109,7 @@ def may_need_gpus(spec: RuntimeSpec) -> bool:
 
 
 def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> NodeResources:
-    """The resources granted to this process on this node; without `with_gpus`, which takes some time, `num_gpus` is 0."""
+    """The resources granted to this process on this node; GPUs, whose count takes some time, only if `with_gpus` is True."""
     environ = os.environ if environ is None else environ
     memory = hardware_memory()
     limits = [slurm_memory(environ), *(limit for _, limit in cgroup_limits())]
@@ -126,9 +128,9 @@ def hardware_memory() -> int:
 
 
 def count_cpus(environ: Mapping[str, str]) -> int:
-    """Number of CPUs granted to this process: those of its CPU affinity where Slurm confines tasks to CPUs.
+    """Number of CPUs granted to this process: the size of its CPU affinity where Slurm confines tasks to CPUs.
 
-    Where Slurm does not (`TaskPlugin=task/none`), only `SLURM_CPUS_ON_NODE` says how many were granted (srun(1)).
+    Where Slurm does not (`TaskPlugin=task/none`), only `SLURM_CPUS_ON_NODE` tells how many were granted (srun(1)).
     """
     machine = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else machine
@@ -139,7 +141,10 @@ def count_cpus(environ: Mapping[str, str]) -> int:
 
 
 def slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
-    """Bytes that Slurm grants the step on this node; None for no limit. Slurm tells megabytes, 0 for all memory (srun(1))."""
+    """Bytes of memory that Slurm grants the job step on this node; None if there is no limit.
+
+    Slurm's variables are in megabytes, and 0 means all memory (srun(1)).
+    """
     per_node, per_cpu = _number(environ, "SLURM_MEM_PER_NODE"), _number(environ, "SLURM_MEM_PER_CPU")
     return (per_node or (per_cpu or 0) * count_cpus(environ)) * 2**20 or None
 
@@ -150,7 +155,10 @@ def _number(environ: Mapping[str, str], name: str) -> Optional[int]:
 
 
 def cgroup_limits() -> List[Tuple[str, int]]:
-    """Directories and memory limits in bytes of this process's cgroup and its ancestors (cgroups(7), versions 1 and 2)."""
+    """Directory and memory limit in bytes of this process's cgroup and of each of its ancestors that has a limit.
+
+    See cgroups(7); versions 1 and 2 are read.
+    """
     entries: List[List[str]] = []
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         entries = [line.rstrip("\n").split(":", 2) for line in file]
@@ -206,16 +214,17 @@ def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
-    """The variable that says which GPUs this process sees, and the names of the first `count` of these GPUs.
+    """The environment variable that tells which GPUs this process sees, and the names of the first `count` of these GPUs.
 
-    Several tiles of one Intel device count as one GPU.
+    Without such a variable, these are CUDA_VISIBLE_DEVICES and the indices from 0. Several tiles of one Intel device count as one
+    GPU.
     """
     variable, names = _visible(environ) or (GPU_VARIABLES[0], [str(index) for index in range(count)])
     return variable, names[:count]
 
 
 def _visible(environ: Mapping[str, str]) -> Optional[Tuple[str, List[str]]]:
-    """The variable that says which GPUs this process sees, and their names; None if there is none."""
+    """The environment variable that tells which GPUs this process sees, and their names; None if no such variable is set."""
     variable = next((name for name in GPU_VARIABLES[:-1] if name in environ), None)
     if variable is None:
         return None
@@ -233,7 +242,7 @@ def _visible(environ: Mapping[str, str]) -> Optional[Tuple[str, List[str]]]:
 
 
 def _devices(visible: str) -> List[str]:
-    """The GPU names in the value of a variable; empty if the value stands for no GPU."""
+    """The GPU names in the value of a variable such as CUDA_VISIBLE_DEVICES; empty if the value stands for no GPU."""
     names = [name.strip() for name in visible.split(",")]
     return [name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")]
 
@@ -262,7 +271,7 @@ _FIRST_MISSING_DEVICE = 1000  # The first of the GPU indices that stand for miss
 
 
 class Share(NamedTuple):
-    """The share of this machine that one Ray node gets."""
+    """The part of this machine's CPUs, GPUs and memory that one simulated Ray node gets."""
 
     machine: NodeResources  # With simulated CPUs and GPUs.
     environ: Variables  # For Ray on this node.
@@ -270,7 +279,7 @@ class Share(NamedTuple):
 
 
 def simulated_shares(spec: RuntimeSpec, here: NodeResources) -> List[Share]:
-    """The shares of this machine for the components of a runtime, or the share of the only node of one without components."""
+    """The share of this machine for each component of a runtime; a single share if the runtime has no components."""
     visible = visible_gpus(os.environ, here.num_gpus)
     return component_shares(spec, here, visible) if spec.components else [single_node_share(spec, here, visible)]
 
@@ -302,7 +311,10 @@ def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str,
 
 
 def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> Share:
-    """The share for the only node of a runtime without components, with simulated devices if it requests more. Pure."""
+    """The share for the only node of a runtime without components. Pure.
+
+    If the Ray cluster requests more CPUs or GPUs than this machine has, the missing ones are simulated.
+    """
     if spec.ray is None:
         return Share(here, {}, "")
     cpus, gpus = max(here.num_cpus, spec.ray.num_cpus or 0), max(here.num_gpus, spec.ray.num_gpus or 0)
@@ -311,7 +323,10 @@ def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str
 
 
 def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
-    """The environment variables by which a process sees only the GPUs `own`; simulated ones get ids of no device."""
+    """The environment variables by which a process sees only the GPUs `own`.
+
+    If these are fewer than `gpus`, ids that belong to no device stand for the others, which are simulated.
+    """
     missing = [str(_FIRST_MISSING_DEVICE + index) for index in range(gpus - len(own))]
     # Ray refuses a number of GPUs that contradicts any of these variables. HIP's would number the devices visible before.
     others = GPU_VARIABLES if missing else ("HIP_VISIBLE_DEVICES",) if variable == "ROCR_VISIBLE_DEVICES" else ()
@@ -319,7 +334,7 @@ def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
 
 
 def _remark(cpus: int, gpus: int, has_cpus: int, has_gpus: int) -> str:
-    """A sentence about the CPUs and GPUs that Ray counts and this machine does not have; "" if there are none."""
+    """A sentence about CPUs and GPUs that Ray counts although this machine does not have them; "" if there are none."""
     units = [("CPU", cpus, has_cpus), ("GPU", gpus, has_gpus)]
     short = [(_count(counted, unit), _count(has, unit)) for unit, counted, has in units if counted > has]
     if not short:

@@ -40,7 +40,7 @@ _AMD = ("rocm-smi", "--showuniqueid", "--showuse", "--showmeminfo", "vram", "--j
 
 
 class Gpu(NamedTuple):
-    """How busy one GPU is."""
+    """The utilization and the used memory of one GPU."""
 
     number: str  # The index that the vendor's program gives the GPU.
     uuid: str
@@ -49,7 +49,7 @@ class Gpu(NamedTuple):
 
 
 class GpuMonitor:
-    """How busy the granted GPUs of this node are; one query of `nvidia-smi` or `rocm-smi` serves all payloads."""
+    """Measures how busy the granted GPUs of this node are; one query of `nvidia-smi` or `rocm-smi` serves all payloads."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -58,7 +58,7 @@ class GpuMonitor:
         self.figures: Tuple[float, List[Gpu]] = (0.0, [])
 
     def query_if_due(self) -> None:
-        """Begin the next query, if the figures are old; to be called again and again."""
+        """Start the next query unless one is under way or the last was a short time ago; to be called periodically."""
         if self._loop.now() >= self._due:
             self._due = float("inf")
             amd = not {"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}.isdisjoint(os.environ)
@@ -78,7 +78,7 @@ class GpuMonitor:
 
 
 def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gpu]:
-    """Those of `gpus` that are granted, by index or UUID, which may be abbreviated; `granted` is None if all are.
+    """The members of `gpus` whose index or UUID is in `granted`, which may abbreviate UUIDs; all of them if `granted` is None.
 
     A granted slice of a GPU (MIG) selects no GPU, because a slice has no figures of its own.
     """
@@ -116,7 +116,7 @@ def parse_amd(text: str) -> List[Gpu]:
 
 
 class Shared(Enum):
-    """How memory counts that several processes share."""
+    """How the memory that several processes share is counted."""
 
     EACH = "in each process"
     ONCE = "the largest share of a process, once: all of Ray's processes map the same object store"
@@ -124,7 +124,10 @@ class Shared(Enum):
 
 
 def memory_of(pids: Iterable[int], shared: Shared = Shared.ONCE) -> int:
-    """Bytes of resident memory of some processes; with `Shared.NEVER`, those that become free when the processes end."""
+    """Bytes of resident memory that some processes use together.
+
+    With `Shared.NEVER`, these are the bytes that become free when the processes end.
+    """
     sizes = [processes.resident_and_shared(pid) for pid in pids]
     mapped = [size for _, size in sizes]
     counted = {Shared.EACH: sum(mapped), Shared.ONCE: max(mapped, default=0), Shared.NEVER: 0}
@@ -144,21 +147,21 @@ _JOB_LINE = re.compile(rb":job_id:([0-9a-f]{8})")  # The first line of its log, 
 
 
 def logs_of(ray_temp_dir: str) -> str:
-    """The directory in which Ray writes its logs."""
+    """The directory in which Ray writes its logs, given Ray's temporary directory."""
     return os.path.join(ray_temp_dir, "session_latest", "logs")
 
 
 def started_ahead(log_dir: str) -> Tuple[int, Set[int]]:
-    """How many workers Ray has started here ahead of their jobs, ended ones included, and the ids of those that still wait.
+    """The number of workers that Ray started on this node without a job, and the process ids of those that still have none.
 
-    Every worker of Ray changes its command line to say that it is one.
+    The number includes workers that have ended. A worker that runs has a command line that begins with `ray::`.
     """
     ahead = [(pid, path) for pid, job, path in _logs(log_dir, _WORKER_LOG) if job == _NO_JOB]
     return len(ahead), {pid for pid, path in ahead if command_line(pid).startswith(b"ray::") and not _logged_job(path)}
 
 
 class Attribution(NamedTuple):
-    """The processes of a node, sorted by whether they belong to one payload, to no payload or to other payloads."""
+    """The processes of a node, divided into those of one payload, those of no payload and those of other payloads."""
 
     own: List[Process]  # The payload's driver and the workers of its jobs, with all processes below them.
     shared: List[Process]  # Ray's daemons, and workers that wait for a job.
@@ -174,9 +177,10 @@ class RayJobs:
     job_ids: Set[str] = field(default_factory=set)  # The payload's Ray jobs that are known so far.
 
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
-        """Sort processes that are not known to belong to other payloads; `table` has all processes of this machine by id.
+        """Divide `candidates`, processes not known to belong to other payloads, by the payload that they belong to.
 
-        The Ray job of a new driver among the processes is added to `job_ids`.
+        `table` has all processes of this machine by id. The Ray job of each new driver among the candidates is added to
+        `job_ids`.
         """
         root = self.ray_pid()
         ray = set() if root is None else {root, *(process.pid for process in descendants(root, dict(table)))}
@@ -199,7 +203,7 @@ class RayJobs:
         return result
 
     def _jobs_of_workers(self, ray: Collection[int]) -> Dict[int, str]:
-        """The job ids of Ray's workers by process id."""
+        """The Ray job id of each worker that has a job, by process id; `ray` are the process ids of Ray."""
         jobs: Dict[int, str] = {}
         for pid, named, path in _logs(self.log_dir, _WORKER_LOG):
             job = (named if named != _NO_JOB else _logged_job(path)) if pid in ray else None
@@ -209,7 +213,7 @@ class RayJobs:
 
 
 def _logs(log_dir: str, pattern: "re.Pattern[str]") -> Iterator[Tuple[int, str, str]]:
-    """Process id, job id and path of each log whose name matches; none before Ray has made the directory."""
+    """Yields process id, job id and path of each log whose name matches `pattern`; nothing before Ray has made the directory."""
     with contextlib.suppress(OSError):
         for name in os.listdir(log_dir):
             match = pattern.fullmatch(name)
@@ -235,7 +239,7 @@ def _age(job: str) -> int:
 
 @dataclass
 class Usage:
-    """What one payload used from its start to its last sample, in seconds, bytes and, for GPU utilization, percent."""
+    """The resources that one payload used until its last sample: seconds, bytes and, for GPU utilization, percent."""
 
     elapsed: float = 0.0
     cpu_seconds: float = 0.0
@@ -251,7 +255,7 @@ class Usage:
 
 
 class UsageMeter:
-    """Adds up the samples of one payload's processes to its usage. Pure arithmetic: the caller reads /proc.
+    """Computes the `Usage` of one payload from samples of its processes. Pure arithmetic: the caller reads /proc.
 
     `baseline` are the processes that run before the payload starts; the CPU time that they have used by now does not count.
     """
@@ -266,10 +270,10 @@ class UsageMeter:
         self.usage = Usage()
 
     def add(self, at: float, sample: Attribution, memory: int, shared_memory: Optional[int] = None) -> None:
-        """Add a sample that was taken at a time (`time.monotonic`).
+        """Add a sample that was taken at the time `at` (of `time.monotonic`).
 
-        `memory` is that of the payload's own processes, and `shared_memory` that of the processes of no payload; None if the Ray
-        cluster is this payload's own.
+        `memory` are the bytes that the payload's own processes use, and `shared_memory` the bytes that the processes of no
+        payload use; None if the Ray cluster is this payload's own.
         """
         for process in [*sample.shared, *sample.own]:
             used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
@@ -290,7 +294,7 @@ class UsageMeter:
         self._add_point(at, 0)
 
     def add_gpus(self, gpus: List[Gpu]) -> None:
-        """Add one sample of how busy the granted GPUs are."""
+        """Add one sample of the utilization and memory of the granted GPUs; an empty list changes nothing."""
         if not gpus:
             return
         usage = self.usage
@@ -304,7 +308,7 @@ class UsageMeter:
         return asdict(self.usage)
 
     def _add_point(self, at: float, memory: int) -> None:
-        """Update the totals, and add a point to the course of usage unless the last one is very recent."""
+        """Update the totals, and append a point to `Usage.points` unless the last point is very recent."""
         usage = self.usage
         usage.cpu_seconds = sum(used for pid, used in self._cpu.items() if pid not in self._shared)
         usage.peak_memory = max(usage.peak_memory, memory)
@@ -343,7 +347,8 @@ class UsageSampler:
     def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
         """Take the last sample and return the usage, as a dictionary with the fields of `Usage`.
 
-        `pid` is the payload's ended process, None if it ran on another node, and `rusage` what getrusage(2) says of it.
+        `pid` is the id of the payload's process, which has ended, and `rusage` its `resource.struct_rusage`; None if the payload
+        ran on another node.
         """
         self.cancel()
         self._sample()
@@ -385,7 +390,7 @@ class UsageSampler:
             self.meter.add_gpus(gpus)
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
-        """The processes below the roots, without those that belong to other payloads."""
+        """The processes below `roots`, without those that `excluded` names and those below them."""
         others = list(self.excluded())
         excluded = {*others, *(process.pid for root in others for process in descendants(root, table))}
         roots = [os.getpid()] if self.roots is None else self.roots()
@@ -397,10 +402,11 @@ _PEAKS = ("peak_memory", "gpu_utilization_max", "gpu_memory_max", "shared_peak_m
 
 
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
-    """The usage of one payload on several nodes, by node name, merged to one, with CPU time and peak memory by node in `nodes`.
+    """Merge the usage of one payload on several nodes, given by node name, into one dictionary.
 
-    The first node is the head, whose elapsed time and points count. CPU time and spilled bytes are sums; peak memory is that of
-    the node that used most, because `--mem` applies to each node; GPU utilization is the mean of the nodes that have GPUs.
+    Its key `nodes` has the CPU time and peak memory of each node. The first node is the head, whose elapsed time and points
+    count. CPU time and spilled bytes are sums; peak memory is that of the node that used most, because `--mem` applies to each
+    node; GPU utilization is the mean of the nodes that have GPUs.
     """
     head, *others = usages.values()
 
@@ -421,14 +427,17 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
 
 
 def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[float]:
-    """A point of the head merged with the latest earlier point of each other node: the CPUs of all, the memory of the fullest."""
+    """A point of the head, merged with the latest point of each other node that is not later.
+
+    The merged point has the sum of the busy CPUs, and the memory of the node that uses most.
+    """
     at = point[0]
     latest = [point, *(other for points in others for other in [each for each in points if each[0] <= at][-1:])]
     return [at, round(sum(each[1] for each in latest), 2), max(each[2] for each in latest)]
 
 
 def _spilled_bytes(ray_temp_dir: str) -> int:
-    """Bytes of objects that Ray has moved from memory to disk."""
+    """Bytes of objects that Ray has moved from memory to disk; 0 if they cannot be read."""
     with contextlib.suppress(OSError):  # Ray has removed an object meanwhile.
         return sum(map(os.path.getsize, glob.iglob(os.path.join(glob.escape(ray_temp_dir), _SPILLED))))
     return 0

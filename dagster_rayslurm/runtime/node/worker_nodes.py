@@ -1,4 +1,4 @@
-"""The worker nodes of an allocation as the head's runtime sees them: it sends them commands and receives their events."""
+"""The worker nodes of an allocation, to which the head's runtime sends commands, and whose events it receives."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Identity(NamedTuple):
 
 @dataclass(eq=False)
 class WorkerNode:
-    """What the head knows about one worker node, and the connection to it."""
+    """One worker node as the head's runtime sees it: its name, resources and pending commands, and the connection to it."""
 
-    node_id: int  # Its place in the allocation, which counts from 0, the head.
+    node_id: int  # Its index in the allocation, in which 0 is the head.
     name: str
     component: Optional[str] = None
     machine: Optional[NodeResources] = None  # The resources that the node reports when it joins.
     commands: Dict[str, Message] = field(default_factory=dict)  # Those to send again when it reconnects, by subject.
     gone: bool = False  # Whether the node has not reconnected in time after a loss.
-    grace: Timer = field(default_factory=Timer)  # Runs from a loss to that time.
+    grace: Timer = field(default_factory=Timer)  # Runs from the loss of the connection until the node counts as gone.
     channel: Optional[Channel] = None  # The newest connection; None while the node is not connected.
 
     @property
@@ -70,7 +70,7 @@ class WorkerNode:
 
     @property
     def identity(self) -> Identity:
-        """The identity in Ray's node table: Slurm's name of a node may differ from the hostname, which Ray uses."""
+        """The node's identity in Ray's node table, which has hostnames; Slurm's name of a node may differ from them."""
         return Identity(self.name if self.machine is None else self.machine.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:
@@ -89,7 +89,7 @@ class WorkerNodes(Listener):
     loop: Loop
     members: Dict[int, WorkerNode]
     on_event: Callable[[WorkerNode, Message], None]
-    log_path: Callable[[int], str] = lambda _: ""  # Path of a node's own log on the shared file system, by its place.
+    log_path: Callable[[int], str] = lambda _: ""  # Path of a node's own log on the shared file system, by node id.
 
     def __post_init__(self) -> None:
         self._node_of_channel: Dict[Channel, WorkerNode] = {}
@@ -100,17 +100,18 @@ class WorkerNodes(Listener):
 
     @property
     def pids(self) -> List[int]:
-        """Process ids of the nodes' Ray on this machine, if they are simulated."""
+        """Process ids of the nodes' Ray on this machine; empty unless the nodes are simulated here."""
         return [pid for node in self.members.values() for pid in node.pids]
 
     def listen(self, key: str, ports: List[int]) -> None:
-        """Let the nodes connect to the first free one of these ports; `key` is the secret that they share, hex."""
+        """Listen for the nodes on the first of the `ports` that is free; `key` is the secret that they share, in hex."""
         self._server = RpcServer(self.loop, key, ports, self, heartbeat=True)
 
     def send_command(self, places: Iterable[int], **command: Any) -> None:
-        """Send a command to the nodes at these places; a node that is not connected gets it when it connects.
+        """Send a command to the worker nodes with these node ids; a node that is not connected gets it when it connects.
 
-        It replaces an earlier command on the same subject. One that ends something is kept until the node has confirmed it.
+        The command replaces an earlier one on the same subject. A command that ends something is kept until the node has
+        confirmed it.
         """
         op = NodeCommand(command["op"])
         subject = _subject(op, command.get("cluster") or command.get("id") or "")
@@ -122,33 +123,34 @@ class WorkerNodes(Listener):
                 node.send(**command)
 
     def log_tail(self, place: int) -> str:
-        """The last lines of a node's own log."""
+        """The last lines of the log of the node with this node id; "" if the log cannot be read."""
         return tail_file(self.log_path(place), lines=15)
 
     def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
-        """Measure usage on all worker nodes for one payload.
+        """Tell all worker nodes to measure the usage of one payload, which is identified by its `nonce`.
 
         `jobs` are the ids of the payload's known Ray jobs, if payloads share the Ray cluster; None for a Ray cluster of its own.
         """
         self.send_command(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
 
     def collect(self, nonce: str, done: Callable[[UsageByHost], None]) -> None:
-        """Stop measuring for a payload, and call `done` with the usage of those nodes that answer in time."""
+        """Tell the worker nodes to stop measuring a payload; calls `done` with the usage from those that answer in time."""
         expected = {node.node_id for node in self.members.values() if node.here}
         self._collections[nonce] = expected, {}, done
         self.send_command(self.members, op=NodeCommand.REPORT, id=nonce)
         self.loop.call_later(_USAGE_TIMEOUT if expected else 0.0, lambda: self._finish(nonce))
 
     def dismiss(self) -> None:
-        """Tell all worker nodes to end their runtimes, later ones when they connect."""
+        """Tell all worker nodes to end their runtimes; a node that connects later is told then."""
         self._stopped = True
         for node in self.members.values():
             node.send(op=NodeCommand.STOP)
 
     def wait_gone(self, patience: float) -> None:
-        """Wait until the worker nodes have cleaned up, because the end of this runtime may end theirs before they have.
+        """Block until the worker nodes have cleaned up and disconnected, or a time limit is over.
 
-        Nodes that never connected are waited for `patience` seconds: only this runtime can tell them to end.
+        Without this wait, the end of this runtime could end theirs before they have cleaned up. Nodes that never connected get
+        `patience` seconds to do so: only this runtime can tell them to end.
         """
         if patience > 0 and not self._all_joined():
             self.loop.resume(patience)
@@ -160,7 +162,7 @@ class WorkerNodes(Listener):
                 node.channel.wait_closed(deadline)
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Called with each message of a connection; the first one says which node it is."""
+        """Called with each message of a connection; the first message tells which node has connected."""
         node = self._node_of_channel.get(channel)
         if node is None:
             self._introduce(channel, message)
@@ -168,7 +170,7 @@ class WorkerNodes(Listener):
             self.handle(node, message)
 
     def handle(self, node: WorkerNode, message: Message) -> None:
-        """Called with each event of a node's agent."""
+        """Called with each event of a node's agent; handles answers to commands, and passes other events to `on_event`."""
         event = message.get("event")
         if event == NodeEvent.USAGE:
             self._add_usage(node, message["id"], message["usage"])
@@ -178,7 +180,7 @@ class WorkerNodes(Listener):
             self.on_event(node, message)
 
     def closed(self, channel: Channel, why: str) -> None:
-        """Called when a connection has ended: reports the loss, and once more if the node does not reconnect in time."""
+        """Called when a connection has ended: reports LOST, and later GONE if the node does not reconnect in time."""
         node = self._node_of_channel.pop(channel, None)
         if node is not None:
             node.channel = None
@@ -193,7 +195,7 @@ class WorkerNodes(Listener):
         return all(node.joined for node in self.members.values())
 
     def _introduce(self, channel: Channel, message: Message) -> None:
-        """Take a new connection as that of the node that its first message names, and send the node its commands."""
+        """Assign a new connection to the node that its first message names, and send the node its commands."""
         try:
             machine = from_fields(NodeResources, message.get("machine"), "what a node tells of itself")
             node = self.members[message["node_id"]]
@@ -232,5 +234,5 @@ class WorkerNodes(Listener):
 
 
 def _subject(op: NodeCommand, name: str) -> str:
-    """What a command is about; a command that ends something has the same subject as the command that began it."""
+    """The key under which a node's command is kept; a command that ends something has the key of the command that began it."""
     return "%s %s" % (_UNDOES.get(op, op), name)

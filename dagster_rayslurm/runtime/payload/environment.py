@@ -1,4 +1,4 @@
-"""What a payload's process finds when it starts: environment variables and working directory; and the Ray that it adds itself."""
+"""Prepares a payload's environment variables and working directory, and finds a Ray cluster that a payload starts itself."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _SCRUBBED = ("DAGSTER_PIPES_", "RAYSLURM_")
 # The environment variable from which `ray.init` takes the configuration of a driver's Ray job.
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
-# What a raylet's argument with its resources begins with; amounts follow as in "CPU,2,memory,1024" (Ray 2.60).
+# Beginning of the argument that tells a raylet its resources; names and amounts follow as in "CPU,2,memory,1024" (Ray 2.60).
 _RESOURCES = b"--static_resource_list="
 
 Environment = Dict[str, str]  # Environment variables of a process, by name.
 
 
 def pipes_param(params: Dict[str, Any]) -> str:
-    """A Pipes bootstrap parameter as `dagster_pipes.encode_param` writes it: base64 of zlib of JSON."""
+    """Encodes a bootstrap parameter of Dagster Pipes like `dagster_pipes.encode_param`: base64 of compressed (zlib) JSON."""
     return base64.b64encode(zlib.compress(json.dumps(params).encode("utf-8"))).decode("ascii")
 
 
 def shared_variables(spec: PayloadSpec) -> Environment:
-    """The environment variables that are the same for all payloads of a session; Ray's daemons hand them to every worker."""
+    """Returns the environment variables that all payloads of a session share; Ray's daemons pass them to every Ray worker."""
     return {} if spec.data_dir is None else {"RAYSLURM_DATA_DIR": spec.data_dir}
 
 
@@ -45,9 +45,16 @@ def payload_environment(
     ray_env: Environment,
     worker_env: Mapping[str, str] = MappingProxyType({}),
 ) -> Environment:
-    """The environment of a payload: inherited variables, those for Ray and Dagster Pipes, and the variables of its configuration.
+    """Returns the environment of a payload: inherited variables, those for Ray and Dagster Pipes, and those that the user set.
 
-    By `ray_env` it reaches its Ray cluster; `worker_env` are the variables that the cluster's workers have anyway.
+    Args:
+        spec: The payload's start record.
+        inherited: The variables on which the environment is based.
+        python: The path of the environment's Python, whose directory comes first in PATH.
+        run_dir: The payload's run directory.
+        messages_path: The file to which the payload appends its Pipes messages.
+        ray_env: The variables by which the payload reaches its Ray cluster; empty without one.
+        worker_env: The variables that the cluster's Ray workers have anyway.
     """
     env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
     env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
@@ -68,12 +75,18 @@ def payload_environment(
 
 
 def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
-    """The variables of the fabric's preset that nobody has set otherwise; `taken` are the payload's others."""
+    """Returns the variables from the preset for the network fabric that are not set otherwise.
+
+    A variable is set otherwise if the payload's configuration sets it, or if it is in `taken`, the payload's other variables.
+    """
     return {name: value for name, value in spec.default_env.items() if name not in taken and name not in spec.env}
 
 
 def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
-    """What the preset of the fabric sets, for the Dagster log, and which variables it leaves alone; "" without a preset."""
+    """Returns text for the Dagster log: which variables the network fabric's preset sets, and which it does not change.
+
+    Without a preset, the text is empty. `taken` are the payload's other variables.
+    """
     chosen = chosen_defaults(spec, taken)
     kept = sorted(name for name in spec.default_env if name not in chosen)
     parts = ["sets " + " ".join("%s=%s" % item for item in sorted(chosen.items()))] if chosen else []
@@ -81,11 +94,12 @@ def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
 
 
 def job_config(nonce: str, env: Mapping[str, str]) -> str:
-    """The configuration of a payload's Ray job, as JSON for the variable `JOB_CONFIG`.
+    """Returns the configuration of a payload's Ray job, as JSON for the environment variable `JOB_CONFIG`.
 
-    Ray's workers inherit the environment of the raylet that starts them, not of the driver. The job's `runtime_env` changes
-    their environment, but then Ray starts new workers for the job. Without it, idle ones do in half the time (Ray 2.60). So `env`
-    should have only the variables that the workers lack. By `nonce`, the payload's random id, its Ray jobs are found.
+    The metadata contains `nonce`, the payload's random id, by which its Ray jobs are found. `env` should have only the
+    variables that Ray's workers lack. Workers inherit the environment of the raylet that starts them, not that of the driver. A
+    job's `runtime_env` changes the workers' environment, but for that Ray starts new workers. Without a `runtime_env` Ray uses
+    idle workers, which takes half the time (Ray 2.60).
     """
     job: Dict[str, Any] = {"metadata": {JOB_MARK: nonce}}
     if env:
@@ -94,9 +108,10 @@ def job_config(nonce: str, env: Mapping[str, str]) -> str:
 
 
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
-    """Make a payload's data directory, and its working directory with links to the entries of `working_dir` and the extra files.
+    """Create a payload's data directory, and its working directory with links to the payload's input files.
 
-    With links nothing is copied, and new files of the payload do not land among the source files in `working_dir`.
+    These are the entries of `working_dir` and the extra files. Because of the links nothing is copied, and new files of the
+    payload do not land among the source files in `working_dir`.
     """
     os.makedirs(work_dir, exist_ok=True)
     if spec.data_dir is not None:
@@ -112,7 +127,10 @@ def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
 
 
 def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: float) -> Optional[str]:
-    """The warning about Ray that a payload has started itself, found by its run directory; `max_age` as for `recent_table`."""
+    """Returns a warning about a Ray cluster that a payload has started itself; None if there is none or no warning is needed.
+
+    The cluster's raylet is found by the payload's run directory, in a process table that is at most `max_age` seconds old.
+    """
     for process in processes.descendants(os.getpid(), processes.recent_table(max_age)[1]):
         if process.name == "raylet" and processes.has_environment(process.pid, "RAYSLURM_RUN_DIR=" + run_dir):
             message = own_ray_warning(raylet_resources(processes.command_line(process.pid)), node, has_cluster)
@@ -122,7 +140,10 @@ def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: 
 
 
 def raylet_resources(command: bytes) -> Dict[str, float]:
-    """The amounts by resource name that a raylet's command line gives; empty if it gives none. NUL separates the arguments."""
+    """Returns the amounts of resources, by name, in a raylet's command line; empty if it has none.
+
+    In `command`, NUL bytes separate the arguments.
+    """
     listed = next((word for word in command.split(b"\0") if word.startswith(_RESOURCES)), _RESOURCES)
     words = listed[len(_RESOURCES) :].decode("utf-8", "replace").split(",")
     try:
@@ -132,9 +153,9 @@ def raylet_resources(command: bytes) -> Dict[str, float]:
 
 
 def own_ray_warning(resources: Dict[str, float], node: NodeResources, has_cluster: bool) -> Optional[str]:
-    """The warning about Ray that a payload has started itself with these resources; None if there is no reason for one.
+    """Returns a warning about a Ray cluster with these resources that a payload has started itself; None if none is needed.
 
-    With `has_cluster` the launcher gave the payload a Ray cluster, which idles now.
+    With `has_cluster`, the launcher gave the payload another Ray cluster, which idles now.
     """
     excess = []
     if resources.get("CPU", 0.0) > node.num_cpus:

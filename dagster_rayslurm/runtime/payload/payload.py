@@ -1,6 +1,6 @@
-"""The life of one payload, from its place in the queue to its `end` record.
+"""Runs one payload, from its place in the queue to its `end` record.
 
-`Life` decides what happens next, without side effects. `Payload` and its `PayloadProcess` perform the effects.
+`Life` decides what happens next, without side effects. `Payload` and its `PayloadProcess` act on these decisions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .results import OutputSearch, UsageMeasurement
 if TYPE_CHECKING:
     from .preload_server import Cancel, ForkResult, PreloadServer
 
-LeakCheck = Callable[[Callable[[List[str]], None]], None]  # Calls back with a sentence about each thing that is left.
+LeakCheck = Callable[[Callable[[List[str]], None]], None]  # Calls back with sentences on a payload's leaks in Ray.
 
 _MESSAGE_POLL = 0.1  # Seconds between two looks for new Pipes messages of the payload.
 _SYNC_INTERVAL = 0.2  # Seconds between two syncs of the run record, which make new lines visible to other hosts.
@@ -56,7 +56,7 @@ class Phase(IntEnum):
 
 
 class Awaited(Enum):
-    """What the `end` record waits for after the payload's process has ended."""
+    """An event for which the `end` record waits after the payload's process has ended."""
 
     OUTPUT = "the rest of the output"
     USAGE = "usage of the other nodes"
@@ -65,7 +65,7 @@ class Awaited(Enum):
 
 
 class Do(Enum):
-    """What is to be done when a payload's life goes on."""
+    """An action that `Payload` must take when the state of its `Life` has changed."""
 
     TERMINATE = "send SIGTERM to the process"
     KILL = "send SIGKILL at `kill_at`"
@@ -75,7 +75,7 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Life:
-    """The state of a payload's life; its events return the next state and what is to be done. Pure."""
+    """The state of a payload. Each method for an event returns the next state and the actions to take, without side effects."""
 
     phase: Phase = Phase.QUEUED
     exit: Optional[End] = None  # How the payload's process ended; None as long as it runs.
@@ -86,7 +86,7 @@ class Life:
 
     @property
     def result(self) -> Optional[End]:
-        """How the payload ended: the runtime's reason, else how the process ended; None while neither is known."""
+        """How the payload ended: the runtime's reason, else the end of the process; None while neither is known."""
         return self.forced or self.exit
 
     @property
@@ -107,7 +107,11 @@ class Life:
         return 128 + self.exit.signal if self.exit.signal is not None else int(self.exit.exit_code or 0)
 
     def end_early(self, end: End, grace: float, now: float) -> Tuple[Life, List[Do]]:
-        """The runtime wants the payload to end, as `Payload.end_early` says; returns the next state and what to do now."""
+        """Handle a wish of the runtime to end the payload; returns the next state and the actions to take now.
+
+        `Payload.end_early` tells the rules. `grace` is the time from SIGTERM to SIGKILL in seconds, `now` the time of the
+        loop's clock.
+        """
         unrecorded, forced = end.reason == EndReason.RECORD, replace(self, forced=self.forced or end)
         if self.phase == Phase.SEARCHING:  # Only the `end` remains to be recorded, so a failed write changes nothing.
             return (self, []) if unrecorded else (forced, [Do.CONCLUDE])
@@ -121,13 +125,16 @@ class Life:
         return replace(forced, kill_at=kill_at), [Do.TERMINATE] * (grace > 0 and self.kill_at is None) + [Do.KILL]
 
     def exited(self, end: End, awaited: FrozenSet[Awaited]) -> Tuple[Life, List[Do]]:
-        """The process has ended; the `end` record waits for what is `awaited`, and after a failure for a signal."""
+        """Handle the end of the process; returns the next state and the actions to take.
+
+        The `end` record waits for the events `awaited`, and after a failure also for a signal to the runtime.
+        """
         if self.forced is None and end.exit_code != 0:
             awaited |= {Awaited.SIGNAL}
         return replace(self, phase=max(self.phase, Phase.EXITED), exit=end, awaited=awaited)._finish_if_complete()
 
     def received(self, awaited: Awaited) -> Tuple[Life, List[Do]]:
-        """Something has come that the `end` record may wait for, or the time for it is over."""
+        """Stop waiting for an event that has come or is too late; returns the next state and the actions to take."""
         life = replace(self, awaited=self.awaited - {awaited})
         return life._finish_if_complete() if self.phase == Phase.EXITED else (life, [])
 
@@ -148,7 +155,7 @@ class Payload:
     spec: PayloadSpec
     secret_env: Environment  # Variables that only the payload's own process gets; they are in no record.
     files: RunRecord
-    environ: Environment  # The environment on which that of the process is based.
+    environ: Environment  # The variables on which the environment of the process is based.
     preload_server: Optional[PreloadServer] = None  # Forks the process if the payload has modules to preload.
     ending: Life = field(default_factory=Life)
     # Facts about the Ray cluster and the nodes; the `end` record repeats them, so that metadata needs no other record.
@@ -164,7 +171,7 @@ class Payload:
     _ended_at: Optional[float] = None
     _measurement: Optional[UsageMeasurement] = None
     _leak_check: Optional[LeakCheck] = None
-    _message_file: Optional[BinaryIO] = None  # To which `dagster_pipes` appends lines.
+    _message_file: Optional[BinaryIO] = None  # The file to which `dagster_pipes` appends messages.
     _messages: int = 0  # Number of Pipes messages copied so far.
     _partial: bytes = b""
     _unwritten_end: Optional[Record] = None
@@ -187,7 +194,7 @@ class Payload:
         return self._process.pid if self.ending.exit is None else None
 
     def safely(self, call: Callable[[], None]) -> None:
-        """Call a function on behalf of this payload; an exception ends this payload and nothing else."""
+        """Call a function that acts for this payload; an exception in it ends this payload, but not the runtime."""
         try:
             call()
         except Exception as error:
@@ -195,7 +202,7 @@ class Payload:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End this payload at once because of a defect of the runtime; to be called while the exception is handled."""
+        """End this payload at once because of a defect of the runtime; to be called while the exception `error` is handled."""
         with contextlib.suppress(Exception):  # The defect may be in the code that writes the record.
             self.tail("runtime traceback", tail_lines(traceback.format_exc()))
         self.abandon(defect(error))
@@ -203,16 +210,19 @@ class Payload:
     # ---- The run record
 
     def keep(self, *records: Record) -> None:
-        """Write records that must not be lost into the journal."""
+        """Write records into the journal; if that fails, the payload ends, because these records must not be lost."""
         self._guarded(lambda: self.files.write(*records))
 
     def note(self, record: Record) -> None:
-        """Write a record that may get lost, such as a usage sample, into the journal; errors are ignored."""
+        """Write a record that may get lost, such as a usage sample, into the journal; an OSError is ignored."""
         with contextlib.suppress(OSError):
             self.files.write(record)
 
     def phase(self, name: str, message: str) -> None:
-        """Show what happens now, such as "running", in the Dagster log and the status file, until the payload has ended."""
+        """Show a new phase, such as "running", and a message in the Dagster log and the status file.
+
+        Does nothing after the payload has ended.
+        """
         if not self.ended:
             at = time.time()
             self.keep({"type": "phase", "phase": name, "message": message, "at": at})
@@ -220,22 +230,22 @@ class Payload:
             self._guarded(lambda: self._write_status(name, message, at))
 
     def tail(self, name: str, text: str) -> None:
-        """Record the last lines of a log that explains a failure; does nothing after the payload has ended."""
+        """Record `text`, the last lines of a log that explains a failure; does nothing after the payload has ended."""
         if not self.ended:
             self.keep({"type": "tail", "name": name, "text": text})
 
     def keep_fresh(self) -> None:
-        """Update the modification time of the run directory, so that cleanup does not take it for an old one and delete it."""
+        """Update the modification time of the run directory, so that cleanup does not delete it as an old one."""
         self._guarded(lambda: os.utime(self.run_dir))
 
     def end(self, end: Record) -> None:
-        """Write the `end` record, as soon as that succeeds."""
+        """Write the `end` record; if that fails, try again every second until it succeeds."""
         self._unwritten_end = end
         if not self.write_end():
             print("rayslurm: %s: the end of the run cannot be recorded yet" % self.run_dir, file=sys.stderr)
 
     def write_end(self) -> bool:
-        """Write the `end` record if it is due and not written yet; retried every second. Returns whether none remains."""
+        """Write the `end` record if it is due and not written yet, with a retry after a second; returns False if that failed."""
         end = self._unwritten_end
         if end is None:
             return True
@@ -255,14 +265,14 @@ class Payload:
         write_atomically(os.path.join(self.run_dir, STATUS), json.dumps(status).encode("utf-8"))
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Write to the run directory; if that fails, the payload must end, because its results would be lost."""
+        """Call `write`, which writes to the run directory; an OSError ends the payload, because its results would be lost."""
         try:
             write()
         except OSError as error:
             self.end_early(End(EndReason.RECORD, "%s cannot be written: %s" % (self.run_dir, error.strerror)))
 
     def copy_chunk(self) -> bool:
-        """Copy the next chunk of Pipes messages into the journal. Returns whether there was anything to read."""
+        """Copy the next chunk of Pipes messages into the journal. Returns False if there was nothing to read."""
         data = self._message_file.read(_CHUNK) if self._message_file is not None else b""
         lines, self._partial = split_lines(self._partial + data)
         now = time.time()
@@ -273,7 +283,7 @@ class Payload:
         return bool(data)
 
     def _close_messages(self) -> None:
-        """Delete the file; a warm session, which runs on after the payload, would otherwise collect such files."""
+        """Close and delete the file of Pipes messages; a session would otherwise collect the files of all its payloads."""
         if self._message_file is not None:
             self._message_file.close()
             with contextlib.suppress(OSError):
@@ -285,7 +295,11 @@ class Payload:
     def start(self, env: Environment, messages: str, measurement: UsageMeasurement, leak_check: Optional[LeakCheck]) -> None:
         """Start the payload's process; if it cannot be started, the payload ends with an error message.
 
-        The process appends its Pipes messages to the file `messages`. `leak_check` finds what it leaves in a shared Ray cluster.
+        Args:
+            env: The environment of the process, without secrets and variables about other components.
+            messages: The path of a new file, to which the process appends its Pipes messages.
+            measurement: Measures the usage of the payload.
+            leak_check: Finds what the payload leaves in a shared Ray cluster; None if the cluster is not shared.
         """
         self._measurement, self._leak_check = measurement, leak_check
         self.ending = replace(self.ending, phase=Phase.STARTING)
@@ -298,7 +312,7 @@ class Payload:
         self._process.start({**env, **self.component_env}, self._work_dir)
 
     def signal(self, signum: int) -> bool:
-        """Send a signal to the payload's process group, at once or at its start; returns whether the process has started."""
+        """Send a signal to the payload's process group, now or at its start; returns True if the process has started."""
         if self._process.pid is None:
             self._early_signals.append(signum)
         elif self.ending.exit is None:
@@ -306,15 +320,16 @@ class Payload:
         return self._process.pid is not None
 
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
-        """End a payload before it ends by itself, for instance at its time limit: SIGTERM, and SIGKILL after the grace period.
+        """End a payload before it ends by itself, for instance at its time limit: send SIGTERM, and later SIGKILL.
 
-        The reason of the first call is recorded; a second call can shorten the grace period. A payload whose process has ended
-        by itself keeps that end, except for `_SIGNAL_MARGIN` after a failure, and while its outputs are searched for.
+        SIGKILL follows after `grace` seconds, by default the payload's own grace period. The reason of the first call is
+        recorded; a second call can shorten the grace period. A payload whose process has ended by itself keeps that end, except
+        for `_SIGNAL_MARGIN` after a failure, and while its outputs are searched for.
         """
         self._go_on(self.ending.end_early(end, self.spec.grace_period if grace is None else grace, self.loop.now()))
 
     def abandon(self, end: End) -> None:
-        """Kill the process and write the `end` record at once, because of a defect in the runtime."""
+        """Kill the process and write the `end` record at once, with the reason `end`, because of a defect in the runtime."""
         if self.ended:
             return
         self.ending = replace(self.ending, forced=self.ending.forced or end, phase=max(self.ending.phase, Phase.FINISHING))
@@ -326,7 +341,7 @@ class Payload:
         self._conclude()
 
     def check_own_ray(self, node: NodeResources) -> None:
-        """Warn in the Dagster log, once, if the payload has started Ray itself and should not; see `own_ray_warning`."""
+        """Warn in the Dagster log, once, if the payload has started Ray itself and this is a problem; see `own_ray_warning`."""
         warning = None if self._warned else find_own_ray(self.run_dir, node, self.spec.uses_ray, max_age=1.0)
         if warning is not None:
             self._warned = True
@@ -335,7 +350,10 @@ class Payload:
     # ---- What the process does
 
     def process_started(self, error: Optional[str], not_forked_because: Optional[str]) -> None:
-        """Called when the process has started, or when it cannot be started because of `error`."""
+        """Called when the process has started, or when it cannot be started because of `error`.
+
+        `not_forked_because` is the reason if the process was to be forked from a preload process and was not; otherwise None.
+        """
         if error is not None:
             return self.end_early(End(EndReason.SPAWN, error))
         self.ending = replace(self.ending, phase=Phase.RUNNING)
@@ -354,7 +372,11 @@ class Payload:
         self._timers.due("sync", _SYNC_INTERVAL, self._sync)
 
     def process_exited(self, code: int, rusage: Any) -> None:
-        """Called when the process has ended with an exit code, or with the negative number of a signal."""
+        """Called when the process has ended.
+
+        `code` is its exit code, or the negative number of the signal that ended it; `rusage` has the kernel's figures
+        (getrusage(2)).
+        """
         assert self._process.pid is not None and self._measurement is not None
         end = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
         self.ending = replace(self.ending, exit=end)  # From here on, another process may get its id.
@@ -370,7 +392,7 @@ class Payload:
             self._leak_check(self._leaks_found)
 
     def received(self, awaited: Awaited) -> None:
-        """Called when something has come that the `end` record may wait for."""
+        """Called when an event for which the `end` record may wait has come, or when the time for it is over."""
         self.safely(lambda: self._go_on(self.ending.received(awaited)))
 
     def _leaks_found(self, leaks: List[str]) -> None:
@@ -425,7 +447,7 @@ class Payload:
         advance()
 
     def _conclude(self) -> None:
-        """Write the `end` record at once; if the outputs are being searched for, without them."""
+        """Write the `end` record at once; if the search for outputs is under way, the record lists no outputs."""
         forced = self.ending.forced
         if self.ending.phase == Phase.SEARCHING and forced is not None:
             why = "all of them: %s while they were searched for" % (forced.message or forced.reason)
@@ -468,7 +490,7 @@ class Payload:
 
 @dataclass(eq=False)
 class PayloadProcess:
-    """Starts one payload's process, passes on its output, and kills it with all processes that it has started."""
+    """Starts one payload's process, records its output, and kills it with all processes that it has started."""
 
     loop: Loop
     payload: Payload
@@ -518,7 +540,7 @@ class PayloadProcess:
         self._cancel_fork = forking
 
     def cancel_start(self) -> None:
-        """Cancel a start that is still under way, such as a requested fork; afterwards no process starts."""
+        """Cancel a start that is under way, such as a requested fork; afterwards no process starts."""
         self._cancel_fork()
         self._cancel_fork = lambda: None
         self._close_ends()
@@ -534,16 +556,16 @@ class PayloadProcess:
         self.signal(signal.SIGKILL)
 
     def kill_leftovers(self) -> None:
-        """Send SIGKILL to all processes of this run, which are found by the run directory in their environment."""
+        """Send SIGKILL to all processes of this run, which have the path of the run directory in their environment."""
         processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self.payload.run_dir))
 
     def read_stream(self, name: str, fd: int) -> None:
-        """Pass on the text of an output pipe until the pipe ends. Bytes that are not UTF-8 become U+FFFD."""
+        """Record the text from an output pipe until the pipe ends. Bytes that are not UTF-8 become U+FFFD."""
         self.streams[fd] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
         self.loop.on_readable(fd, lambda: self.payload.safely(lambda: self._read(fd)))
 
     def close_streams(self) -> None:
-        """Close the output pipes without reading the rest; some other process may hold them open."""
+        """Close the output pipes without reading the rest, because another process may hold them open."""
         for fd in list(self.streams):
             self._close_stream(fd)
 

@@ -1,13 +1,13 @@
-"""What runs in a preload process: it imports modules once, and forks itself for each payload, which goes on from there.
+"""The program of a preload process: it imports modules once, and forks itself for each payload; the fork runs the payload.
 
-`preload_server` starts the process as `python DIRECTORY/python.py FD MODULE…` from a copy of this file, so it imports
-nothing else of the package. Over the socket `FD` the process receives another socket for each payload. It forks a child, and the
-child forks a grandchild and ends, so that the runtime, a subreaper, adopts the grandchild. The grandchild reads the request from
-the payload's socket, answers with its process id, and begins at the word "go", which comes with its stdout and stderr. So the
+`preload_server` starts it as `python DIRECTORY/python.py FD MODULE…` from a copy of this file, so it imports nothing else of
+the package. Over the socket `FD` the preload process receives another socket for each payload. It forks a child, and the child
+forks a grandchild and ends, so that the runtime, a subreaper, adopts the grandchild. The grandchild reads the request from the
+payload's socket, answers with its process id, and begins at the word "go", which comes with its stdout and stderr. So the
 runtime waits for a payload as for any other child, and a preload process that dies takes no payload with it.
 
-A payload differs from `python script.py` only in what has been imported, and in the stack frames of this file. Problems are in
-words that follow "because".
+A payload differs from `python script.py` only in the modules that are imported already, and in the stack frames of this file.
+Functions return a problem as a clause that can follow "because".
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _load(names: List[str]) -> Optional[str]:
-    """Import modules; returns why this process cannot be forked then, or None if it can."""
+    """Import the modules `names`; returns why this process cannot be forked afterwards, or None if it can be."""
     for name in names:
         try:
             __import__(name)
@@ -100,10 +100,15 @@ def _load(names: List[str]) -> Optional[str]:
 
 
 def fork_problem(python: List[str], native: List[str], libraries: List[str], opened: List[str], cpus: int) -> Optional[str]:
-    """Why a process with such threads, libraries and open files must not be forked; None if it may be.
+    """Returns why a process with these threads, libraries and open files must not be forked; None if it may be.
 
-    `python` are the names of Python's threads, `native` of the kernel's ("" for none), without the main thread. A pool of a
-    library has a thread for each of the machine's `cpus` at most.
+    Args:
+        python: The names of the threads that Python knows, without the main thread.
+        native: The names of the threads that the kernel lists, without the main thread; "" for a thread without a name of its
+            own.
+        libraries: The paths of the loaded libraries. A library's pool has at most one thread for each CPU.
+        opened: The paths of the open files.
+        cpus: The number of the machine's CPUs.
     """
     devices = [path for path in opened if path.startswith(("/dev/nvidia", "/dev/kfd"))]
     if devices:
@@ -120,7 +125,10 @@ def fork_problem(python: List[str], native: List[str], libraries: List[str], ope
 
 
 def _serve(control: socket.socket, problem: Optional[str]) -> socket.socket:
-    """Serve fork requests; returns only in the process of a payload, with its socket. A `problem` is the answer to all."""
+    """Fork a process for each request on the socket `control`; in the forked process, return the socket for its payload.
+
+    The preload process never returns. If there is a `problem`, no process is forked, and each request is answered with it.
+    """
     while True:
         data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(_FD_SIZE), socket.MSG_CMSG_CLOEXEC)
         if not data or not ancillary:
@@ -146,7 +154,11 @@ def _fork() -> int:
 
 
 def _answer(connection: socket.socket, pid: Optional[int], problem: Optional[str], stale: bool = False) -> None:
-    """Tell the runtime the id of the payload's process, None if no payload can have one, and why none begins."""
+    """Send the runtime the answer to a request.
+
+    The answer has the id of the forked process (None if no process can be forked), the `problem` that keeps the payload from
+    running there (None if there is none), and whether the imports are `stale`, which means that a file has changed since.
+    """
     with contextlib.suppress(OSError):  # The request was cancelled.
         connection.sendall(json.dumps({"pid": pid, "problem": problem, "stale": stale}).encode("ascii"))
 
@@ -155,7 +167,7 @@ def _answer(connection: socket.socket, pid: Optional[int], problem: Optional[str
 
 
 def _begin(connection: socket.socket, files: FileStates, directory: str) -> List[str]:
-    """Read what payload to run, make this process the payload's, and wait for the word "go"; returns the payload's command."""
+    """Read the request, prepare this process for its payload, and wait for the word "go"; returns the payload's command."""
     with connection:
         line = connection.makefile("rb").readline()
         if not line.endswith(b"\n"):
@@ -178,9 +190,9 @@ def _begin(connection: socket.socket, files: FileStates, directory: str) -> List
 
 
 def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
-    """Make this process what a fresh interpreter would be at the payload's first line; returns why that cannot be, or None.
+    """Bring this process into the state of a fresh interpreter at the payload's first line.
 
-    `directory` was the working directory during the imports.
+    Returns why that is impossible; None after success. `directory` was the working directory during the imports.
     """
     os.chdir(request["cwd"])
     cwd, script = os.getcwd(), request["argv"][1]
@@ -212,7 +224,10 @@ def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
 
 
 def _reset_inherited_state(cwd: str) -> None:
-    """Reset what imported modules keep from the preload process; the generator of `random` Python itself seeds anew."""
+    """Reset the state that imported modules keep from the preload process.
+
+    Python itself seeds the generator of the module `random` anew after a fork. `cwd` is the payload's working directory.
+    """
     numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if numpy_random is not None:
         numpy_random.seed()
@@ -233,7 +248,10 @@ def _reset_inherited_state(cwd: str) -> None:
 
 
 def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Optional[str]:
-    """The name of one of the imported `modules` (with their files) that the payload would import from its directory instead."""
+    """Returns the name of an imported module that a fresh interpreter would import from the payload's directory instead.
+
+    Returns None if there is none. `modules` has the file of each imported module by its name.
+    """
     for entry in os.scandir(directory) if os.path.isdir(directory) else ():
         name, dot, extension = entry.name.partition(".")
         if name == "__main__" or name not in modules or (modules[name] or "").startswith(os.path.join(directory, "")):
@@ -245,12 +263,15 @@ def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Option
 
 
 def changed_file(files: FileStates) -> Optional[str]:
-    """The path of one of the files that has changed since it was imported; None if all are the same."""
+    """Returns the path of one of the files that has changed since it was imported; None if all are the same."""
     return next((path for path, state in files.items() if _file_state(path) != state), None)
 
 
 def file_states(names: List[str]) -> FileStates:
-    """Size and modification time, by path, of the files of the modules `names` and of all modules that are not installed."""
+    """Returns the modification time and size, by path, of the files of imported modules that may change.
+
+    They are the files of the modules `names`, and of all modules outside the standard library and the installed packages.
+    """
     installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     paths = {name: str(getattr(module, "__file__", None) or _OWN) for name, module in list(sys.modules.items())}
     concerned = {path for name, path in paths.items() if name in names or not path.startswith(installed)}
@@ -307,7 +328,8 @@ def leave_ray() -> None:
     """Shut Ray down when the payload exits, without the half second for which Ray's own exit handler sleeps.
 
     Ray sleeps so that the last lines of its workers reach the driver (Ray 2.60: `ray.shutdown` in `_private/worker.py`). This
-    exit handler runs between those of the payload and Ray's. It does nothing if lines may still be on their way.
+    exit handler runs after those of the payload and before Ray's. It does nothing if lines may still be on their way, or if the
+    Ray cluster has several nodes.
     """
     with contextlib.suppress(Exception):  # Another version of Ray: Ray's own exit handler shuts it down.
         ray: Any = sys.modules["ray"]
@@ -318,7 +340,10 @@ def leave_ray() -> None:
 
 
 def printed_since(logs: str, since: float) -> bool:
-    """Whether a Ray worker, or a failing daemon of Ray, has printed a line since a time; `logs` is Ray's log directory."""
+    """Whether a Ray worker, or a failing daemon of Ray, has printed a line since the Unix time `since`.
+
+    `logs` is the path of Ray's log directory.
+    """
     for entry in os.scandir(logs):
         relevant = entry.name.endswith(".err") or (entry.name.startswith("worker-") and entry.name.endswith(".out"))
         if relevant and entry.stat().st_mtime >= since:

@@ -1,7 +1,8 @@
-"""Starts payloads fast: preload processes import modules once, and payloads are forked from these processes.
+"""Starts payloads fast: preload processes import modules once, and the payloads' processes are forked from them.
 
-A payload is forked only if it cannot tell the difference to a fresh interpreter. In case of doubt the payload runs in a fresh
-interpreter, and the Dagster log says why, in words that follow "because". `preload_child` is what runs in the preload process.
+A payload is forked only if it cannot notice the difference from a fresh interpreter. In case of doubt it runs in a fresh
+interpreter, and the Dagster log says why; functions return this reason as a clause that can follow "because". The preload
+processes run `preload_child`.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ _LATE_NAMES = (
 
 
 def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
-    """Why a payload with this command cannot be forked; None if it can be.
+    """Returns why a payload with this command cannot be forked; None if it can be.
 
-    Only `python SCRIPT` and `python -m MODULE` can, where `python` may be the path of the environment's Python.
+    Only the commands `python SCRIPT` and `python -m MODULE` can be forked, where `python` may be the path of the environment's
+    Python.
     """
     if not argv or argv[0] not in ("python", "python3", python):
         return "the command is none of the environment's Python"
@@ -63,12 +65,15 @@ def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
 
 
 def affects_imports(name: str) -> bool:
-    """Whether the value of an environment variable may make a difference when modules are imported."""
+    """Whether the value of an environment variable may make a difference while modules are imported."""
     return name not in _LATE_NAMES and (name in _IMPORT_NAMES or name.startswith(_IMPORT_PREFIXES))
 
 
 def environment_problem(preloaded: Environment, payload: Environment) -> Optional[str]:
-    """Why a payload with such an environment cannot use what a preload process has imported; names no values, but variables."""
+    """Returns why a payload with the environment `payload` cannot be forked from a process with the environment `preloaded`.
+
+    Returns None if it can be forked. The reason names the variables that differ, but not their values.
+    """
     names = {name for name in {*preloaded, *payload} if affects_imports(name) and preloaded.get(name) != payload.get(name)}
     if not names:
         return None
@@ -76,7 +81,10 @@ def environment_problem(preloaded: Environment, payload: Environment) -> Optiona
 
 
 def preload_environment(base: Environment, payload: Environment, secrets: Iterable[str]) -> Environment:
-    """The environment for a new preload process: what affects imports is that of the payload, without secrets; else `base`."""
+    """Returns the environment for a new preload process.
+
+    The variables that affect imports are those of `payload` without `secrets`, the others are those of `base`.
+    """
     own = {name: value for name, value in payload.items() if affects_imports(name) and name not in set(secrets)}
     return {**{name: value for name, value in base.items() if not affects_imports(name)}, **own}
 
@@ -88,9 +96,9 @@ class _Process:
     modules: Tuple[str, ...]
     env: Environment
     control: socket.socket
-    pid: Optional[int] = None  # None once it has ended, because another process may get its id.
-    imported: bool = False  # Whether a payload could be forked from it.
-    problem: Optional[str] = None  # Why no payload can be, and neither from a successor.
+    pid: Optional[int] = None  # None once the process has ended, because another one may get its id.
+    imported: bool = False  # Whether a fork has succeeded, so that the imports are done.
+    problem: Optional[str] = None  # Why no payload can be forked from this process or another one with these modules.
 
 
 @dataclass(eq=False)
@@ -98,14 +106,15 @@ class PreloadServer:
     """Forks payloads for this runtime, and keeps one preload process for each set of modules."""
 
     loop: Loop
-    directory: str  # Takes the script that preload processes run.
-    python: str = sys.executable  # Runs these processes and the payloads.
+    directory: str  # Directory into which the script of the preload processes is written.
+    python: str = sys.executable  # Interpreter of the preload processes and the payloads.
     _processes: Dict[Tuple[str, ...], _Process] = field(default_factory=dict)
 
     def preload(self, modules: Sequence[str], ray_env: Optional[Environment], environ: Environment) -> None:
-        """Start a preload process, if there are modules to import, for payloads whose environment is based on `environ`.
+        """Start a preload process if `modules` is not empty, for payloads whose environment is based on `environ`.
 
-        By `ray_env` they reach their Ray cluster; None if each has its own.
+        `ray_env` has the variables by which the payloads reach the warm Ray cluster; it is None if each has a cluster of its
+        own.
         """
         if modules and sys.platform == "linux":
             spec = PayloadSpec(argv=[], nonce="", uses_ray=True)
@@ -124,11 +133,22 @@ class PreloadServer:
         secrets: Iterable[str] = (),
         streams: Tuple[int, int],
     ) -> Union[Cancel, str]:
-        """Request a fork for one payload from a process that has imported these modules; or why that is not possible.
+        """Request that a process is forked for one payload from a preload process, which is started if there is none.
 
-        `done` is called with the result, after this returns; until then its stdout and stderr, `streams`, must stay open.
-        `on_exit` is called when the forked process has ended. No other process may have the variables `secrets`. The function
-        that is returned cancels the request: `done` is not called, and a process that is already forked ends by itself.
+        Args:
+            modules: Names of the modules that the preload process has imported.
+            argv: The payload's command.
+            on_exit: Called when the forked process has ended.
+            done: Called, after this method has returned, with the forked process's id, or with why a fresh interpreter is
+                needed.
+            cwd: The payload's working directory.
+            env: The payload's environment.
+            secrets: Names of the variables in `env` that no other process may have.
+            streams: File descriptors for the payload's stdout and stderr; they must stay open until `done` is called.
+
+        Returns:
+            A function that cancels the request, or a string with the reason why no fork is possible. After a cancellation,
+            `done` is not called, and a process that was already forked ends by itself.
         """
         if sys.platform != "linux":
             return "only Linux has what forking from a preloaded one takes"
@@ -160,9 +180,10 @@ class PreloadServer:
     def _await_fork(
         self, process: _Process, connection: socket.socket, streams: Tuple[int, int], on_exit: ExitCallback, done: Done
     ) -> Cancel:
-        """Wait for the forked process's answer, and tell it to begin unless there is a problem or the time is over.
+        """Wait for the forked process's answer, and let that process begin unless there is a problem or the time is over.
 
-        The payload cannot run twice: a forked process begins only at the word "go".
+        The payload cannot run twice, because a forked process begins only at the word "go". Returns a function that cancels the
+        wait.
         """
 
         def cancel() -> None:
@@ -207,7 +228,8 @@ class PreloadServer:
     def end_process(self, process: _Process, why: Optional[str] = None) -> str:
         """End a preload process that is outdated, hangs or has ended; returns why its payload needs a fresh interpreter.
 
-        The payloads that were forked from it go on. If there could be any, another process replaces this one at the next request.
+        The payloads that were forked from the process go on. If it has been forked before, the next request starts another
+        preload process in its place.
         """
         process.control.close()
         if process.pid is not None:
@@ -219,7 +241,7 @@ class PreloadServer:
         return process.problem or _NO_ANSWER
 
     def pids(self) -> List[int]:
-        """Process ids of the preload processes that run; they belong to no payload."""
+        """The process ids of the running preload processes, which belong to no payload."""
         return [process.pid for process in self._processes.values() if process.pid is not None]
 
     def close(self) -> None:
@@ -228,7 +250,7 @@ class PreloadServer:
             self.end_process(process)
 
     def _start(self, modules: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> Optional[_Process]:
-        """A new preload process for payloads with the environment `env`; None if it cannot be started."""
+        """Start a preload process for payloads with the environment `env`, and return it; None if it cannot be started."""
         control, child_end = socket.socketpair()
         control.setblocking(False)
         process = _Process(modules, preload_environment(dict(os.environ), env, secrets), control)

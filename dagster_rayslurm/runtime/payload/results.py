@@ -1,4 +1,4 @@
-"""What a payload leaves: the usage on all its nodes, and the output files for Dagster."""
+"""The results of a payload: its use of CPU, memory and GPUs on all its nodes, and its output files for Dagster."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ _TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05
 
 @dataclass(eq=False)
 class UsageMeasurement:
-    """Measures the usage of a payload on this node and on the worker nodes, from its construction to `finish` or `cancel`."""
+    """Measures the use of CPU, memory and GPUs by a payload, on this node and on the worker nodes.
+
+    The measurement lasts from the construction to `finish` or `cancel`.
+    """
 
     nonce: str
-    sampler: UsageSampler  # That of this node.
+    sampler: UsageSampler  # Measures usage on this node.
     note: Callable[[Record], None]  # Writes a record of the usage so far; a run leaves its figures even if Slurm kills the job.
     sampled: Callable[[], None]  # Called after each sample on this node.
     workers: Optional[WorkerNodes] = None  # The worker nodes of the Ray cluster, which measure usage as well.
@@ -38,9 +41,10 @@ class UsageMeasurement:
         self._announce_jobs()
 
     def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
-        """Take the last figures after the payload's process `pid` has ended, with the kernel's (getrusage(2)).
+        """End the measurement when the payload's process `pid` has ended; `rusage` has the kernel's figures (getrusage(2)).
 
-        Returns whether there are worker nodes; then `done` is called when they have sent theirs, or the time for that is over.
+        Returns True if there are worker nodes. In this case `done` is called when they have sent their figures, or the time for
+        that is over.
         """
         own = self._total = self.sampler.stop(pid, rusage)
         self._announce_jobs()
@@ -58,7 +62,10 @@ class UsageMeasurement:
         self._collect(lambda _: None)
 
     def current(self) -> Dict[str, Any]:
-        """The usage of all nodes, or of this node alone until the other nodes have sent theirs; empty before the first sample."""
+        """Returns the usage on all nodes, or on this node alone until the other nodes have sent theirs.
+
+        The result is empty before the first sample.
+        """
         usage = self._total or self.sampler.meter.summary()
         return usage if usage["elapsed"] else {}
 
@@ -73,14 +80,14 @@ class UsageMeasurement:
             self.note({"type": "usage", "usage": usage, "memory": points[-1][2]})
 
     def _announce_jobs(self) -> None:
-        """Have the worker nodes measure usage too, and tell them of new Ray jobs of the payload in a shared Ray cluster."""
+        """Tell the worker nodes to measure usage, and which Ray jobs in a shared Ray cluster belong to the payload."""
         jobs = None if self.sampler.jobs is None else self.sampler.jobs.job_ids
         if self.workers is not None and (jobs or set()) != self._announced:
             self._announced = set(jobs or ())
             self.workers.measure(self.nonce, None if jobs is None else sorted(jobs))
 
     def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
-        """Have the worker nodes stop measuring and pass their figures to `done`; returns whether there are worker nodes."""
+        """Have the worker nodes stop measuring and send their figures to `done`, by node; returns False without worker nodes."""
         workers, self.workers = self.workers, None
         if workers is not None:
             workers.collect(self.nonce, done)
@@ -89,7 +96,10 @@ class UsageMeasurement:
 
 @dataclass(eq=False)
 class OutputSearch:
-    """Finds the files that a payload made in its working directory, smallest first; links to inputs are no outputs."""
+    """Finds the files that a payload created in its working directory, except links to its input files.
+
+    Smaller files come first, until their total size would exceed `max_bytes`.
+    """
 
     work_dir: str
     patterns: Sequence[str]  # As for `glob.glob`; `**` crosses directories.
@@ -100,7 +110,7 @@ class OutputSearch:
     left_out: List[str] = field(default_factory=list)
 
     def run(self) -> Iterator[None]:
-        """Fill `files` and `left_out`; yields between files and directories, so that the caller can pause."""
+        """Search, and fill `files` and `left_out`; yields None after each file and directory, so that the caller can pause."""
         sizes: Dict[str, int] = {}
         real_work_dir = os.path.realpath(self.work_dir)
         for pattern in self.patterns:
@@ -130,9 +140,10 @@ class OutputSearch:
 
 
 def _expand(directory: str, parts: Sequence[str]) -> Iterator[str]:
-    """Paths below a directory that match the parts of a pattern, and every directory that a `**` walks through.
+    """Yields the paths below a directory that match the parts of a pattern, and each directory that a `**` walks through.
 
-    `glob.iglob` would walk a whole tree before its first match, which may take minutes on a network file system.
+    The directories let the caller pause: `glob.iglob` would walk a whole tree before its first match, which may take minutes on
+    a network file system.
     """
     if "**" not in parts:
         yield from glob.iglob(os.path.join(glob.escape(directory), *parts))

@@ -1,5 +1,5 @@
-"""Tools of the runtime to handle processes: the event loop, the keeper, lists of processes, private directories of a node.
+"""Processes of the runtime: the event loop, the keeper, tables of processes, and private directories on a node.
 
-How Ray and payloads are started is not decided here. Begin with `loop`, in which the whole runtime runs, and
+The modules here do not decide how Ray and payloads are started. Begin with `loop`, in which the whole runtime runs, and
 `processes.guard`, which cleans up after it.
 """

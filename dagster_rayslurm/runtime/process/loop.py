@@ -23,7 +23,7 @@ ExitCallback = Callable[[int, Any], None]
 
 @dataclass(eq=False)
 class Timer:
-    """One call that the loop makes later, unless it is cancelled; made by `Loop.call_later`, else it makes none."""
+    """A call that `Loop.call_later` has scheduled, and that can be cancelled; `Timer()` stands for no call."""
 
     call: Optional[Callable[[], object]] = None
 
@@ -49,15 +49,15 @@ class Loop:
         self.on_readable(self._wakeup.fileno(), self._wake)
 
     def on_readable(self, fd: int, call: Callable[[], None]) -> None:
-        """Make a call whenever a descriptor can be read, until `forget`."""
+        """Call `call` whenever the file descriptor `fd` is readable, until `forget(fd)`."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def on_writable(self, fd: int, call: Callable[[], None]) -> None:
-        """Make a call whenever a descriptor can be written, until `forget`; so can a socket that could not connect."""
+        """Call `call` whenever the descriptor `fd` is writable, or is a socket that failed to connect, until `forget(fd)`."""
         self._selector.register(fd, selectors.EVENT_WRITE, call)
 
     def forget(self, fd: int) -> None:
-        """Stop watching a descriptor, if it is watched."""
+        """Stop watching a file descriptor; ignores one that is not watched."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
@@ -67,13 +67,13 @@ class Loop:
         return time.monotonic()
 
     def call_later(self, delay: float, call: Callable[[], object]) -> Timer:
-        """Make a call once, after a delay in seconds; returns the timer, which can cancel it."""
+        """Call `call` once after `delay` seconds; returns the timer, by which the call can be cancelled."""
         timer = Timer(call)
         heapq.heappush(self._timers, (time.monotonic() + delay, next(self._order), timer))
         return timer
 
     def on_signal(self, signum: int, call: Callable[[int], None]) -> None:
-        """Make a call, from within the loop, whenever this process receives a signal."""
+        """Call `call` with the signal's number, from within the loop, whenever this process receives the signal."""
         self._signals[signum] = call
         signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
@@ -85,7 +85,7 @@ class Loop:
         return process.pid
 
     def adopt(self, pid: int, on_exit: ExitCallback) -> None:
-        """Call `on_exit` at the end of a process that another process started and that this process, as subreaper, adopts."""
+        """Call `on_exit` when a process ends that another process started and that this process, a subreaper, has adopted."""
         self._children[pid] = (None, on_exit)
 
     def children(self) -> List[int]:
@@ -110,7 +110,7 @@ class Loop:
                     timer.call()
 
     def resume(self, seconds: float) -> None:
-        """Run again after `stop()`, until the next `stop()` but at most for some seconds."""
+        """Run again after `stop()`: until the next `stop()`, but for at most this number of seconds."""
         self._stopping = False
         timer = self.call_later(seconds, self.stop)
         self.run()
@@ -126,7 +126,7 @@ class Loop:
             self.reap()
 
     def reap(self) -> None:
-        """Reap every child that has ended, including adopted orphans, and make the `on_exit` calls."""
+        """Reap every child that has ended, including adopted orphans, and call `on_exit` for each that has one."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -144,14 +144,14 @@ class Loop:
 
 @dataclass(eq=False)
 class Timers:
-    """Named timers: setting one cancels the earlier timer of the same name. `safely` makes each call that is due."""
+    """Named timers: a new timer cancels an earlier one of the same name. `safely` is called with each due call to make it."""
 
     loop: Loop
     safely: Callable[[Callable[[], None]], None] = lambda call: call()
     _timers: Dict[str, Timer] = field(default_factory=dict)
 
     def due(self, name: str, delay: float, call: Callable[[], None]) -> None:
-        """Make a call after a delay in seconds, instead of an earlier call of this name that is not made yet."""
+        """Call `call` after `delay` seconds; a call of the same name that is still to come is cancelled."""
         self.cancel(name)
         self._timers[name] = self.loop.call_later(delay, lambda: self.safely(call))
 

@@ -1,8 +1,8 @@
-"""The processes below this runtime: list and kill them, run programs, kill what payloads leave behind; and the keeper.
+"""Lists and kills the processes below this one, runs programs, and kills what payloads leave behind; and the keeper (`guard`).
 
 The keeper is the parent of a runtime, for the case that the runtime is killed: it is a subreaper, so all orphans below the
-runtime become the keeper's children, and it kills them. If the keeper is killed instead, the kernel sends the runtime SIGTERM.
-If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because nothing else would end it.
+runtime become the keeper's children, and it kills them. If the keeper is killed instead, the kernel sends the runtime SIGTERM. If
+slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because nothing else would end it.
 
 This needs /proc and prctl of Linux. On other systems (macOS) there are only process groups, and no descendants are found.
 """
@@ -57,7 +57,10 @@ _latest: Tuple[float, Dict[int, Process]] = (float("-inf"), {})
 
 
 def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
-    """A process table that is at most `max_age` seconds old, and when it was read (`time.monotonic`); the runtime shares it."""
+    """The time at which a process table was read (`time.monotonic`), and the table, which is at most `max_age` seconds old.
+
+    All parts of the runtime share the table, so callers must not change it.
+    """
     global _latest
     now = time.monotonic()
     if now - _latest[0] >= max_age:
@@ -83,7 +86,7 @@ def resident_and_shared(pid: int) -> Tuple[int, int]:
 
 
 def environment(pid: int) -> List[bytes]:
-    """The entries `NAME=value` that a process was started with; none if the process is gone or belongs to another user."""
+    """The entries `NAME=value` with which a process was started; none if the process is gone or belongs to another user."""
     return _read(pid, "environ").split(b"\0")
 
 
@@ -93,7 +96,7 @@ def has_environment(pid: int, entry: str) -> bool:
 
 
 def with_environment(entry: str) -> List[int]:
-    """Process ids below this process that were started with an entry `NAME=value` in their environment."""
+    """Ids of the processes below this one that were started with an entry `NAME=value` in their environment."""
     return [process.pid for process in descendants(os.getpid()) if has_environment(process.pid, entry)]
 
 
@@ -146,7 +149,10 @@ def raise_file_limit(wanted: int = 65535) -> None:
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """Returns a `preexec_fn` for `subprocess`, by which the kernel signals the child when this process ends (prctl(2))."""
+    """Returns a function for `subprocess.Popen` (`preexec_fn`) that makes the child receive a signal when this process ends.
+
+    The kernel sends the signal (prctl(2), PR_SET_PDEATHSIG). On other systems than Linux the function does nothing.
+    """
     parent = os.getpid()
 
     def arrange() -> None:
@@ -197,9 +203,10 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
-    """Send SIGKILL to all processes below `root`, a subreaper, until none is left, not even a zombie; `collect` reaps those.
+    """Send SIGKILL to all processes below `root`, a subreaper, until none is left, not even a zombie.
 
-    Returns the processes that did not end within `timeout` seconds, such as those in uninterruptible sleep.
+    `collect` is called in between and must reap zombies. Returns the processes that did not end within `timeout` seconds, such as
+    those in uninterruptible sleep.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -275,9 +282,10 @@ def guard(
 ) -> int:
     """Turn this process into the keeper: run `main` in a forked child, and afterwards kill all processes below this one.
 
-    Returns the exit code of `main`, or 128 + the signal that ended it; 0 if `excused`, called afterwards, says so. With
-    `in_a_step` the parent is the slurmstepd of a job step, or a program that starts containers below the process that
-    `RAYSLURM_PARENT` names: if that ends, `main` must end as well, and `orphaned` is called then.
+    Returns the exit code of `main`, or 128 + the signal that ended it; but 0 if `main` failed and `excused`, which is called
+    then, returns True. `in_a_step` tells that the parent is the slurmstepd of a Slurm job step, or a program that starts a
+    container below the process whose id is in `RAYSLURM_PARENT`. If slurmstepd or that process ends, the keeper ends `main` as
+    well, and calls `orphaned` after the cleanup.
     """
     become_subreaper()
     arrange = die_with_parent(signal.SIGTERM)
@@ -335,7 +343,10 @@ def guard(
 
 
 def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep) -> None:
-    """On the first node of a job, cancel it, because srun waits for its task for ever after slurmstepd was killed."""
+    """Cancel the Slurm job of this process if this node is the job's first; on other nodes, do nothing.
+
+    Called after slurmstepd was killed: srun would then wait for its task for ever.
+    """
     if environ.get("SLURM_NODEID") == "0":
         sleep(_SCANCEL_DELAY)
         command, nothing = ["scancel", "--quiet", environ["SLURM_JOB_ID"]], subprocess.DEVNULL
@@ -345,7 +356,7 @@ def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = 
 
 
 def _wait(child: int) -> int:
-    """The exit code of the child, or 128 + the signal that ended it. Reaps all other children that end before."""
+    """Wait for the child, reaping others that end before; returns its exit code, or 128 + the signal that ended it."""
     while True:
         pid, status = os.wait()
         if pid == child:

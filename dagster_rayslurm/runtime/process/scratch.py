@@ -27,9 +27,10 @@ _lock_before = -1  # The file descriptor that `inherit` has found; -1 if there i
 
 
 def _bases(short: bool) -> List[str]:
-    """The directories in which scratch directories may be made, in order of preference; on request only those with short paths.
+    """The directories in which scratch directories may be made, the preferred first; with `short`, only those with short paths.
 
-    A payload's own Ray cluster has a directory `x` there, in which Ray's is `r`.
+    A short path leaves room for the path of Ray's temporary directory for a payload's own Ray cluster: `x/r` in a scratch
+    directory, where `x` is one character.
     """
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", tempfile.gettempdir()]
     longest = MAX_RAY_TEMP_DIR_BYTES - len("/rs-12345678/x/r")
@@ -39,7 +40,8 @@ def _bases(short: bool) -> List[str]:
 class Scratch:
     """A directory with mode 0700 for sockets, tokens and Ray's files; the process that makes it removes it at its end.
 
-    With `needed` it is for an environment: its disk must have so many bytes free and run programs, and its path may be long.
+    With `needed` not 0, it is for a copy of an environment: the disk must have that many bytes free and allow programs to run,
+    and the path of the directory may be long.
     """
 
     def __init__(self, needed: int = 0) -> None:
@@ -69,13 +71,13 @@ class Scratch:
         _remove(self.path, self._lock)
 
     def outlive_exec(self) -> Dict[str, str]:
-        """Let the program that this process becomes hold the lock; returns the environment variable by which it knows of it."""
+        """Keep the lock when this process executes another program; returns the variable by which `inherit` finds the lock."""
         os.set_inheritable(self._lock, True)
         return {_INHERITED: str(self._lock)}
 
 
 def inherit() -> None:
-    """Take over the lock that this process held before it became another program, if it did."""
+    """Take over the lock that `outlive_exec` kept when this process executed the present program; without one, do nothing."""
     global _lock_before
     _lock_before = int(os.environ.pop(_INHERITED, -1))
     if _lock_before != -1:
@@ -83,7 +85,10 @@ def inherit() -> None:
 
 
 def release() -> None:
-    """Leave the lock of `inherit` to this process's children. After their end `sweep` removes the directory."""
+    """Close this process's descriptor of the lock from `inherit`, so that only this process's children hold the lock.
+
+    After their end, `sweep` removes the directory.
+    """
     global _lock_before
     if _lock_before != -1:
         os.close(_lock_before)
@@ -99,7 +104,10 @@ def _check_disk(path: str, needed: int) -> None:
 
 
 def _claim(path: str) -> int:
-    """Lock a new directory and write the marker file into it; returns the lock. If either fails, the directory is removed."""
+    """Lock a new directory, write the marker file into it, and return the file descriptor that holds the lock.
+
+    If either fails, the directory is removed, and OSError is raised.
+    """
     lock = None
     try:
         lock = _lock(path)
@@ -114,7 +122,10 @@ def _claim(path: str) -> int:
 
 
 def _lock(path: str) -> int:
-    """The file descriptor that locks a directory; raises OSError if another process holds it, or there are no locks."""
+    """Lock a directory, and return the file descriptor that holds the lock.
+
+    Raises OSError if another process holds the lock, or if the file system has no locks.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

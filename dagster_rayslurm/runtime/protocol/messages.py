@@ -1,4 +1,4 @@
-"""What runtimes and their clients say: how payloads end, messages between runtimes, requests to a runtime and their answers."""
+"""Types of messages: how payloads end, commands and events between runtimes, requests to a runtime and their answers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Answer = Dict[str, Any]
 
 
 class TextEnum(str, Enum):
-    """A choice that is text in JSON and in messages."""
+    """An enum with texts as values: a member is written to JSON and messages as its value."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class EndReason(TextEnum):
-    """Why a payload ended, as the `end` record says it; `outcome.verdict` maps each to a kind of failure."""
+    """Why a payload ended: `reason` of the `end` record; `outcome.verdict` maps each to a kind of failure."""
 
     EXIT = "exit"  # The payload's process ended by itself; `End.exit_code` or `End.signal` says how.
     CANCEL = "cancel"  # Dagster or `cleanup_cluster` cancelled the payload.
@@ -58,7 +58,10 @@ Unhealthy = Dict[str, str]
 
 
 class ClusterError(Exception):
-    """Raised when a Ray cluster did not start, and passed on when one was lost; `reason` tells which, or ENVIRONMENT."""
+    """The failure of a Ray cluster: raised if the cluster did not start, passed to callbacks if it was lost.
+
+    `reason` is CLUSTER_START or CLUSTER_LOST, or ENVIRONMENT if the installed Ray cannot be used.
+    """
 
     def __init__(self, reason: EndReason, message: str, unhealthy: Optional[Unhealthy] = None) -> None:
         super().__init__(message)
@@ -67,7 +70,7 @@ class ClusterError(Exception):
 
 
 class NodeCommand(TextEnum):
-    """What the head commands a worker node to do: the `op` of a message from the head."""
+    """A command of the head's runtime to a worker node: the `op` of a message from the head."""
 
     # Start Ray and join the Ray cluster. `attempt` is higher each time that the head had to start Ray again on another port.
     START_RAY = "ray"
@@ -79,7 +82,7 @@ class NodeCommand(TextEnum):
 
 
 class NodeEvent(TextEnum):
-    """What happened on a worker node: the `event` of a message from its node agent, or of one that the head makes itself."""
+    """An event on a worker node: the `event` of a message from its node agent, or of one that the head makes itself."""
 
     JOINED = "joined"  # The node connected, for the first time or again. The head makes this event itself.
     LOST = "lost"  # The node's connection was lost. The head makes this event itself.
@@ -91,7 +94,7 @@ class NodeEvent(TextEnum):
 
 
 class Operation(TextEnum):
-    """What a request to a running runtime is for: its `op`."""
+    """The operation that a client requests of a running runtime: the `op` of the request."""
 
     RUN = "run"  # Run the payload of a run directory.
     WITHDRAW = "withdraw"  # Do not run a payload, even if the request to run it arrives later than this one.
@@ -119,13 +122,16 @@ class Refusal(TextEnum):
 
 
 def refuse(error: Refusal, message: object = None, **more: Any) -> Answer:
-    """The answer to a request that is refused, with the reason; `more` are further keys of the answer."""
+    """An answer that refuses a request: `error` and `message` tell why, and `more` are further keys of the answer."""
     answer = {"ok": False, "error": error.value, **more}
     return answer if message is None else {**answer, "message": str(message)}
 
 
 def answer_safely(handle: Callable[[], Any]) -> Any:
-    """The answer of `handle`; if it raises an exception, a refusal, because one request must not end the payloads of others."""
+    """Call `handle`, which handles a request, and return its answer.
+
+    If it raises an exception, the answer is a refusal, because one request must not end the payloads of others.
+    """
     try:
         return handle()
     except Exception as error:

@@ -74,7 +74,7 @@ class LineReader:
         return self.offset + self._partial_bytes
 
     def feed(self, data: bytes) -> List[Record]:
-        """Take in `data`, read at `next_read`, and return the records of the lines that are complete now."""
+        """Process `data`, which was read at `next_read`, and return the records of the lines that it completes."""
         hole = data.find(b"\0")
         self._hole_reads = 0 if hole else self._hole_reads + 1
         if hole >= 0 and self._hole_reads <= _MAX_HOLE_READS:
@@ -190,7 +190,10 @@ class RunRecord:
         self._journal.sync()
 
     def end(self, record: Record) -> None:
-        """Append the `end` and close the record, from reserved space if the disk is full. After an `OSError` try again."""
+        """Append the `end` record and close the run record; disk space is reserved for that, so it works on a full disk.
+
+        After an `OSError` this may be called again.
+        """
         if self.ended:
             return
         self._free()
@@ -219,7 +222,7 @@ class RunRecord:
 
 
 def node_log(place: int) -> str:
-    """Name of the log of the node with this number: it takes the output of the node's runtime and of its Slurm task."""
+    """Name of the log of the node with this index; it contains the output of the node's runtime and of its Slurm task."""
     return "node-%d.log" % place
 
 

@@ -1,9 +1,10 @@
 """Many connections to ports of one node over a single stream of bytes, such as that of an `srun`: frames and flow control.
 
-The client asks for connections. The relay, a process on the node, makes each to a port of its own loopback address, and copies
-what comes. It writes `HELLO` first, because a shell or srun may print lines before. Then each side sends frames: number of the
-connection, kind, length, data. A sender has at most `WINDOW` bytes of a connection on the way that the other side has not passed
-on, so that a slow connection does not hold up the others. The end of the stream ends the relay and all connections.
+The client asks for connections. The relay, a process on the node, connects each to a port of its own loopback address, and copies
+the data in both directions. It writes `HELLO` first, because a shell or srun may print lines before. Then each side sends frames:
+number of the connection, kind, length, data. A sender has at most `WINDOW` bytes of a connection on the way that the other side
+has not passed on, so that a slow connection does not hold up the others. The end of the stream ends the relay and all
+connections.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Awaitable, Callable, Deque, Dict, Optional, Set, Union
 HELLO = b'{"relay": 1}\n'  # Also the answer to `Operation.RELAY`, because the relay takes over the connection.
 WINDOW = 256 * 1024  # Bytes.
 
-# Through srun, what the relay sends is a line of base64 for each piece, after this mark: slurmstepd keeps an incomplete line back
+# Through srun, the relay sends each write as a line of base64 after this mark: slurmstepd keeps an incomplete line back
 # (22.05; `--unbuffered` would use a terminal, which changes bytes), and other lines may come between.
 _LINE = b"relay:"
 LONGEST_LINE = 512 * 1024  # Bytes.
@@ -32,17 +33,17 @@ _LONGEST = 2 * _PIECE  # Most bytes that a frame may have; more is damage.
 
 
 class Kind(IntEnum):
-    """What a frame says of its connection."""
+    """The kind of a frame, which tells what the frame means for its connection."""
 
     OPEN = 0  # Connect to the port, which is the frame's data, as text.
     DATA = 1
     END = 2  # The sender sends no more data.
-    CREDIT = 3  # The sender has passed on so many bytes, as text.
+    CREDIT = 3  # The sender has passed on as many bytes as the data tells, as text.
     RESET = 4  # The connection is over, in both directions.
 
 
 class Stream:
-    """One connection within a `Multiplexer`."""
+    """One of the connections that a `Multiplexer` carries."""
 
     def __init__(self, multiplexer: Multiplexer, number: int) -> None:
         self._multiplexer, self._number = multiplexer, number
@@ -52,7 +53,7 @@ class Stream:
         self._changed = asyncio.Event()
 
     async def read(self) -> bytes:
-        """The next bytes, or b"" at the end; after a reset too."""
+        """Wait for the next bytes and return them; b"" once the other side sends no more, or after a reset."""
         while not (self._chunks or self._ended):
             await self._wait()
         data = b"".join(self._chunks)
@@ -62,7 +63,7 @@ class Stream:
         return data
 
     async def write(self, data: bytes) -> None:
-        """Send bytes, as soon as the other side takes them; raises ConnectionResetError if it takes no more."""
+        """Send bytes, waiting while the window is full; raises ConnectionResetError once the connection is reset."""
         while data:
             while self._window <= 0 and not self._broken:
                 await self._wait()
@@ -79,19 +80,19 @@ class Stream:
             await self._wait()
 
     async def end(self) -> None:
-        """Say that no more data will be sent."""
+        """Tell the other side that no more data will be sent."""
         if not self._broken:
             await self._multiplexer.send(self._number, Kind.END)
 
     async def close(self) -> None:
-        """End the connection; called once."""
+        """End the connection in both directions; must be called exactly once."""
         if not self._broken:
             self._broken = self._ended = True
             await self._multiplexer.send(self._number, Kind.RESET)
         self._multiplexer.streams.pop(self._number, None)
 
     def received(self, kind: Kind, data: bytes) -> None:
-        """Take in a frame of the other side."""
+        """Process a frame that the other side has sent on this connection."""
         if kind == Kind.DATA:
             self._chunks.append(data)
         elif kind == Kind.CREDIT:
@@ -107,19 +108,19 @@ class Stream:
 
 
 class Lines:
-    """Stands for a writer; sends bytes as lines."""
+    """A substitute for an `asyncio.StreamWriter` that sends the bytes of each write as one line of base64."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self.drain, self.close = writer.drain, writer.close
 
     def write(self, data: bytes) -> None:
-        """Send a piece."""
+        """Send the bytes as one line."""
         self._writer.write(_LINE + base64.b64encode(data) + b"\n")
 
 
 async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) -> None:
-    """Pass what `Lines` sent on to another reader, until the end."""
+    """Decode the lines that `Lines` has sent and feed their bytes to `reader`, until the end; other lines are ignored."""
     try:
         while True:
             line = await lines.readline()
@@ -134,9 +135,9 @@ async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) 
 
 
 class Multiplexer:
-    """One side of the stream: `run` takes in the other side's frames until the stream ends.
+    """One side of the stream; `run` processes the frames of the other side until the stream ends.
 
-    `accept` is called with each connection that the other side opens, and its port; without it, none is accepted.
+    `accept` is called with each connection that the other side opens, and with the port; without `accept`, these are ignored.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Multiplexer:
         self.over = False
 
     async def open(self, port: int) -> Stream:
-        """A connection to a port of the node; it ends at once if nothing listens there."""
+        """Open a connection to a port of the node, and return it; the connection ends at once if nothing listens there."""
         self._last += 1
         stream = self.streams[self._last] = Stream(self, self._last)
         if self.over:
@@ -172,7 +173,7 @@ class Multiplexer:
                     self._end()
 
     async def run(self) -> None:
-        """Take in frames until the stream ends, or is damaged; then all connections are over."""
+        """Process the other side's frames until the stream ends or a frame is invalid; then end all connections."""
         try:
             while True:
                 number, kind, length = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
@@ -203,13 +204,14 @@ class Multiplexer:
 
 
 class _Over(Exception):
-    """Ends a copy."""
+    """Raised inside `copy` to end it."""
 
 
 async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serves: bool = False) -> None:
-    """Copy both ways between a connection here and a multiplexed one, until the server closes it, or either is reset.
+    """Copy data both ways between a TCP connection (`reader`, `writer`) and the multiplexed `stream`, and close both at the end.
 
-    The server is behind the multiplexed connection, or with `serves` behind the one here. Both are closed then.
+    The end comes when the server closes its connection, or when either connection is reset. With `serves` the server is at the
+    TCP connection, otherwise behind the multiplexed one.
     """
 
     async def away() -> None:
@@ -250,7 +252,7 @@ async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.Str
 
 
 async def _connect(stream: Stream, port: int) -> None:
-    """Serve a connection that the client has opened."""
+    """Connect a stream that the client has opened to a port of this node's loopback address, and copy data until either ends."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -270,12 +272,15 @@ async def _relay() -> None:
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lines: bool = False) -> None:
-    """Serve one client until its stream ends; send lines if it reads `read_lines`."""
+    """Serve one client until its stream ends; `lines` is True if the client reads the stream with `read_lines`."""
     writer.write(HELLO)
     await Multiplexer(reader, Lines(writer) if lines else writer, _connect).run()
 
 
 def main() -> int:
-    """Serve a client on standard input and output, or on the socket that both are, until that ends."""
+    """Serve one client on standard input and output until its stream ends, and return the exit code 0.
+
+    Standard input and output may be the same socket.
+    """
     asyncio.run(_relay())
     return 0

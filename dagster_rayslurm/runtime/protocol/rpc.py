@@ -42,14 +42,14 @@ RECONNECT_GRACE = 10.0
 
 
 class Role(TextEnum):
-    """Which of the two ends of a connection a process has: the client connects, the server accepts."""
+    """The end of a connection that a process has: the client connects, the server accepts."""
 
     CLIENT = "client"
     SERVER = "server"
 
 
 def derive_key(key: str, purpose: str) -> str:
-    """A key for one purpose, made from another key; both are hex."""
+    """A key for one purpose, derived from another key; both are hex digits."""
     return hmac.new(bytes.fromhex(key), purpose.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
@@ -66,7 +66,7 @@ def _decode(line: bytes) -> Message:
 
 
 class Handshake:
-    """One end's part of the mutual authentication: says which lines to send, beginning with `opening`, until it is `done`."""
+    """One end's part of the mutual authentication: send `opening`, then what `receive` returns for each line, until `done`."""
 
     def __init__(self, key: str, role: Role) -> None:
         self._key, self._role = key, role
@@ -76,7 +76,10 @@ class Handshake:
         self.done = False
 
     def receive(self, line: bytes) -> bytes:
-        """The line to answer with, or b""; raises ValueError if the other end does not know the key or this protocol."""
+        """Check a line from the other end, and return the line to send next, or b"" if there is none.
+
+        Raises ValueError if the other end does not know the key or this protocol.
+        """
         name = "proof" if self._peer_challenge else "challenge"
         value = _decode(line).get(name)
         if not isinstance(value, str) or _HEX[name].fullmatch(value) is None:
@@ -112,7 +115,7 @@ class Listener:
 
 @dataclass(eq=False, repr=False)
 class Channel:
-    """One connection, as its server or its client holds it: authenticates the other end, then sends and receives messages.
+    """One end of a connection: authenticates the other end, then sends and receives messages.
 
     With `heartbeat`, it sends `{"op": "ping"}` every few seconds, and ends when the other end, which must do the same, is silent.
     """
@@ -143,7 +146,10 @@ class Channel:
         self._send_line(_encode(message))
 
     def wait_closed(self, deadline: float) -> None:
-        """Block until the other end closes the connection, or until the deadline; then close. For the end, without a loop."""
+        """Block until the other end closes the connection, or until the deadline; then close this end.
+
+        For the end of the process, when the event loop no longer runs.
+        """
         with contextlib.suppress(OSError):  # The connection is broken, or the deadline has come: either way it is closed now.
             while self._open and time.monotonic() < deadline:
                 self.sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -231,7 +237,10 @@ _ACCEPT_PAUSE = 0.2
 
 
 def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
-    """A socket that listens on the first free port, to all hosts or only to this machine; raises OSError if none is free."""
+    """A socket that listens on the first of the `ports` that is free, for all hosts or, with `loopback`, only for this machine.
+
+    Raises OSError if no port is free.
+    """
     problem: Optional[OSError] = None
     for port in ports:
         try:
@@ -245,7 +254,7 @@ def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
 
 @dataclass(eq=False, repr=False)
 class RpcServer:
-    """Listens for connections, and makes a channel of each for a listener."""
+    """Listens for connections; each becomes a `Channel` that calls `listener`."""
 
     loop: Loop
     key: str
@@ -261,7 +270,7 @@ class RpcServer:
         self._watch()
 
     def close(self) -> None:
-        """Accept no more connections; those that are open stay so."""
+        """Accept no more connections; connections that are open stay open."""
         self.loop.forget(self._sock.fileno())
         self._sock.close()
 
@@ -292,10 +301,10 @@ class RpcClient(Listener):
     key: str
     addresses: Sequence[Address]
     listener: Listener
-    problem: str = ""  # Why the likeliest address could not be reached last.
+    problem: str = ""  # Why the last attempt to reach the likeliest address failed.
 
     def __post_init__(self) -> None:
-        # Addresses, each with what `getaddrinfo` said of it; the next one to try first.
+        # Addresses, each with its result of `getaddrinfo`, None before the query; the next one to try comes first.
         self._targets: List[Tuple[Address, Optional[Tuple[Any, ...]]]] = [(address, None) for address in self.addresses]
         self._channel: Optional[Channel] = None
         self._closed = False
@@ -307,7 +316,7 @@ class RpcClient(Listener):
 
     @property
     def silent_for(self) -> float:
-        """Seconds since anything arrived from the server; before the first connection, since this client was made."""
+        """Seconds since the server last sent anything; before the first connection, since this client was created."""
         if self._channel is not None and self._channel.is_authenticated:
             self._last_received = self._channel.last_received
         return self.loop.now() - self._last_received
@@ -318,7 +327,7 @@ class RpcClient(Listener):
             self._channel.send(**message)
 
     def connect(self) -> None:
-        """Try to connect to the address whose turn it is, unless the client is closed."""
+        """Try to connect to the next of the addresses, unless the client is closed."""
         if self._closed:
             return
         (address, info), sock = self._targets.pop(0), None
@@ -367,7 +376,10 @@ class RpcClient(Listener):
 
 
 def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
-    """The addresses at which to look for a server that listens on the first free one of its ports, the likeliest first."""
+    """The addresses to try, the likeliest first: each host with each port.
+
+    The server has one of these hosts, and listens on the first of the ports that is free.
+    """
     return [(host, port) for port in ports for host in dict.fromkeys(hosts)]
 
 
@@ -392,9 +404,10 @@ def call(
     handshake_timeout: float = _HANDSHAKE_TIMEOUT,
     before_send: Callable[[], None] = lambda: None,
 ) -> Message:
-    """Send a request over a connection to a session and return its answer; `before_send` is called just before that.
+    """Authenticate with a session over a socket, send it a request, and return its answer.
 
-    Raises NotConnected if the request was not sent, AnswerLost if it was.
+    `before_send` is called just before the request is sent. Raises NotConnected if the request was not sent, and AnswerLost if it
+    was sent but no answer came.
     """
 
     def exchange(line: bytes, limit: int) -> bytes:
@@ -423,7 +436,10 @@ def call(
 
 
 def main(session_dir: str) -> int:
-    """Pass the request on standard input to the session on this node, for `srun --overlap`; print the answer, or return 75."""
+    """Read a request from standard input, send it to the session on this node, and print the answer; runs by `srun --overlap`.
+
+    Returns the exit code: 0, or 75 if there was no answer.
+    """
     request = json.load(sys.stdin)
     try:
         with open(os.path.join(session_dir, SESSION), encoding="utf-8") as file:

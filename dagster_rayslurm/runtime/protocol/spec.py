@@ -31,7 +31,7 @@ RAY_COORDINATES = (
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Settings of Ray for the nodes of one component; the fields mean what they mean in `RaySpec`."""
+    """Settings of Ray for the nodes of one component; the fields are those of the same names in `RaySpec`."""
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -93,7 +93,7 @@ class PayloadSpec:
     # Directory that outlives the run, created if missing; the payload and its Ray workers find it in RAYSLURM_DATA_DIR.
     data_dir: Optional[str] = None
     extra_files: List[str] = field(default_factory=list)  # Files that also appear in the payload's own working directory.
-    outputs: List[str] = field(default_factory=list)  # Shell patterns of the files there that Dagster fetches at the end.
+    outputs: List[str] = field(default_factory=list)  # Shell patterns of files in that directory to fetch at the end.
     max_output_bytes: int = 100 * 2**20  # Sum of the sizes of those files at most.
     max_stdio_bytes: int = 2**30  # Bytes of output that the run record takes at most.
     grace_period: float = 10.0  # Seconds between SIGTERM and SIGKILL when the runtime ends the payload.
@@ -112,7 +112,10 @@ class PayloadSpec:
 
 @dataclass(frozen=True)
 class BarrierSpec:
-    """How one component's runtime finds the barrier of the separate topology; the first component's runtime is the host."""
+    """How the runtime of one component finds the barrier, at which the components of the separate topology wait for each other.
+
+    The first component's runtime is the host of the barrier.
+    """
 
     component_id: str  # This runtime's component.
     components: List[str]  # The names of all components, the host's first.
@@ -153,18 +156,18 @@ class RuntimeSpec:
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """How the user who owns a Ray cluster reaches its dashboard. It has secrets, so only this user may read it."""
+    """How the owner of a Ray cluster reaches its dashboard. It contains secrets, so only this user may read it."""
 
     cluster_id: str
     hostname: str  # Of the head node.
     dashboard_port: Optional[int]  # On the loopback address of the head node; None without dashboard.
     token: str  # Ray's own, for the header `Authorization`; empty without authentication.
-    pid: int  # Of the runtime on the head node.
+    pid: int  # Process id of the runtime on the head node.
     job_id: Optional[str] = None  # None without Slurm; then the loopback address is that of this machine.
     heterogeneous: bool = False  # Whether the job has several components, the one with the head node first.
     hosts: List[str] = field(default_factory=list)  # Names and addresses of the head node, the likeliest first.
-    port: int = 0  # On which the head's runtime takes the request for a relay.
-    key: str = ""  # For this request, hex.
+    port: int = 0  # Port on which the head's runtime takes the request for a relay.
+    key: str = ""  # Secret for the request, hex.
     relay: List[str] = field(default_factory=list)  # The command of a relay, for srun.
 
 
@@ -199,7 +202,10 @@ def to_json(spec: Any) -> str:
 
 
 def from_json(cls: Type[T], text: str) -> T:
-    """The start record in a JSON text; raises SpecError if it is not exactly one of this class, or of another version."""
+    """The start record in a JSON text, as an instance of `cls`.
+
+    Raises SpecError if keys or types are not those of the class, or if the record has another protocol version.
+    """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -229,7 +235,10 @@ def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    """The JSON value as the type of a field; JSON objects become dataclasses where the field has such a type."""
+    """Convert a JSON value to the type of a field, `kind`; JSON objects become dataclasses where that is the type.
+
+    Raises SpecError, which names the value by `where`, if the value has another type.
+    """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Union:  # The one union that is used is Optional.
         return None if value is None else _convert(args[0], value, where)
@@ -246,7 +255,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def _is_scalar(kind: Any, value: Any) -> bool:
-    """Whether a JSON value is a text, truth value or finite number of this type; an integer counts as a float."""
+    """Whether a JSON value is a str, bool, int or finite float, whichever `kind` is; an int also counts as a float."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is float and isinstance(value, (int, float)):
@@ -288,7 +297,10 @@ def read_text(path: str) -> str:
 
 
 def load_spec(directory: str) -> RuntimeSpec:
-    """The start record of the runtime in its run or session directory; without a valid one, the process exits with a message."""
+    """The start record of the runtime in its run or session directory.
+
+    If there is none or it is invalid, the process exits with a message.
+    """
     try:
         return from_json(RuntimeSpec, read_text(os.path.join(directory, RUNTIME)))
     except (OSError, SpecError) as error:
@@ -296,7 +308,10 @@ def load_spec(directory: str) -> RuntimeSpec:
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Read the payload's secret variables, and delete their file unless it is to `keep`, or is invalid (SpecError)."""
+    """Read the payload's secret environment variables from the run directory, and delete their file unless `keep` is True.
+
+    Returns {} if there is no file. Raises SpecError, and keeps the file, if it is invalid.
+    """
     path = os.path.join(run_dir, SECRETS)
     try:
         data = json.loads(read_text(path))

@@ -1,5 +1,5 @@
-"""One Ray cluster: start it on the head node, let worker nodes join, watch it, and find what payloads leave in it.
+"""Runs one Ray cluster: starts it, has worker nodes join, watches it, and finds what payloads leave alive in it.
 
-`runtime.supervisor` decides which payload gets which cluster. Begin with `cluster`, `membership` for what it decides, and
-`ray_node` for Ray on one node. Every private API of Ray is in `internals`.
+`runtime.supervisor` decides which payload gets which cluster. Begin with `cluster`; then see `membership`, the state machine that
+decides for it, and `ray_node` for Ray on one node. Every private API of Ray is in `internals`.
 """

@@ -1,4 +1,4 @@
-"""What runs on each node of a Ray cluster: an agent starts, measures and ends Ray.
+"""The agent on each node of a Ray cluster: it starts and ends Ray there, and measures payloads.
 
 The head's side of the worker nodes is `node.worker_nodes`. `Worker` is the runtime that connects an agent to the head; a
 `SimulatedNode` has its agent in the head's own runtime.
@@ -56,15 +56,18 @@ class NodeAgent:
         self._samplers: Dict[str, UsageSampler] = {}
 
     def pids(self, chosen: Callable[[RayNode], bool] = lambda _: True) -> List[int]:
-        """Process ids of Ray's root processes on this node, one for each Ray cluster that is chosen."""
+        """Process ids of Ray's root processes on this node, one for each Ray cluster for which `chosen` returns True."""
         return [ray.pid for ray in self.rays.values() if ray.pid is not None and chosen(ray)]
 
     def guarded_pids(self) -> List[int]:
-        """Process ids below which Ray workers may be killed when the node's memory is nearly full."""
+        """Ids of Ray's root processes whose workers may be killed when the node's memory is nearly full."""
         return self.pids(lambda ray: ray.cluster.memory_guard)
 
     def prepare_ray(self, spec: RaySpec, key: str, nodes: int, on_event: Callable[[Event], None]) -> RayNode:
-        """Ray on this node for a cluster, to be started, in place of an earlier attempt; OSError if it gets no directory."""
+        """A new `RayNode` for a cluster on this node, which is not started yet; an earlier one of the same cluster is ended.
+
+        Raises OSError if no directory can be made for the cluster.
+        """
         before = self.rays.get(key)
         if before is not None:
             before.end()
@@ -89,9 +92,10 @@ class NodeAgent:
             ray.end()
 
     def sampler(self, nonce: str, uses_ray: bool, shared: bool, foreign: Callable[[], List[int]] = list) -> UsageSampler:
-        """Begin to measure a payload on this node, without `foreign` processes and Ray clusters of other payloads.
+        """Start to measure a payload on this node; returns the sampler, which can be stopped.
 
-        If payloads have `shared` the Ray cluster, only its Ray jobs count.
+        The processes `foreign` and the Ray clusters of other payloads do not count. If payloads have `shared` the Ray cluster,
+        only this payload's Ray jobs count as its own.
         """
         own = (nonce if nonce in self.rays else "") if uses_ray else None
         ray = None if own is None else self.rays.get(own)
@@ -131,7 +135,10 @@ class NodeAgent:
             self.end()
 
     def _failure(self, command: Message, error: ClusterError, tails: Mapping[str, str]) -> Message:
-        """The event that Ray did not start on this node after a command, or ended; logs the error."""
+        """Log an error of Ray on this node, and return the event that reports it to the head.
+
+        `command` is the one by which Ray was started, and `tails` are the last lines of Ray's logs by name.
+        """
         self.log(str(error))
         what = {"cluster": command["cluster"], "attempt": command["attempt"], "tails": dict(tails)}
         said = {"reason": error.reason, "message": str(error), "unhealthy": error.unhealthy}
@@ -140,7 +147,8 @@ class NodeAgent:
     def _start_ray(self, command: Message) -> None:
         """Start Ray on this node, or start it again if the head had to take another port.
 
-        After a reconnection the head repeats the command. Then nothing happens, except that the head may have missed a failure.
+        The head repeats the command after a reconnection. Then Ray is not started again; only a failure, which the head may have
+        missed, is reported again.
         """
         key, attempt = command["cluster"], command["attempt"]
         if key in self.rays and self._attempts[key] == attempt:
@@ -161,7 +169,10 @@ class NodeAgent:
         ray.start(command["gcs"])
 
     def _measure(self, nonce: str, job_ids: Optional[List[str]]) -> None:
-        """Measure a payload on this node; `job_ids` are as for `WorkerNodes.measure`."""
+        """Start to measure a payload on this node, or, if it is measured already, add to its known Ray jobs.
+
+        `job_ids` are the `jobs` of `WorkerNodes.measure`.
+        """
         if nonce not in self._samplers:
             if not self.simulated:
                 self.strays.begin(nonce)
@@ -175,9 +186,9 @@ class NodeAgent:
 
 
 def simulate(nodes: WorkerNodes, spec: RuntimeSpec, shares: List[Share], private: Scratch) -> RuntimeSpec:
-    """Add the simulated nodes of all components but the head's to `nodes`, and return the start record for them.
+    """Add the simulated nodes of all components but the head's to `nodes`, and return the start record for their agents.
 
-    The shares replace what was requested of Slurm, and the nodes need a shared secret.
+    In that record nothing is requested of Slurm, because the shares determine the resources, and there is a new shared secret.
     """
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
@@ -291,7 +302,7 @@ class Worker(Listener):
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
-        """End this runtime by itself: Slurm ends only this node's component, so that the head got no signal."""
+        """End this runtime unless the head has said that it ends too: Slurm then ends only this node's component."""
         if not self._head_is_ending:
             self._agent.log("its component is being ended, and the head's goes on; ending")
             self.exit_code = 128 + signal.SIGTERM

@@ -1,5 +1,7 @@
-"""One Ray cluster, seen from its head: start it, have the worker nodes join, say when it is ready, and notice lost nodes; and
-find what payloads leave alive in a warm one: detached actors, placement groups, submitted jobs, used resources.
+"""A Ray cluster, seen from its head: starts it, has the worker nodes join, reports when it is ready, and notices lost nodes.
+
+It also finds what payloads leave alive in a cluster that the runtime keeps warm for later payloads: detached actors, placement
+groups, submitted jobs, used resources.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ _HINTS = {
 
 
 class Leak(NamedTuple):
-    """One thing that is left: its name in later tables, a sentence, its payload's nonce if Ray tells, when a job began."""
+    """An actor, placement group, submitted job or used resource that a payload has left in the cluster.
+
+    `key` identifies it in later tables, `message` describes it for the Dagster log, `nonce` is that of the payload if Ray knows
+    it, and `since` is the start time of a job, otherwise 0.
+    """
 
     key: str
     message: str
@@ -51,13 +57,16 @@ class Leak(NamedTuple):
 
 
 def living(tables: Tables) -> List[Leak]:
-    """Everything in the tables that is alive and does not end with the Ray job that made it; without side effects."""
+    """A leak for each actor, group and job in the tables that outlives the Ray job that made it; without side effects."""
     nonces, rows = tables["jobs"], tables["living"]
     return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
 
 
 def left_when_idle(tables: Tables) -> List[Leak]:
-    """What is still at work when no payload runs: submitted jobs, and used resources with everything that may hold them."""
+    """The leaks in a cluster in which no payload runs; without side effects.
+
+    These are submitted jobs that still run, and used resources with all actors and placement groups that may hold them.
+    """
     taken = []
     for name, total in sorted(tables["total"].items()):
         used = total - tables["available"].get(name, 0.0)
@@ -71,12 +80,12 @@ def left_when_idle(tables: Tables) -> List[Leak]:
 
 @dataclass(eq=False)
 class RayCluster:
-    """A Ray cluster whose head runs on this node: starts it, watches it and ends it. `Membership` decides.
+    """A Ray cluster whose head runs on this node: starts it, watches it and ends it, as `Membership` decides.
 
-    Raises OSError if there is no directory for a payload's own cluster.
+    Raises OSError if no directory can be made for a payload's own cluster.
     """
 
-    head: NodeAgent  # That of this node.
+    head: NodeAgent  # The agent of this node.
     workers: WorkerNodes  # The worker nodes that can join.
     head_address: Optional[str]  # Of this node for the worker nodes; None for the one that Ray finds.
     tell: Callable[["RayCluster", Action], None]  # Called with what others must do or know: all actions but `Join`.
@@ -85,7 +94,7 @@ class RayCluster:
     ray_version: Optional[str] = None
     address: Optional[str] = None  # "HOST:PORT" for drivers; None until the cluster is ready.
     unhealthy: List[Unhealthy] = field(default_factory=list)  # Nodes that failed a health check.
-    leaks: Dict[str, str] = field(default_factory=dict)  # Sentences about what was left when it was idle, and is still: with key.
+    leaks: Dict[str, str] = field(default_factory=dict)  # Leaks found while it was idle that still exist: `Leak.key` by message.
     _bring_up: Optional[float] = None
     _dashboard_url: Optional[str] = None
     _gcs: str = ""
@@ -107,12 +116,12 @@ class RayCluster:
 
     @property
     def ready(self) -> bool:
-        """Whether enough nodes have joined."""
+        """Whether enough nodes have joined for payloads to start."""
         return self.state.ready
 
     @property
     def complete(self) -> bool:
-        """Whether no further node may join."""
+        """Whether no further node may join: each has joined, or was given up."""
         return self.state.complete
 
     @property
@@ -128,11 +137,11 @@ class RayCluster:
 
     @property
     def token(self) -> str:
-        """The token of this cluster; empty without authentication."""
+        """Ray's token for authentication with this cluster; empty without authentication."""
         return self._ray.token if self.spec.auth == "token" else ""
 
     def facts(self) -> Dict[str, Any]:
-        """Version, addresses, start time and nodes of the cluster, for the payload's metadata."""
+        """Version, addresses, seconds to start, and nodes of the cluster, for the payload's metadata."""
         return {
             "ray_version": self.ray_version,
             "ray_address": self.address,
@@ -163,7 +172,7 @@ class RayCluster:
         return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Find in some seconds what is left in the whole cluster, unless a payload runs by then."""
+        """Search the whole cluster for leaks in some seconds, unless `is_idle` returns False then because a payload runs."""
 
         def check(tables: Optional[Tables]) -> None:
             if tables is not None and is_idle():
@@ -200,7 +209,7 @@ class RayCluster:
         self._ray.end()
 
     def log_tails(self) -> Dict[str, str]:
-        """The last lines of the logs that may tell why the cluster failed, by title, from this node and from worker nodes."""
+        """The last lines of logs that may tell why the cluster failed, by name of log, from this node and from worker nodes."""
         given_up = [(place, member.title) for place, member in self.state.members.items() if member.given_up]
         logs = {"runtime on %s" % title: self.workers.log_tail(place) for place, title in given_up}
         return {**self._ray.log_tails(), **self._tails, **{name: text for name, text in logs.items() if text.strip()}}
@@ -257,7 +266,7 @@ class RayCluster:
             done(tables)
 
     def _problem(self, machine: NodeResources) -> Optional[str]:
-        """Why a node has too few resources for this cluster; None if they suffice."""
+        """An error text if a node has too few resources for this cluster; None if they suffice."""
         own = node_footprint(node_spec(self.spec, machine.component))
         return footprint_error(own if self.key else runtime_footprint(self.head.spec, machine.component), machine)
 

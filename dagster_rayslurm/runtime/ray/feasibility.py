@@ -1,7 +1,7 @@
-"""Whether the nodes of a Ray cluster could hold tasks, actors and placement groups if nothing else ran. Pure.
+"""Decides whether the nodes of a Ray cluster could hold tasks, actors and placement groups if nothing else ran. Pure.
 
-What Ray does is read from its scheduler (src/ray/common/scheduling/resource_instance_set.cc, Ray 2.60): amounts count in
-steps of 0.0001, and a part of a GPU comes from one GPU, so that three times 0.6 do not fit on two.
+The rules are those of Ray's scheduler (src/ray/common/scheduling/resource_instance_set.cc, Ray 2.60): amounts count in steps of
+0.0001, and a part of a GPU comes from one GPU, so that three times 0.6 do not fit on two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SELECTOR = re.compile(r"(!?)(?:in\((.*)\)|(.*))")
 
 
 class Rule(NamedTuple):
-    """A node's label `key` must have one of the `values`, or must not if `wanted` is False."""
+    """A condition on a node's label `key`: its value must be one of the `values`, or none of them if `wanted` is False."""
 
     key: str
     wanted: bool
@@ -31,14 +31,14 @@ class Rule(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """What one task, actor or bundle of a placement group needs of its node."""
+    """The resources and labels that one task, actor or bundle of a placement group needs on its node."""
 
     resources: Mapping[str, float]
     selectors: Tuple[Tuple[Rule, ...], ...] = ()  # Alternatives; none if any node will do.
 
 
 class Node(NamedTuple):
-    """What one node of the cluster has."""
+    """The resources and labels of one node of the cluster."""
 
     resources: Mapping[str, float]
     labels: Mapping[str, str] = {}
@@ -49,8 +49,8 @@ class Node(NamedTuple):
 def feasible(bundles: Iterable[Mapping[str, Any]], strategy: str, nodes: Iterable[Mapping[str, Any]]) -> bool:
     """Whether a placement group, or tasks at the same time (PACK), could run on nodes on which nothing else runs.
 
-    Exact for up to some dozens of bundles; beyond, and where the search would take longer than about a second, True if no
-    simple reason speaks against it.
+    The result is exact for up to some dozens of bundles. For more, and where the search would take longer than about a second,
+    it is True unless a simple check excludes that.
 
     Example:
         ```python
@@ -77,13 +77,13 @@ def feasible(bundles: Iterable[Mapping[str, Any]], strategy: str, nodes: Iterabl
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise `ValueError` for what is no placement strategy of Ray."""
+    """Raise `ValueError` if `strategy` is not one of Ray's placement strategies."""
     if strategy not in STRATEGIES:
         raise ValueError("%r is no placement strategy of Ray; write %s" % (strategy, ", ".join(STRATEGIES)))
 
 
 def read_bundle(bundle: Any, where: str) -> Bundle:
-    """The bundle that a user writes as a dictionary; raises `ValueError`, which names it by `where`."""
+    """The bundle that a user wrote as a dictionary; raises `ValueError`, which names the bundle by `where`, if it is invalid."""
     resources, labels = _split(bundle, where)
     rules = []
     for key, text in labels.items():
@@ -116,7 +116,7 @@ def fits(bundle: Bundle, node: Node) -> bool:
 
 
 def lacking(bundle: Bundle, node: Node) -> List[str]:
-    """The resources of which a node has less than one bundle needs."""
+    """Names of the resources of which a node has less than one bundle needs."""
     return [name for name, amount in bundle.resources.items() if _units(amount) > _has(node, name)]
 
 
@@ -136,7 +136,10 @@ def can_hold(bundles: Sequence[Bundle], strategy: str, nodes: Sequence[Node]) ->
 
 
 def _each_has_its_own(choices: Sequence[Sequence[int]]) -> bool:
-    """Whether each bundle gets a node of its own among its choices: a matching, made larger one bundle at a time."""
+    """Whether each bundle can get a node of its own among its choices, which are indices of nodes.
+
+    This is a bipartite matching, which grows by one bundle at a time.
+    """
     holder: Dict[int, int] = {}  # The bundle that has each node.
 
     def find(start: int) -> bool:
@@ -165,7 +168,7 @@ def _units(amount: float) -> int:
 
 
 def _has(node: Node, name: str) -> int:
-    """The units of a resource on a node: as many as can never be used up if it may have the resource, or has no known amount."""
+    """The units of a resource that a node has; `_UNLIMITED` if the amount is infinite, or if the node may have the resource."""
     if name not in node.resources:
         return _UNLIMITED if node.unknown is not None and re.match(node.unknown, name) else 0
     amount = node.resources[name]
@@ -187,7 +190,7 @@ _Free = Tuple[int, Tuple[int, ...], Tuple[Tuple[int, ...], ...]]
 
 
 class _Search:
-    """Looks for a place for each bundle, and goes back where it finds none. Equal nodes and bundles count as one choice."""
+    """Looks for a node for each bundle by backtracking. Equal nodes and equal bundles count as one choice."""
 
     def __init__(self, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
         names = sorted({name for bundle in bundles for name, amount in bundle.resources.items() if _units(amount)})
@@ -217,7 +220,7 @@ class _Search:
         self.parts = [[_units(each.resources.get(name, 0)) for name in self.instances] for each in self.bundles]
 
     def succeeds(self) -> bool:
-        """Whether there is a place for all, or the search is too long to tell."""
+        """Whether all bundles can be placed; True also if the search would take too long to tell."""
         if not self._enough():
             return False
         if len(self.bundles) > _MOST_BUNDLES:
@@ -239,7 +242,7 @@ class _Search:
         return True
 
     def _enough(self) -> bool:
-        """Whether there is enough of each resource, and room for all equal bundles if there were no others."""
+        """Whether the nodes have enough of each resource in sum, and could hold all equal bundles if there were no others."""
         free = [sum(node[1][place] for node in self.nodes) for place in range(len(self.plain))]
         whole = [sum(sum(node[2][place]) for node in self.nodes) for place in range(len(self.instances))]
         if any(sum(each) > there for each, there in zip(zip(*self.needs), free)):
@@ -256,7 +259,7 @@ class _Search:
         return True
 
     def _ways(self, place: int, state: Tuple[_Free, ...]) -> Any:
-        """The states after a bundle has got its place, one for each way to place it; none after the last bundle."""
+        """The states of the nodes after bundle number `place` is put on a node, one for each way; none after the last bundle."""
         for at, (kind, free, instances) in enumerate(state if place < len(self.bundles) else ()):
             if (at and state[at - 1] == state[at]) or not self.labels[kind][place]:
                 continue
@@ -267,7 +270,7 @@ class _Search:
 
 
 def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> Iterable[Tuple[Tuple[int, ...], ...]]:
-    """What is left of the instances of each resource, for each way to take these amounts from them."""
+    """The remainders of the instances of each resource after the amounts `parts` are taken, one for each way to take them."""
     if not parts:
         yield ()
         return
@@ -277,7 +280,10 @@ def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> It
 
 
 def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]:
-    """What is left of some instances: whole ones are taken first, and the rest comes from one other."""
+    """The remainders of some instances after an amount is taken, one for each way to take it.
+
+    Whole instances are taken first, and the rest comes from one other instance.
+    """
     count, part = divmod(amount, _UNIT)
     whole = [each for each in instances if each == _UNIT]
     if len(whole) < count:
@@ -292,7 +298,7 @@ def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]
 
 
 def _copies(needs: Sequence[int], parts: Sequence[int], node: _Free) -> int:
-    """How many equal bundles one empty node could hold at most."""
+    """How many copies of a bundle one empty node could hold at most, by the units that the bundle needs."""
     most = [there // need for there, need in zip(node[1], needs) if need]
     for there, part in zip(node[2], parts):
         if part:

@@ -38,7 +38,7 @@ _GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in gcs.proto
 _NODE_DEAD = 2  # NodeStatus.DEAD in autoscaler.proto
 _NOT_IN = 2  # LABEL_OPERATOR_NOT_IN in common.proto
 _LIVING_ACTORS = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")  # All states except dead.
-_CLIENT_SERVER = "get_ray_client_dependency_error"  # Function that says what the Ray Client server lacks to run.
+_CLIENT_SERVER = "get_ray_client_dependency_error"  # Function that returns what the Ray Client server lacks to run.
 _HEAD_INFO = "get_all_node_info_until_retrieved"  # Function of `ray start --address` that asks for the head's row of the table.
 _TEMP_DIR_KEY = b"rayslurm_temp_dir"  # Key under which the head writes its temporary directory to the GCS, for the worker nodes.
 # Prefix of the name of the actor that runs a job of `ray job submit`; the job's id follows.
@@ -55,7 +55,7 @@ def _module(name: str) -> Any:
 
 
 def installed_version() -> Optional[str]:
-    """The version of Ray in this Python environment, read without an import of Ray; None if it is missing or unreadable."""
+    """The version of Ray in this Python environment, read without importing Ray; None if Ray is missing or unreadable."""
     importlib.invalidate_caches()
     with contextlib.suppress(ImportError, OSError, ValueError):  # Perhaps the file system is unavailable for a moment.
         spec = importlib.util.find_spec("ray")
@@ -70,7 +70,10 @@ def installed_version() -> Optional[str]:
 
 
 def dashboard_problem() -> Optional[str]:
-    """What Ray's dashboard lacks to run, as text; None if nothing. Ray 2.60 itself says so only in the dashboard's log."""
+    """An error text about packages that Ray's dashboard lacks to run; None if it lacks none.
+
+    Ray 2.60 itself reports them only in the dashboard's log.
+    """
     problem = getattr(_module("ray._private.utils"), "get_dashboard_dependency_error", lambda: None)()
     return None if problem is None else str(problem)
 
@@ -123,7 +126,10 @@ def connect_gcs(gcs: str) -> Any:
 
 
 def node_table(client: Any) -> Nodes:
-    """The nodes by Ray's id. If the GCS does not answer, raises one of Ray's RPC errors, which have no common public base."""
+    """Ray's node table: a dictionary for each node, by Ray's id of the node.
+
+    If the GCS does not answer, raises one of Ray's RPC errors, which have no common public base.
+    """
     return {
         node_id.hex(): {
             "alive": info.state == _ALIVE,
@@ -162,7 +168,7 @@ def published_head(client: Any) -> Optional[SimpleNamespace]:
 
 
 def assume_head(head: SimpleNamespace) -> None:
-    """Make `ray start --address` in this process use this row as the head, instead of polling every two seconds (Ray 2.60)."""
+    """Make `ray start --address` in this process use the row `head`, instead of polling for it every two seconds (Ray 2.60)."""
     setattr(_module("ray._private.node"), _HEAD_INFO, lambda *_, **__: [head])
 
 
@@ -170,7 +176,10 @@ def assume_head(head: SimpleNamespace) -> None:
 
 
 def unschedulable(client: Any) -> Dict[str, str]:
-    """What waits for resources that no node can ever grant, from Ray's interface for autoscalers; see `misfits`."""
+    """Sentences about tasks, actors and placement groups that wait for resources that no node can ever grant; see `misfits`.
+
+    They are read from Ray's interface for autoscalers.
+    """
     hostnames = {node_id: str(node["hostname"]) for node_id, node in node_table(client).items()}
     reply = _module("ray.core.generated.autoscaler_pb2").GetClusterResourceStateReply
     answer = reply.FromString(client.get_cluster_resource_state(timeout_s=2))
@@ -262,10 +271,10 @@ def connect_state(gcs: str) -> Any:
 
 
 def living_things(accessor: Any) -> Dict[str, Any]:
-    """The tables for the leak check, as JSON: everything that is alive and does not end with its Ray job. Takes some 2 ms.
+    """The tables for the leak check, as a dictionary for JSON: what is alive and does not end with its Ray job. Takes some 2 ms.
 
-    `jobs` are the payloads' nonces by Ray's job id; `living` detached actors, placement groups that outlive their job, and
-    running jobs of `ray job submit`; `available` and `total` amounts by name of resource.
+    `jobs` are the payloads' nonces by Ray's job id; `living` are detached actors, placement groups that outlive their job, and
+    running jobs of `ray job submit`; `available` and `total` are amounts by name of resource.
     """
     messages = _module("ray.core.generated.gcs_pb2")
     # Without these options the GCS asks every driver, also stopped ones, whether it is busy.
@@ -327,7 +336,7 @@ def connect_raylet(gcs: str) -> Any:
 
 
 def start_workers(raylet: Any, number: int) -> None:
-    """Ask the raylet to start idle worker processes, which belong to no job yet."""
+    """Ask the raylet to start this number of idle worker processes, which belong to no job yet."""
     messages = _module("ray.core.generated.node_manager_pb2")
     request = messages.PrestartWorkersRequest(num_workers=number, keep_alive_duration_secs=_IDLE_WORKERS)
     raylet.PrestartWorkers(request, timeout=_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Which nodes make up a Ray cluster, and whether enough of them are there: a state machine, and functions on Ray's node table.
+"""Decides which nodes make up a Ray cluster, and whether enough have joined: a state machine, and functions on Ray's node table.
 
 Nothing here has side effects. A node is identified by host name and component: two components of an allocation may have a node
 each on one host.
@@ -25,7 +25,7 @@ CLUSTER_READY, UNSCHEDULABLE = "cluster-ready", "unschedulable"
 
 
 class Report(TextEnum):
-    """What happens to Ray on one node. The program `node_main` sends some of these, and `RayNode` makes the others."""
+    """A report about Ray on one node. The program `node_main` sends some kinds of reports, and `RayNode` makes the others."""
 
     NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one. `ray_version` is Ray's version.
     ENTRYPOINT = "entrypoint"  # `ray symmetric-run` has started its command, so the Ray cluster is up.
@@ -45,19 +45,19 @@ class Say(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Have worker nodes start Ray and join the cluster."""
+    """An action: have these worker nodes start Ray and join the cluster."""
 
     members: List[int]
 
 
 class NodeLost(NamedTuple):
-    """The complete cluster has lost a worker node."""
+    """An action: announce that the cluster, which was ready, has lost a worker node."""
 
     title: str
 
 
 class Ready(NamedTuple):
-    """Enough nodes have joined; `head` is the head's row of the node table."""
+    """An action: announce that enough nodes have joined; `head` is the head's row of the node table."""
 
     head: Node
 
@@ -68,7 +68,7 @@ Action = Union[Say, Join, NodeLost, Ready, ClusterError]
 
 
 class Member(NamedTuple):
-    """One worker node of the complete cluster, joined or not."""
+    """One worker node that the complete cluster has, whether it has joined yet or not."""
 
     title: str
     identity: Optional[Identity] = None  # In Ray's node table; None until the node has connected to the head's runtime.
@@ -78,7 +78,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """The state of a Ray cluster's membership; `step` is its transition."""
+    """The state of a Ray cluster's membership; `step` computes the next state."""
 
     spec: RaySpec
     head: str  # Name of the head node in messages.
@@ -102,11 +102,11 @@ class Membership:
 
     @property
     def needed(self) -> int:
-        """Least number of nodes with which the cluster starts, the head included."""
+        """Least number of nodes with which the cluster is ready, the head included."""
         return self.expected if self.spec.min_nodes is None else min(self.spec.min_nodes, self.expected)
 
     def step(self, event: Event) -> Step:
-        """The state after an event, and what follows from the event; nothing does once the cluster has failed."""
+        """The state after an event, and the actions that follow from it; nothing changes once the cluster has failed."""
         handler = _HANDLERS.get(event["event"])
         unknown = "node" in event and event["node"] not in self.members
         return (self, []) if self.failed or handler is None or unknown else handler(self, event)
@@ -143,7 +143,10 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
     def _give_up(self, node_id: int, error: ClusterError) -> Step:
-        """Go on without a worker node; fail if too few are left to start the cluster. A node may repeat its failure."""
+        """Go on without a worker node; fail if too few nodes are left to start the cluster.
+
+        Nothing changes if the node was given up before: a node may report its failure again.
+        """
         member = self.members[node_id]
         if member.given_up:
             return self, []
@@ -234,28 +237,31 @@ def title(node: Node) -> str:
 
 
 def within(spec: RaySpec, nodes: Nodes) -> Nodes:
-    """The table, without components if the start record has none; a component label of Ray is then one that the user set."""
+    """The node table, with None for every component if the start record has no components.
+
+    Ray's label for the component is then a label that the user has set.
+    """
     return nodes if spec.components else {node_id: {**node, "component": None} for node_id, node in nodes.items()}
 
 
 def alive(nodes: Nodes) -> List[Node]:
-    """The nodes that Ray reports as alive."""
+    """The rows of the nodes that Ray reports as alive."""
     return [node for node in nodes.values() if node["alive"]]
 
 
 def present(nodes: Nodes) -> Set[Optional[Identity]]:
-    """The identities of the living nodes."""
+    """The identities (host name and component) of the nodes that Ray reports as alive."""
     return {Identity(node["hostname"], node.get("component")) for node in alive(nodes)}
 
 
 def lost(before: Nodes, after: Nodes) -> List[Node]:
-    """The nodes that are alive in the table `before`, and dead or missing in the table `after`."""
+    """The rows of the nodes that are alive in the table `before`, and dead or missing in the table `after`."""
     gone = [node_id for node_id, node in before.items() if node["alive"] and not after.get(node_id, {}).get("alive")]
     return [after.get(node_id, before[node_id]) for node_id in gone]
 
 
 def in_order(nodes: Nodes, spec: RaySpec) -> List[Node]:
-    """All nodes, sorted: the head first, then by component in the order of the start record, then by host name."""
+    """The rows of all nodes: the head's first, then by component in the order of the start record, then by host name."""
     places: Dict[Any, int] = {component.component_id: place for place, component in enumerate(spec.components)}
     return sorted(
         nodes.values(), key=lambda node: (not node["head"], places.get(node.get("component"), len(places)), node["hostname"])
@@ -263,7 +269,10 @@ def in_order(nodes: Nodes, spec: RaySpec) -> List[Node]:
 
 
 def in_words(nodes: Nodes, spec: RaySpec) -> str:
-    """The number of living nodes and their CPUs and GPUs, for the Dagster log: in all, or by component if there are several."""
+    """A text for the Dagster log: the head's host name, the number of living nodes, and their CPUs and GPUs.
+
+    The amounts are totals, or, if there are several components, those of each component.
+    """
     here = alive(nodes)
     head = next(node["hostname"] for node in here if node["head"])
     where = head if len(here) == 1 else "%d nodes, the head is %s" % (len(here), head)

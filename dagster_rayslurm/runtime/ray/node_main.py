@@ -1,8 +1,8 @@
 """The program that runs `ray start --block` (or `ray symmetric-run`) on one node and reports its state to the runtime.
 
-`ray start` runs in this very process, and on the head threads beside it poll Ray's control service (GCS) and serve the runtime's
-requests. So Ray is imported only once, on a worker node while the head starts. And the Ray cluster counts as up as soon as the
-GCS reports its nodes, seconds before `ray start` itself has finished.
+`ray start` runs in this very process. On the head, other threads of the process poll Ray's control service (GCS) and serve the
+runtime's requests. So Ray is imported only once; on a worker node this happens while the head starts. And the Ray cluster counts
+as up as soon as the GCS reports its nodes, seconds before `ray start` itself has finished.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _START_TIMEOUT, _POLL = 60.0, 0.1  # Seconds in which a new idle worker must beg
 
 
 def main(argv: List[str]) -> int:
-    """Run Ray on this node until it ends, and return the exit code. The only argument is the order of `RayNode`, as JSON.
+    """Run Ray on this node until it ends, and return the exit code. The only argument is the JSON text that `RayNode` writes.
 
-    Over the socket `fd` this program sends reports (`Report`) and gets requests (`serve`), as JSON lines.
+    Over the socket whose descriptor is `fd` in that text, this program sends reports (`Report`) and gets requests (`serve`), as
+    JSON lines.
     """
     order = json.loads(argv[0])
     report = _Reporter(order["fd"])
@@ -115,7 +116,7 @@ class _Reporter:
 
 
 def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
-    """Start threads that serve the requests from a socket or pipe, which are JSON lines with one of these keys.
+    """Start threads that serve the runtime's requests: JSON lines from a socket or pipe, each with one of these keys.
 
     tables: report Ray's tables for the leak check, or None after an error; the value is the id of the query.
     prestart: bring the number of idle Ray workers up to one for each of `cpus`, at most `MOST_IDLE_WORKERS`, for the first tasks
@@ -234,7 +235,7 @@ def _nodes(client: Any) -> Optional[Nodes]:
 
 
 def _report_demand(gcs: str, report: _Reporter) -> None:
-    """Every few seconds, report the requests that can never be granted; each once, until it is gone.
+    """Every few seconds, report the requests for resources that no node can ever grant; each is reported once while it lasts.
 
     Two polls in a row must find a request, because a node that has just joined may grant it.
     """

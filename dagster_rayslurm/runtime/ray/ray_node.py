@@ -84,9 +84,9 @@ def start_arguments(
 
 
 def symmetric_arguments(start: List[str], gcs: str, nodes: int, entrypoint: List[str]) -> List[str]:
-    """The arguments of `ray symmetric-run` on a node with these arguments of `ray start`.
+    """Convert the arguments of `ray start` on a node, `start`, to the arguments of `ray symmetric-run`.
 
-    On the head of "HOST:PORT" `gcs` it runs `entrypoint` once `nodes` nodes have joined.
+    `gcs` is "HOST:PORT" of the head, on which `ray symmetric-run` runs `entrypoint` once `nodes` nodes have joined.
     """
     unknown = ("--block", "--head", "--address=", "--node-ip-address=", "--port=")
     own = [option for option in start if not option.startswith(unknown)]
@@ -120,7 +120,10 @@ def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
 
 
 def _token(runtime: RuntimeSpec, key: str) -> str:
-    """The token with which Ray's processes of one cluster authenticate each other; all nodes derive it from their secret."""
+    """The token with which the processes of one Ray cluster authenticate each other.
+
+    It is derived from the secret that all nodes have, so that it is the same on each; without a secret it is random.
+    """
     secret = runtime.token_key or runtime.control_key
     if secret is None:
         return os.urandom(32).hex()
@@ -131,7 +134,10 @@ def _token(runtime: RuntimeSpec, key: str) -> str:
 
 
 class ClusterDir(Scratch):
-    """A new directory for one Ray cluster inside a scratch directory; OSError if all names are in use or it cannot be made."""
+    """A new directory for one Ray cluster inside a scratch directory.
+
+    Raises OSError if all names are in use, or if the directory cannot be made.
+    """
 
     def __init__(self, parent: Scratch) -> None:
         for name in random.sample(_DIR_NAMES, len(_DIR_NAMES)):  # Names are seldom reused soon, because removal takes time.
@@ -144,7 +150,7 @@ class ClusterDir(Scratch):
         shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_later(self, loop: Loop, delay: float = _DYING) -> None:
-        """Remove the directory, again and again until it is gone: dying processes may write to it again."""
+        """Remove the directory after a delay, and again until it is gone: dying processes may write to it after a removal."""
 
         def clear() -> None:
             self.remove()
@@ -226,7 +232,7 @@ class RayNode:
         return {"ray start": self._log, **{name: os.path.join(logs, name) for name in _LOGS}}
 
     def _run_checks(self, checks: List[str]) -> None:
-        """Run the built-in health checks, then the user's commands, then Ray."""
+        """Run the built-in health checks; if all pass, run the user's commands and then Ray."""
         # Local mode gives components GPUs that are simulated; nobody can check those.
         simulated = self.cluster.simulate or (self.shared is None and self.machine.component is not None)
         order = health.Order(
@@ -280,7 +286,7 @@ class RayNode:
         self._fail(why, unhealthy={"node": health.node_name(os.environ), "check": check, "found": found})
 
     def _choose_address(self) -> None:
-        """Find out which address Ray uses on this node, and start Ray."""
+        """Determine the address that Ray uses on this node, and start Ray."""
         try:
             if self._gcs is None and self.spec.node_ip_address:
                 self._address = self.spec.node_ip_address
@@ -351,7 +357,7 @@ class RayNode:
             self.pid = self.loop.spawn(argv, on_exit, env=env, preexec_fn=processes.die_with_parent(), **streams, **options)
 
     def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
-        """`environ` with the variables for Ray's daemons on this node, which its workers inherit."""
+        """A copy of `environ` with the variables for Ray's daemons on this node, from which its workers inherit them."""
         # The command of a job that `ray job submit` starts finds the environment's `python`, as payloads do.
         path = os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
         wanted = {**environ, "PATH": path, **self.runtime.worker_env, **self.environ}

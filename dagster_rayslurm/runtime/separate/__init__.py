@@ -1,1 +1,1 @@
-"""The runtime's side of `topology="separate"`: a payload and a Ray cluster for each component. Begin with `participant`."""
+"""The runtime's part of `topology="separate"`: each component has its own payload and Ray cluster. Begin with `participant`."""

@@ -1,8 +1,9 @@
-"""Barrier of the separate topology: decides when the payloads of all components start and end. Pure.
+"""The barrier of the separate topology: decides when the payloads of all components start and end. Has no side effects.
 
-The payloads start together, and the first failure ends all. A runtime stays until all payloads have ended, because they may use
-its Ray cluster until then. The runtime of the first component is the barrier's host, the others are its guests: each sends its
-`ComponentState` to the host, and gets the `RunState`, whenever one changes and after each connection.
+The payloads start together, and the first failure ends all of them. Each component's runtime stays until all payloads have
+ended, because the other payloads may use its Ray cluster until then. The runtime of the first component is the barrier's host,
+the others are its guests. Whenever the `ComponentState` of a guest or the `RunState` of the host changes, and after each new
+connection, it is sent to the other side.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class ComponentAddress:
-    """Where a component runs: its first node, its Ray cluster if any, and all nodes; in RAYSLURM_COMPONENTS for each payload."""
+    """The addresses of one component, which all payloads get in the environment variable RAYSLURM_COMPONENTS."""
 
-    host: str
-    address: str
-    ray_address: Optional[str]
-    nodes: List[str]
+    host: str  # Host name of the component's first node.
+    address: str  # Network address of that node.
+    ray_address: Optional[str]  # Address of the component's Ray cluster; None if it has none.
+    nodes: List[str]  # Names of all nodes of the component.
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,20 @@ class Ended:
 
 @dataclass(frozen=True)
 class ComponentState:
-    """What a component's runtime tells the host about itself."""
+    """The state of one component, which its runtime sends to the barrier's host."""
 
-    place: Optional[ComponentAddress] = None  # Set once the payload can start.
+    place: Optional[ComponentAddress] = None  # None until the component is ready to start its payload.
     ended: Optional[Ended] = None
     left: bool = False  # The runtime ends, because the run is finished or because it received a signal.
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What the host tells all components."""
+    """The state of the whole run, which the barrier's host sends to the runtimes of all components."""
 
     places: Dict[str, ComponentAddress] = field(default_factory=dict)  # Not empty once the payloads start.
-    failed: Optional[str] = None  # The component that failed first: all payloads end.
-    why: str = ""
+    failed: Optional[str] = None  # The component that failed first, so that all payloads end; None without a failure.
+    why: str = ""  # Why that component failed.
     finished: bool = False  # The payloads of all components have ended, or were given up: all runtimes end.
     final: bool = False  # Slurm has no reason to run the job again, so files for another attempt are no longer needed.
 
@@ -63,15 +64,15 @@ class _Member:
 
 
 class Barrier:
-    """The host's state of all components; `state` is what follows for all of them.
+    """The states of all components, kept by the host; the attribute `state` is the `RunState` that results from them.
 
-    All must be ready within `patience` seconds. A guest that lost its connection may reconnect within `grace` seconds; after a
-    failure, the host waits that long for guests that have never connected.
+    All components must be ready within `patience` seconds from `now`. A guest that lost its connection may reconnect within
+    `grace` seconds; after a failure, the host waits `grace` seconds for guests that have never connected.
     """
 
     def __init__(self, components: Sequence[str], patience: float, grace: float, now: float) -> None:
         self.state = RunState()
-        self.exit_code = 0  # The job's: that of the first failure, or 0.
+        self.exit_code = 0  # The exit code for the job: that of the first failure, or 0.
         self._host, self._patience, self._grace = components[0], patience, grace
         self._start_by = now + patience
         self._members = {name: _Member(_NEVER if name == self._host else self._start_by) for name in components}
@@ -79,18 +80,18 @@ class Barrier:
         self._interrupted = False
 
     def connected(self, component: str) -> None:
-        """A component's runtime has connected: the host waits for it, even if it was given up before."""
+        """Record that a component's runtime has connected: the host waits for the component again, even if it had given it up."""
         self._members[component].until = _NEVER
         self._members[component].problem = "its cluster is not up"
 
     def disconnected(self, component: str, why: str, now: float) -> None:
-        """The connection to a component is lost."""
+        """Record that the connection to a component is lost because of `why`; it may be restored within `grace` seconds."""
         member = self._members[component]
         if member.until == _NEVER:
             member.until, member.problem = now + self._grace, "its runtime is lost: " + why
 
     def update(self, component: str, told: ComponentState, now: float) -> None:
-        """Take in what a component tells of itself."""
+        """Store the state that a component's runtime has sent, and update the state of the run."""
         member = self._members[component]
         member.told = told
         if told.left:
@@ -103,14 +104,17 @@ class Barrier:
         self.tick(now)
 
     def interrupted(self, why: str, exit_code: int, now: float) -> None:
-        """Called when the host gets a signal after its payload has ended; the host has failed if other components still run."""
+        """Record that the host received a signal after its own payload had ended; the run fails if other components still run."""
         self._interrupted = True
         if not all(member.is_over(now) for member in self._members.values()):
             self._fail(self._host, why, exit_code, now)
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """To be called every now and then: give up components that have not come, or not come back, in time."""
+        """Give up components that did not connect or reconnect in time, and finish the run when no component is left.
+
+        The host must call this method regularly.
+        """
         if not self.state.places and now >= self._start_by:
             self._fail(self._host, self._why_not_started(), 1, now)
         for name, member in self._members.items():
@@ -122,7 +126,7 @@ class Barrier:
             self.state, self._finished_at = replace(self.state, finished=True, final=final), now
 
     def may_leave(self, now: float) -> bool:
-        """Whether the host may end: each guest that is connected, or may reconnect, has heard that the run is finished."""
+        """Whether the host may end: the run is finished, and each guest has left or had `grace` seconds to learn of that."""
         left = all(now >= member.until for name, member in self._members.items() if name != self._host)
         return now >= self._finished_at + (0.0 if left else self._grace)
 
@@ -131,7 +135,7 @@ class Barrier:
         return "not all components were ready within %g s, missing: %s" % (self._patience, ", ".join(missing))
 
     def _fail(self, component: str, why: str, exit_code: int, now: float) -> None:
-        """End all payloads because of the first failure; later failures change nothing."""
+        """Record the first failure of a component, which ends all payloads; later failures change nothing."""
         if self.state.failed is None:
             self.state, self.exit_code = replace(self.state, failed=component, why=why), exit_code
             for member in self._members.values():

@@ -1,6 +1,6 @@
-"""Connects a component's runtime to the barrier: its payload starts when all components are ready, and ends when one fails.
+"""Connects a component's runtime to the barrier: the payload starts when all components are ready, and ends when one fails.
 
-Each message between host and guests holds the sender's whole state, so that no news is lost with a connection.
+Each message between host and guests holds the sender's whole state, so a lost connection loses no information.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _LEAVE_TIMEOUT = 5.0
 
 @dataclass(eq=False)
 class Participant(Hooks, Listener, ABC):
-    """Connects one component's supervisor to the barrier, as its hooks."""
+    """Takes part in the barrier for one component; the component's supervisor calls its methods as `Hooks`."""
 
     supervisor: Supervisor
     run_dir: str  # The run's directory, not that of the component.
     allocation: Optional[Allocation] = None  # The nodes of the component; None if all components are on this machine.
-    hosts: Sequence[str] = (_LOCALHOST,)  # Where the first component's runtime may be reached.
+    hosts: Sequence[str] = (_LOCALHOST,)  # Hosts at which the first component's runtime may be reached.
 
     def __post_init__(self) -> None:
         assert self.supervisor.spec.meeting is not None
         self.spec: BarrierSpec = self.supervisor.spec.meeting
         self.loop = self.supervisor.loop
         self.payload: Optional[Payload] = None
-        self.mine, self.told = ComponentState(), RunState()  # What this component tells, and what it was told.
+        self.mine, self.told = ComponentState(), RunState()  # States of this component and of the run.
         self.supervisor.hooks = self
         self._keep_fresh()
         self._join()
@@ -57,11 +57,11 @@ class Participant(Hooks, Listener, ABC):
     @property
     @abstractmethod
     def exit_code(self) -> int:
-        """The exit code for this runtime."""
+        """The exit code with which this runtime's process ends."""
 
     @abstractmethod
     def close(self) -> None:
-        """Disconnect from the other components; the host waits a few seconds for them to end."""
+        """Disconnect from the other components; the host first waits a few seconds for the guests to disconnect."""
 
     @abstractmethod
     def _join(self) -> None: ...
@@ -73,12 +73,12 @@ class Participant(Hooks, Listener, ABC):
     def _check(self) -> None: ...
 
     def tell(self, **news: Any) -> None:
-        """Change the state of this component, and report it."""
+        """Change fields of this component's state, and report the new state to the barrier."""
         self.mine = replace(self.mine, **news)
         self._report()
 
     def watch(self, payload: Payload) -> None:
-        """Set the payload that takes part in the barrier; to be called before the event loop runs."""
+        """Set the payload that takes part in the barrier; must be called before the event loop runs."""
         self.payload = payload
         payload.on_ended.append(lambda: self.tell(ended=_end_of(payload)))
 
@@ -92,10 +92,10 @@ class Participant(Hooks, Listener, ABC):
         return bool(self.told.places)
 
     def finished(self, loop: Loop) -> None:
-        """Called when this component's payload has ended: the runtime stays until the run is finished."""
+        """Do nothing when this component's payload has ended, because the runtime stays until the whole run is finished."""
 
     def follow(self, told: RunState) -> None:
-        """Do what follows from the state of the run, so far as it is new."""
+        """Act on each change of the run's state: start the payload, end it, or end this runtime. `told` is the new state."""
         before, self.told, payload = self.told, told, self.payload
         assert payload is not None
         if told.places and not before.places and told.failed is None:
@@ -116,7 +116,7 @@ class Participant(Hooks, Listener, ABC):
             self.loop.stop()
 
     def _end_after(self, failed: str, why: str) -> End:
-        """The reason and message with which this component's payload ends after the component `failed` has failed."""
+        """Returns the reason and message with which this component's payload ends after the component `failed` has failed."""
         if failed != self.spec.component_id:
             return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
         if isinstance(self, Host):
@@ -141,7 +141,10 @@ class Participant(Hooks, Listener, ABC):
 
 
 class Host(Participant):
-    """The participant of the first component. Its exit code is that of the first failure in any component, or 0."""
+    """The participant of the first component, whose runtime keeps the barrier for all components.
+
+    Its exit code is that of the first failure in any component, or 0.
+    """
 
     def _join(self) -> None:
         self.barrier = Barrier(self.spec.components, self.spec.patience, self.spec.grace, self.loop.now())
@@ -158,7 +161,7 @@ class Host(Participant):
         self.loop.call_later(0.0, self._act)
 
     def interrupted(self, loop: Loop, signum: int) -> None:
-        """Called when this runtime received a signal after its payload had ended: have all payloads ended first."""
+        """Called on a signal after the host's own payload has ended: end the payloads of the other components first."""
         self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
         self._act()
 
@@ -173,7 +176,7 @@ class Host(Participant):
         self._server.close()
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Take in a guest's name and state."""
+        """Handle a guest's message with the name and state of its component; disconnect a sender whose component is unknown."""
         component = message.pop("component")
         if component not in self.spec.components[1:]:
             return channel.close()
@@ -193,7 +196,7 @@ class Host(Participant):
             self.barrier.disconnected(component, why, self.loop.now())
 
     def _act(self) -> None:
-        """Send the state of the run to all guests, and follow it; the host ends last, as only it can tell the guests."""
+        """Send a new state of the run to all guests, and act on it; the host ends last, because only it can inform the guests."""
         state = self.barrier.state
         if state != self._sent:
             self._sent = state
@@ -204,11 +207,11 @@ class Host(Participant):
 
 
 class Guest(Participant):
-    """The participant of another component than the first."""
+    """The participant of any component but the first; it sends its state to the host and receives the state of the run."""
 
     def _join(self) -> None:
         self._given_up = False
-        # When the host is given up, unless it is connected then.
+        # Clock time at which this runtime gives the host up, unless the host is connected then.
         self._give_up_at = self.loop.now() + self.spec.patience + 3 * self.spec.grace
         addresses = all_addresses([*self.hosts, *self.spec.hosts], self.spec.ports)
         self.client = RpcClient(self.loop, self.spec.key, addresses, self)
@@ -216,7 +219,7 @@ class Guest(Participant):
 
     @property
     def exit_code(self) -> int:
-        """0 unless the host is lost and the payload did not succeed: another code makes `srun` end all components."""
+        """1 if the host is lost and the payload did not succeed, so that `srun` ends all components; otherwise 0."""
         return 1 if self._given_up and (self.mine.ended is None or self.mine.ended.failure is not None) else 0
 
     def _report(self) -> None:
@@ -226,7 +229,7 @@ class Guest(Participant):
             self._give_up_at = min(self._give_up_at, self.loop.now() + self.spec.grace)
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """Called when this runtime received a signal after its payload had ended: end the runtime, and its Ray cluster."""
+        """Called on a signal after the guest's own payload has ended: tell the host, and end this runtime and its Ray cluster."""
         self.tell(left=True)
         loop.stop()
 
@@ -246,7 +249,7 @@ class Guest(Participant):
         self._give_up_at = self.loop.now() + self.spec.grace
 
     def _check(self) -> None:
-        """Go on without a host that is out of reach for too long, as if it had failed."""
+        """Give up a host that has been out of reach for too long, and act as if its component had failed."""
         if not self._given_up and (self.client.is_connected or self.loop.now() < self._give_up_at):
             return
         self._given_up = True
@@ -257,7 +260,7 @@ class Guest(Participant):
 
 
 def _end_of(payload: Payload) -> Ended:
-    """How a payload ended, as the other components are told."""
+    """Returns how a payload ended, as the value that the other components receive."""
     ending = payload.ending
     end = ending.result
     if end is None:
@@ -272,14 +275,20 @@ def _end_of(payload: Payload) -> Ended:
 
 
 def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participant:
-    """Connect a component's runtime to the barrier that its start record describes; the first component becomes the host."""
+    """Connect a component's runtime to the barrier that its start record describes, and return the new participant.
+
+    The first component becomes the host. `where` are the arguments `allocation` and `hosts` of `Participant`.
+    """
     spec = supervisor.spec.meeting
     side = Host if spec is not None and spec.component_id == spec.components[0] else Guest
     return side(supervisor, run_dir, *where)
 
 
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
-    """One component's share of this machine, and a remark about simulated devices; hides the GPUs of others from this process."""
+    """Returns the share of this machine's resources for one component, and a remark about simulated GPUs ("" if there is none).
+
+    Changes `os.environ` so that this process sees no GPUs of other components.
+    """
     assert spec.meeting is not None
     here = detect(with_gpus=True)
     shares = simulated_shares(replace(spec, ray=None), here)

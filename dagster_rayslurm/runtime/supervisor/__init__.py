@@ -1,4 +1,4 @@
-"""The runtime on the head node: accepts payloads, queues them, gives each a Ray cluster, runs them and shuts down.
+"""The runtime on the head node: accepts and queues payloads, runs each with its Ray cluster if it needs one, and shuts down.
 
-How one payload runs is in `runtime.payload`, how one Ray cluster starts in `runtime.ray`. Begin with `supervisor`.
+`runtime.payload` shows how one payload runs, and `runtime.ray` how one Ray cluster starts. Begin with `supervisor`.
 """

@@ -1,4 +1,7 @@
-"""The way in for the user of a Ray cluster: relays on the head node, and the file that says how to reach one."""
+"""Gives users access to a payload's Ray cluster: relay processes on the head node, and the file with the address of their server.
+
+A relay carries a user's connections to ports of the head node, such as that of the Ray dashboard.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,23 @@ from ..ray.cluster import RayCluster
 
 @dataclass(eq=False)
 class Relays(Listener):
-    """Gives each client that knows the key a relay of its own, a child process. The server starts with the first cluster."""
+    """Starts a relay, a child process, for each client that knows the key. The first call of `access` starts the server."""
 
     loop: Loop
     spec: RuntimeSpec
     hostname: str
     allocation: Optional[Allocation]  # None without Slurm; then no relays are needed.
-    pids: Set[int] = field(default_factory=set)
+    pids: Set[int] = field(default_factory=set)  # Process ids of the relays.
     _server: Optional[RpcServer] = None
 
     def __post_init__(self) -> None:
         self._command = [sys.executable, "-I", os.path.abspath(sys.argv[0]), "relay"]
 
     def access(self, cluster: RayCluster) -> ClusterAccess:
-        """How to reach the dashboard of a cluster that is ready. Raises OSError if no port is free."""
+        """Returns how a client reaches the dashboard of a cluster that is ready; in a Slurm allocation, by which relay server.
+
+        Raises OSError if no port is free for the relay server.
+        """
         own = ClusterAccess(self.spec.cluster_id, self.hostname, cluster.dashboard_port, cluster.token, os.getpid())
         here = self.allocation
         if here is None:
@@ -49,12 +55,15 @@ class Relays(Listener):
         return ClusterAccess(**dict(asdict(own), key=key, relay=self._command, **more))
 
     def write(self, run_dir: str, cluster: RayCluster) -> None:
-        """Say in a run directory how to reach the payload's cluster. If that fails, the payload runs all the same."""
+        """Write the file in a run directory that tells clients how to reach the payload's cluster.
+
+        An error is ignored, because the payload can run without the file.
+        """
         with contextlib.suppress(OSError):
             write_atomically(os.path.join(run_dir, CLUSTER), json.dumps(asdict(self.access(cluster))).encode("utf-8"))
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Called when a client sent a request: start its relay, which answers."""
+        """Start a relay for a client that requests one, on the client's connection; refuse any other request."""
         if message.get("op") != Operation.RELAY:
             return channel.send(**refuse(Refusal.UNKNOWN, "only relays are to be had here"))
         streams = {"stdin": channel.sock, "stdout": channel.sock, "stderr": subprocess.DEVNULL}
@@ -66,6 +75,6 @@ class Relays(Listener):
 
 
 def remove_access(run_dir: str) -> None:
-    """Remove what `Relays.write` wrote, when the payload has ended."""
+    """Remove the file that `Relays.write` wrote into a run directory; does nothing if there is none."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(run_dir, CLUSTER))

@@ -1,7 +1,7 @@
-"""The payloads of a runtime: whether a payload is taken, when it starts, and when the runtime ends. Pure.
+"""The queue of a runtime's payloads: decides which payloads are accepted, when each starts, and when the runtime ends.
 
-Payloads start in order within a Dagster run, and in turn between runs. `Queue` is the whole state; each method that changes
-something returns the next state. `supervisor` performs the effects.
+Payloads of the same Dagster run start in the order of their arrival, and the runs take turns. `Queue` is the whole state; each
+method that changes the state returns a new `Queue`. Nothing here has side effects: `supervisor` acts on the decisions.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from ..protocol.spec import PayloadSpec, SpecError, node_spec
 _CLOSING_TIME = 0.5
 # Seconds that a session that served no payload stays reachable, so that the runs that started it learn why it failed.
 _FAILURE_TIME = 5.0
-# Seconds without a payload before a session may end for another job's sake; the next step of a run may take some to come.
+# Seconds that a session must have been idle before it may end in favour of another job: a run's next step may still come.
 _MIN_IDLE = 5.0
-# Seconds for which a session waits for its first payload at least: on NFS its creator may see it a minute late.
+# Seconds that a session waits for its first payload at least: on NFS, the run that created it may see it a minute late.
 _FIRST_PAYLOAD_TIME = 90.0
 # Reasons for which a session may end without having served a payload, and yet has not failed.
 _REGULAR = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
 
 
 class Closing(Exception):
-    """Raised when the runtime takes no more payloads, or has too little time for this one; the message says why."""
+    """Raised when the runtime accepts no more payloads, or has too little time left for this one; the message says why."""
 
 
 class Misfit(SpecError):
-    """Raised when a payload needs more than the nodes of the allocation have; the message names the setting."""
+    """Raised when a payload needs more CPUs, GPUs or memory than a node of the allocation has; the message names the setting."""
 
 
 class Claim(NamedTuple):
-    """CPUs and GPUs of a node: the part that one payload reserves while it runs, or all of them."""
+    """A number of CPUs and GPUs on one node: those that one payload reserves while it runs, or all that the node has."""
 
     cpus: int = 0
     gpus: int = 0
 
 
-# CPUs and GPUs per node, by component of the Slurm allocation; the only key is None if the allocation has no components.
+# CPUs and GPUs on each node, by component of the Slurm allocation; the only key is None if the allocation has no components.
 Claims = Mapping[Optional[str], Claim]
 
 
 def capacities_of(machines: Iterable[NodeResources]) -> Claims:
-    """By component, the CPUs and GPUs that each of its nodes has at least."""
+    """Returns, for each component, the CPUs and GPUs that each of its nodes has at least."""
     known: Dict[Optional[str], Claim] = {}
     for machine in machines:
         least = known.get(machine.component, Claim(machine.num_cpus, machine.num_gpus))
@@ -56,9 +56,10 @@ def capacities_of(machines: Iterable[NodeResources]) -> Claims:
 
 
 def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
-    """The CPUs and GPUs that a payload reserves on each node, by component; without Ray only on the first, the head's.
+    """Returns the CPUs and GPUs that a payload reserves on each node, by component; without Ray only on the head's component.
 
-    A payload with a Ray cluster of its own (`fresh`) takes whole nodes unless it says what it needs.
+    Where the payload's specification gives no number, a payload with a Ray cluster of its own (`fresh`) reserves all CPUs or
+    GPUs of a node, and any other payload reserves none.
     """
 
     def claim(capacity: Claim) -> Claim:
@@ -70,7 +71,11 @@ def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
 
 
 def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limit: int) -> bool:
-    """Whether all nodes have room for one more payload, and fewer than `limit` run there; always if no other one runs there."""
+    """Whether one more payload, which reserves `claims`, fits on its nodes beside the `running` ones.
+
+    A payload fits if no other payload runs on its nodes. Otherwise each node must have enough free CPUs and GPUs, and fewer
+    than `limit` payloads.
+    """
     everywhere = list(running)
     for name, claim in claims.items():
         others = [each.get(name, Claim()) for each in everywhere]
@@ -81,10 +86,10 @@ def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limi
 
 
 def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str]:
-    """What a payload needs that a node does not have, as a sentence; None if all nodes are large enough.
+    """Returns a sentence about a resource that a payload needs and a node lacks; None if all nodes are large enough.
 
-    In an allocation with components, a payload without Ray needs it on the head node (the first) only, where it runs; its Ray
-    cluster may need something else on the nodes of each component.
+    In an allocation with components, a payload without Ray needs its resources on the head node (the first) only, where it
+    runs; for a payload with Ray, the settings of its Ray cluster for each component are compared with the component's nodes.
     """
     for machine in machines if machines[0].component is None or spec.uses_ray else machines[:1]:
         own = spec
@@ -98,11 +103,11 @@ def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str
 
 
 class Entry(NamedTuple):
-    """A waiting or running payload. The queue reads nothing of it but its specification."""
+    """A waiting or running payload. Of the payload itself, the queue reads only the specification."""
 
     payload: Payload
-    fresh: bool  # Whether it gets a Ray cluster of its own.
-    since: float  # Clock time at which it was added, or started.
+    fresh: bool  # Whether the payload gets a Ray cluster of its own.
+    since: float  # Clock time at which the payload was added or, once it runs, started.
 
     @property
     def spec(self) -> PayloadSpec:
@@ -110,7 +115,7 @@ class Entry(NamedTuple):
 
 
 class Next(Enum):
-    """What a runtime without payloads does after a delay."""
+    """The way in which a runtime that has no payloads goes on, after a delay."""
 
     FINISH = "no other payload will come"
     STOP = "leave"
@@ -119,13 +124,16 @@ class Next(Enum):
 
 @dataclass(frozen=True)
 class Queue:
-    """The waiting and running payloads of a runtime, and whether it takes more. With an `idle_timeout` it is a session."""
+    """The waiting and running payloads of a runtime, and whether it accepts more payloads.
+
+    The runtime of a session has an `idle_timeout`; a runtime without one ends after its payloads.
+    """
 
     limit: int = 1  # Most payloads that run at once on a node.
     # Seconds that the allocation must have left, at least, to start a payload without a time limit.
     margin: float = 0.0
     idle_timeout: Optional[float] = None
-    in_allocation: bool = False  # Whether the runs that started a session may wait to learn why it failed.
+    in_allocation: bool = False  # Whether this is in Slurm, where runs that started a session may wait to learn why it failed.
     idle_since: float = 0.0
     arrived: Tuple[Entry, ...] = ()  # The waiting payloads in the order in which they came.
     turns: Tuple[str, ...] = ()  # The Dagster runs of the waiting payloads; the first has its turn.
@@ -136,12 +144,12 @@ class Queue:
     any_started: bool = False
     ending: Optional[str] = None  # Why the payloads are being ended; None while they are not.
     ending_since: float = 0.0
-    draining: Optional[str] = None  # Why no more payloads are taken while the present ones go on.
-    failed: Optional[str] = None  # Why a session failed before it served a payload.
+    draining: Optional[str] = None  # Why no more payloads are accepted while the present ones go on; None otherwise.
+    failed: Optional[str] = None  # Why a session failed before it served a payload; None if it did not.
 
     @property
     def closing(self) -> Optional[str]:
-        """Why no more payloads are taken; None while payloads are taken."""
+        """The reason why no more payloads are accepted; None while payloads are accepted."""
         return self.ending or self.draining
 
     @property
@@ -156,15 +164,16 @@ class Queue:
         return [self.arrived[number] for number in sorted(range(len(places)), key=places.__getitem__)]
 
     def idle_for(self, now: float) -> Optional[float]:
-        """Seconds for which the runtime has had no payload; None while it has one."""
+        """The seconds for which the runtime has had no payload; None while it has one."""
         return None if self.arrived or self.running else now - self.idle_since
 
     # ---- Payloads come, start and go
 
     def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
-        """Why a new payload would not finish before the allocation's time limit, in `left` seconds; None if it may be added.
+        """Returns why a new payload cannot finish before the allocation's time limit, which is `left` seconds away.
 
-        The wait is estimated from the known durations of the payloads ahead. If that is too low, `late` finds the payload later.
+        Returns None if the payload may be added. Its wait is estimated from the known durations of the payloads ahead. If the
+        estimate is too low, `late` returns the payload later.
         """
         if not self.served:
             return None  # A new allocation would have no more time.
@@ -173,21 +182,22 @@ class Queue:
         return self._too_little_time(spec, sum(ahead) / self.limit, left)
 
     def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
-        """The waiting payloads that cannot finish before the time limit any more, each with the reason as a sentence."""
+        """Returns the waiting payloads that cannot finish in the seconds `left` any more, each with the reason as a sentence."""
         found = [(entry.payload, self._too_little_time(entry.spec, 0.0, left)) for entry in self.waiting if self.any_started]
         return [(payload, why) for payload, why in found if why is not None]
 
     def added(self, payload: Payload, fresh: bool, now: float) -> Queue:
-        """A payload waits now, behind the others of its run."""
+        """Returns the queue with one more waiting payload, behind the others of the same Dagster run."""
         run = payload.spec.run_id
         turns = self.turns if run in self.turns else (*self.turns, run)
         return replace(self, arrived=(*self.arrived, Entry(payload, fresh, now)), turns=turns, served=self.served + 1)
 
     def start_next(self, capacities: Claims, may_start: Callable[[Payload], bool], now: float) -> Tuple[Queue, Optional[Payload]]:
-        """Start the payload whose turn it is; None if it has no room, or no payload may start.
+        """Move the payload whose turn it is from the waiting to the running ones; returns the new queue and the payload.
 
-        A run keeps its turn until its first payload has room, so that small payloads of other runs cannot hold up a large one
-        for ever. Payloads that may not start are skipped and keep their place.
+        The payload is None if the next one has no room, or if none may start. A Dagster run keeps its turn until its first
+        payload has room, so that small payloads of other runs cannot hold up a large one for ever. Payloads for which
+        `may_start` returns False are skipped and keep their place.
         """
         running = [claims_of(each.spec, each.fresh, capacities) for each in self.running]
         for run in self.turns if self.ending is None else ():
@@ -203,7 +213,10 @@ class Queue:
         return self, None
 
     def removed(self, payload: Payload, ran_to_exit: bool, now: float) -> Queue:
-        """A payload has ended. The time of one that was cut off says nothing about the duration of its step."""
+        """Returns the queue without a payload that has ended.
+
+        The payload's duration is remembered for its step if its process `ran_to_exit`, but not if the payload was cut off.
+        """
         entry = next(each for each in (*self.arrived, *self.running) if each.payload is payload)
         if entry in self.arrived:
             return self._without(entry)
@@ -215,7 +228,7 @@ class Queue:
     # ---- The runtime ends
 
     def ended_by(self, end: End, now: float) -> Queue:
-        """The runtime ends its payloads; only the first reason counts."""
+        """Returns the queue of a runtime that ends its payloads because of `end`; only the first reason counts."""
         if self.ending is not None:
             return self
         why = end.message or "it ends"
@@ -228,7 +241,10 @@ class Queue:
         return idle is not None and idle >= _MIN_IDLE and self.served > 0
 
     def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:
-        """What the runtime does next, and in how many seconds, if it has no payload."""
+        """Returns the new queue, and how a runtime without payloads goes on, with the delay in seconds.
+
+        Instead of the latter, returns None if the runtime has payloads or just waits for one.
+        """
         if self.arrived or self.running:
             return self, None
         if self.failed is not None and self.in_allocation:
@@ -247,7 +263,7 @@ class Queue:
         return replace(self, arrived=arrived, turns=tuple(run for run in self.turns if run in left))
 
     def _known(self, spec: PayloadSpec) -> float:
-        """Estimated seconds that a payload takes: its own time limit, else the longest run of its step so far, else 0."""
+        """The seconds that a payload is expected to take: its time limit, else the longest run of its step so far, else 0."""
         return self.durations.get(spec.step, 0.0) if spec.time_limit is None else spec.time_limit
 
     def _too_little_time(self, spec: PayloadSpec, wait: float, left: Optional[float]) -> Optional[str]:

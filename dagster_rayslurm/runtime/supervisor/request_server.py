@@ -1,7 +1,7 @@
-"""How Dagster processes reach a runtime: a file for each payload, and a server on TCP for the payloads of a session.
+"""Receives requests from Dagster processes: from the file `cancel.json` of a payload, and for sessions over TCP.
 
-Each request has the id of its payload, so a client whose answer was lost may repeat the request, to this session or a later one,
-and the payload still runs once.
+A request to run a payload has an id, so a client whose answer was lost may repeat the request, to this session or a later one,
+and the payload still runs only once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .supervisor import Supervisor
 _CANCEL_POLL = 0.5  # Seconds between two reads of the file in a run directory that may cancel its payload.
 _ANNOUNCEMENT_POLL = 1.0  # Seconds between two checks that the session's announcement file is there and up to date.
 
-# How a payload ends whose requester has closed its end of the pipe, or holds its lock no longer.
+# The end of a payload whose Dagster process has closed its end of the pipe, or has released its lock.
 ORPHANED = End(EndReason.CANCEL, "the Dagster process that asked for the run is gone")
 CANCELLED = End(EndReason.CANCEL, "cancelled from Dagster")
 _STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
@@ -36,9 +36,10 @@ _STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 def serve_run_dir(
     supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None, orphaned: Callable[[], bool] = lambda: False
 ) -> Payload:
-    """Queue the payload of a run directory, and end it if a request appears in the directory's file `cancel.json`.
+    """Queue the payload of a run directory and return it; end it if its file `cancel.json` requests that.
 
-    The payload also ends once `orphaned` says that its Dagster process is gone.
+    The payload also ends once `orphaned` returns True, which means that its Dagster process is gone. Raises what
+    `Supervisor.submit` raises.
     """
     payload = supervisor.submit(run_dir, environ)
     handled = [b""]
@@ -60,7 +61,7 @@ def serve_run_dir(
 
 
 def parent_is_gone() -> bool:
-    """Whether the other end of standard input is closed, a pipe on which nothing is written."""
+    """Whether the parent process has closed its end of the pipe that is standard input, on which it writes nothing."""
     return bool(select.select([0], [], [], 0.0)[0])
 
 
@@ -72,7 +73,10 @@ def _is_free(lock: str) -> bool:
 
 
 def _cancel(payload: Payload, text: bytes) -> None:
-    """Cancel a payload if `text` asks for that; it may be anything, for the payload can write to the file too."""
+    """Cancel a payload if `text`, the content of its file `cancel.json`, is a request to do so.
+
+    Any other content is ignored, because the payload can write to the file too.
+    """
     try:
         request = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -84,8 +88,8 @@ def _cancel(payload: Payload, text: bytes) -> None:
 class RequestServer(Listener):
     """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
 
-    It writes hosts, port and key to `session.json` in the session's directory (the announcement), where clients find them.
-    Clients must know the `key`, hexadecimal. Without an `allocation` only this machine may reach the session.
+    It writes its hosts, port and key to `session.json` in the session's directory (the announcement), where clients find them.
+    Clients must know the `key`, a hexadecimal string. Without an `allocation`, only this machine can reach the server.
     """
 
     def __init__(
@@ -115,14 +119,14 @@ class RequestServer(Listener):
         self._poll()
 
     def close(self) -> None:
-        """Take no more requests, and say so in the announcement."""
+        """Accept no more requests, and write into the announcement that the session has ended."""
         self._server.close()
         self._closed = True
         with contextlib.suppress(OSError):  # Clients also learn the end of the session from Slurm or the kernel.
             self._announce(self._read(), self._announcement.closing or "it has ended")
 
     def _poll(self) -> None:
-        """Keep the announcement file up to date; take no more payloads if it is gone or belongs to another session."""
+        """Keep the announcement file up to date; accept no more payloads if the file is gone or belongs to another session."""
         try:
             self._announce(self._read())
         except FileNotFoundError:
@@ -132,7 +136,7 @@ class RequestServer(Listener):
         self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
-        """Update the announcement and write it, unless the one that was `found` is the same, or that of another session."""
+        """Update the announcement and write it, unless `found`, the one in the file, is equal or belongs to another session."""
         closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
         if closing != self._announcement.closing:
             said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
@@ -151,7 +155,7 @@ class RequestServer(Listener):
             write_atomically(self._path, json.dumps(asdict(said_now)).encode("utf-8"))
 
     def _read(self) -> Dict[str, Any]:
-        """The announcement in the file; empty if the file is missing or damaged."""
+        """Returns the announcement in the file as a dict; an empty one if the file is missing or damaged."""
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             with open(self._path, encoding="utf-8") as file:
                 found = json.load(file)
@@ -159,7 +163,7 @@ class RequestServer(Listener):
         return {}
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Called when a client sent a request: answer it."""
+        """Answer the request that a client has sent."""
         channel.send(**answer_safely(lambda: self._answer(message)))
 
     def _answer(self, request: Message) -> Message:
@@ -208,7 +212,10 @@ class RequestServer(Listener):
 
 
 def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
-    """Make a run directory that only this user can read, with these texts by file name; directories in a name are ignored."""
+    """Create a run directory that only this user can read, with the given files.
+
+    `files` has the text of each file by its name, of which any directory part is ignored.
+    """
     os.makedirs(run_dir, 0o700, exist_ok=True)
     for name, text in files.items():
         fd = os.open(os.path.join(run_dir, os.path.basename(name)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -217,14 +224,14 @@ def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
 
 
 def _was_accepted(run_dir: str) -> bool:
-    """Whether a session has accepted this payload before; if so, its journal is not empty."""
+    """Whether this or another session has accepted the payload before; if so, the journal in its run directory is not empty."""
     with contextlib.suppress(OSError):
         return os.path.getsize(os.path.join(run_dir, JOURNAL)) > 0
     return False
 
 
 def _use(path: str) -> bool:
-    """Whether a file exists and belongs to this user; if so, its time is set to now, so that no clean-up removes the file."""
+    """Whether a file exists and belongs to this user; also sets its time to now, so that cleanup does not remove it."""
     try:  # An NFS client remembers for up to a minute that a name was missing, so the directory is listed.
         found = os.path.basename(path) in os.listdir(os.path.dirname(path)) and os.lstat(path).st_uid == os.geteuid()
     except OSError:

@@ -1,6 +1,7 @@
-"""The centre of the runtime on the first node: takes each payload from the queue through its Ray cluster to its end.
+"""The centre of the runtime on the first node: takes each payload from the queue, runs it with its Ray cluster, and ends it.
 
-`queue` decides which payload starts and when the runtime ends; a runtime for one payload and a session differ in who submits.
+`queue` decides which payload starts and when the runtime ends. The runtime of a session gets its payloads from clients, the
+runtime of a single payload gets one at its start.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 _LOST_GRACE = 1.0
 # Seconds within which a second signal counts as the same one: Slurm also signals the keeper process, which passes it on.
 _SAME_SIGNAL = 1.0
-_REFRESH_INTERVAL = 600.0  # Seconds between two updates of the run directories' times; those that are days old are removed.
+_REFRESH_INTERVAL = 600.0  # Seconds between two updates of the run directories' times, by which cleanup finds old ones.
 _END_TIMEOUT = 5.0  # Seconds at this runtime's end for which it tries again to write `end` records.
 # Seconds at this runtime's end for which it waits for worker nodes that have not connected yet, because only it can stop them.
 # After a signal it does not wait, because Slurm sends the signal to those nodes as well.
@@ -54,24 +55,28 @@ _MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
 
 
 class Hooks:
-    """Callbacks by which the separate topology decides when payloads start and when the runtime ends."""
+    """Callbacks by which the separate topology delays the start of payloads and the end of the runtime; by default no delay."""
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
-        """Whether a payload whose Ray cluster is up may start; call `Supervisor.schedule` when the answer changes."""
+        """Whether a payload may start once its Ray cluster is up; an override calls `Supervisor.schedule` when this changes."""
         return True
 
     def finished(self, loop: Loop) -> None:
-        """Called when the last payload has ended and no other one will come."""
+        """Called when the last payload has ended and no other one will come; stops the event loop."""
         loop.stop()
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """Called when the runtime received a signal while it had no payload."""
+        """Called when the runtime received a signal while it had no payload; stops the event loop."""
         loop.stop()
 
 
 @dataclass(eq=False)
 class Supervisor:
-    """Queues and runs payloads: all on one warm Ray cluster if the start record describes one, otherwise each on its own."""
+    """Queues and runs the payloads of a runtime.
+
+    If the start record `spec` describes a Ray cluster, that cluster stays up for all payloads (the warm cluster). Otherwise
+    each payload that uses Ray gets a cluster of its own.
+    """
 
     loop: Loop
     spec: RuntimeSpec
@@ -80,17 +85,17 @@ class Supervisor:
     log_dir: str = ""  # The directory in which its nodes write their logs.
     here: Optional[NodeResources] = None  # The resources of this node, if they need not be detected.
     hooks: Hooks = field(default_factory=Hooks)
-    exit_code: int = 0  # That of the last payload; this process exits with it, so that Slurm's accounting shows it.
-    cluster: Optional[RayCluster] = None  # The one that is kept warm for all payloads.
+    exit_code: int = 0  # The last payload's; this process exits with it, so that Slurm's accounting shows it.
+    cluster: Optional[RayCluster] = None  # The warm cluster; None if payloads have their own.
     time_left: Callable[[], Optional[float]] = lambda: None  # Seconds until the allocation's time limit, if it is known.
 
     def __post_init__(self) -> None:
         loop, spec, allocation = self.loop, self.spec, self.allocation
         # The resources of this node.
         self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if self.here is None else self.here
-        self._shares: List[Share] = []  # Of all components in local mode, the head's first; they may be simulated.
+        self._shares: List[Share] = []  # Of this machine without Slurm, by node, the head's first.
         self.workers = WorkerNodes(loop, {}, self._handle_message, self._log_path)  # The other nodes.
-        self._address: Optional[str] = None  # Of this node for the worker nodes; None for the one that Ray finds.
+        self._address: Optional[str] = None  # This node's, for the worker nodes; None if Ray finds it.
         environ: Mapping[str, Optional[str]] = {}  # For Ray's daemons.
         if allocation is not None:
             self._address = head_address(allocation)
@@ -143,7 +148,7 @@ class Supervisor:
 
     @property
     def closing(self) -> Optional[str]:
-        """Why no more payloads are taken; None while payloads are taken."""
+        """The reason why no more payloads are accepted; None while payloads are accepted."""
         return self.queue.closing
 
     @property
@@ -168,7 +173,7 @@ class Supervisor:
     # ---- From the start to the end of the runtime
 
     def run(self) -> None:
-        """Run payloads until the runtime must end, then end every process that it started, also on the other nodes."""
+        """Run payloads until the runtime must end, then end every process that the runtime started, also on the other nodes."""
         preload_server, cluster = self._preload_server, self.cluster
         try:
             if cluster is not None:
@@ -201,9 +206,13 @@ class Supervisor:
             self.workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
 
     def close(self, end: End, grace: Optional[float] = None, queued: Optional[End] = None) -> None:
-        """Take no more payloads, end the present ones and then the runtime; `grace` is by default each payload's own.
+        """Accept no more payloads, end the present ones, and then end the runtime.
 
-        Waiting payloads end as `queued` says, by default like running ones; but the time limit gives them back to their clients.
+        Args:
+            end: The reason for the payloads' end.
+            grace: Seconds from SIGTERM to SIGKILL; None for each payload's own grace period.
+            queued: The reason for waiting payloads, by default `end`; at the time limit they are returned to their clients
+                instead.
         """
         self.queue = self.queue.ended_by(end, self.loop.now())
         if end.reason == EndReason.TIMEOUT and queued is None:
@@ -214,7 +223,7 @@ class Supervisor:
         self.settle()
 
     def drain(self, why: str) -> None:
-        """Take no more payloads, let the present ones finish, and then end the runtime. Later clients are told `why`."""
+        """Accept no more payloads, let the present ones finish, and then end the runtime; clients are told the reason `why`."""
         if self.closing is None:
             self.queue = replace(self.queue, draining=why)
             for payload in self.payloads:
@@ -222,14 +231,14 @@ class Supervisor:
             self.settle()
 
     def give_way(self) -> bool:
-        """End an idle session because another Slurm job of its user waits for nodes. Returns whether the session ends."""
+        """End a session that is idle, because another Slurm job of its user waits for nodes; returns False if it is not idle."""
         ends = self.queue.may_give_way(self.loop.now())
         if ends and self.queue.ending is None:
             self.close(End(EndReason.CANCEL, "it was idle, and another job of its user waits for its nodes"))
         return ends
 
     def settle(self) -> None:
-        """End a runtime that has no payload: at once, or after the idle timeout of a session. With payloads, do nothing."""
+        """End a runtime that has no payload: at once, or after the idle timeout of a session. Otherwise does nothing."""
         self.queue, then = self.queue.settled(self.loop.now())
         what, delay = then or (None, 0.0)
         if what == Next.FINISH:
@@ -250,7 +259,7 @@ class Supervisor:
             self.hooks.interrupted(self.loop, signum)
 
     def _refresh(self) -> None:
-        """Update the times of the run directories now and then, so that no clean-up removes them."""
+        """Update the modification times of the run directories at intervals, so that cleanup does not remove them."""
         for payload in self.payloads:
             payload.keep_fresh()
         self.loop.call_later(_REFRESH_INTERVAL, self._refresh)
@@ -258,10 +267,11 @@ class Supervisor:
     # ---- From the start to the end of a payload
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-        """Queue the payload of a run directory, and start it if it can start now; its environment is based on `environ`.
+        """Queue the payload of a run directory and return it; it starts now if it can.
 
-        Raises `Closing`, `Misfit` (it needs more than the nodes have), SpecError if its specification is not valid, or OSError
-        if the run directory cannot be read or written.
+        The payload's environment is based on `environ`, by default that of this process. Raises `Closing` if the runtime
+        accepts no more payloads, `Misfit` if the payload needs more than the nodes have, SpecError if its specification is not
+        valid, or OSError if the run directory cannot be read or written.
         """
         version = self._ray_version
         if self.closing is None and version is not None and (installed_version() or version) != version:
@@ -309,7 +319,10 @@ class Supervisor:
         return payload
 
     def schedule(self) -> None:
-        """Start the waiting payloads that fit now, in turn. Give those for which the time is too short back to their clients."""
+        """Start the waiting payloads that fit on the nodes now, in the order of the queue.
+
+        Waiting payloads that cannot finish before the time limit any more are returned to their clients.
+        """
         left = self.time_left()
         self._timers.cancel("late")
         for payload, why in self.queue.late(left):
@@ -340,7 +353,7 @@ class Supervisor:
         return not self._waits(payload.spec) and self.hooks.may_start(payload)
 
     def _begin(self, payload: Payload) -> None:
-        """Start a payload whose turn it is, as soon as its Ray cluster is up."""
+        """Start a payload whose turn it is; if it gets a Ray cluster of its own, start that first, and the payload later."""
         self.agent.strays.begin(payload.spec.nonce)
         if not self._is_fresh(payload.spec):
             return self._start(payload, self.cluster if payload.spec.uses_ray else None)
@@ -397,7 +410,7 @@ class Supervisor:
     # ---- Events of the Ray clusters and of the nodes
 
     def _handle_cluster(self, cluster: RayCluster, action: Action) -> None:
-        """Do what follows from an event of the warm Ray cluster, or of a payload's own."""
+        """Handle an event of the warm Ray cluster or of a payload's own one: report it, and start or end payloads."""
         is_warm = cluster is self.cluster
         payloads = self.payloads if is_warm else [each for each in self._running if each.spec.nonce == cluster.key]
         if isinstance(action, Say) and action.phase == UNSCHEDULABLE:
@@ -419,7 +432,10 @@ class Supervisor:
                     payload.safely(functools.partial(self._start, payload, cluster))
 
     def _report_demand(self, cluster: RayCluster, payloads: List[Payload], said: Say) -> None:
-        """Tell running payloads what can never start; end one that fails then, unless the demand may be another payload's."""
+        """Report, to the Dagster logs of running payloads, resource demands that the Ray cluster can never meet.
+
+        Ends a payload that is configured to fail then, if no other payload runs and no further node is expected.
+        """
         for payload in payloads:
             payload.phase(*said)
         # A node that joins later may have what is asked for.
@@ -427,12 +443,12 @@ class Supervisor:
             payloads[0].end_early(End(EndReason.INFEASIBLE, said.message))
 
     def _lose_node(self, name: str) -> None:
-        """Let the payloads go on without a lost worker node, but take no more of them in a session."""
+        """Let the payloads go on without a lost worker node; a session accepts no more payloads."""
         if self.is_session:
             self.drain("node %s is lost" % name)
 
     def _lose_cluster(self, cluster: RayCluster, payloads: List[Payload], error: ClusterError) -> None:
-        """End the payloads of a Ray cluster that did not start or was lost; and the runtime, if that is the warm one."""
+        """End the payloads of a Ray cluster that did not start or was lost; for the warm cluster, end the runtime as well."""
         is_warm, end = cluster is self.cluster, End(error.reason, str(error))
         if is_warm and self.queue.ending is not None:
             return  # The runtime is ending anyway, for instance because Slurm signals every process of the job.
@@ -453,7 +469,7 @@ class Supervisor:
             self.drain("%s failed a health check" % ", ".join(each["node"] for each in cluster.unhealthy))
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
-        """Pass a message of a worker node to the Ray clusters; log nodes without memory and lost nodes."""
+        """Pass a worker node's message to the Ray clusters; report a lack of memory, a lost node, or an uncopied environment."""
         for cluster in self._clusters:
             cluster.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
@@ -464,14 +480,14 @@ class Supervisor:
             self._note_remark(member.title, message.get("remark"))
 
     def _note_remark(self, name: str, remark: Optional[Sequence[str]]) -> None:
-        """Tell all payloads once that a worker node could not copy the environment; of many nodes the first ones."""
+        """Report once, in all payloads' logs, that a worker node could not copy the environment; only for the first few nodes."""
         if remark and remark[0] == local_copy.NO_COPY and name not in self._remarks and len(self._remarks) < _MOST_NAMES:
             self._remarks[name] = (remark[0], remark[1])
             for payload in self.payloads:
                 payload.phase(*self._remarks[name])
 
     def _report_memory(self, message: str, killed: bool) -> None:
-        """Tell running payloads that a node is nearly out of memory, and count the Ray workers killed while each ran."""
+        """Report to running payloads that a node is nearly out of memory; count the Ray workers killed for it while each ran."""
         for payload in self._running:
             payload.phase("memory", message)
             if killed:
@@ -480,7 +496,7 @@ class Supervisor:
     # ---- Facts
 
     def describe(self) -> Dict[str, Any]:
-        """The state of the runtime, its payloads and its Ray cluster, as JSON for clients and the command line."""
+        """Returns the state of the runtime, its payloads and its Ray cluster, as a dict that clients receive as JSON."""
         now, queue, here = self.loop.now(), self.queue, self.machine
         own = {"name": self._name, "cpus": here.num_cpus, "gpus": here.num_gpus, "here": True, "component": here.component}
         cluster = self.cluster.facts() if self.cluster is not None else {}
@@ -516,7 +532,7 @@ class Supervisor:
         return self.allocation.facts() if self.allocation is not None else None
 
     def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
-        """The facts for the `end` record about where a payload ran."""
+        """Returns facts about where a payload runs, for its `end` record; `cluster` is None for a payload without Ray cluster."""
         context: Dict[str, Any] = {
             "hostname": self.machine.hostname,
             "num_cpus": self.machine.num_cpus,
@@ -535,7 +551,7 @@ class Supervisor:
         return context
 
     def _payload_environ(self, environ: Dict[str, str]) -> Dict[str, str]:
-        """`environ` with variables that limit the payload to the resources granted on this node."""
+        """Returns `environ` with variables that limit a payload to the resources granted on this node."""
         if self.allocation is not None:
             environ = {**granted_defaults(self.machine), **environ}
         own = {**environ, **(self._shares[0].environ if self._shares else {})}  # They see the GPUs of the head's component.
@@ -546,7 +562,7 @@ class Supervisor:
         return self.machine.hostname if self.allocation is None else self.allocation.nodes[0]
 
     def _in_words(self, ray: Optional[RaySpec]) -> str:
-        """The names of a Ray cluster's nodes for the Dagster log; of all nodes if `ray` is None."""
+        """Returns the names of a Ray cluster's nodes for the Dagster log, at most 8; those of all nodes if `ray` is None."""
         names = [named(self._name, self.machine.component), *(member.title for member in self.workers.members.values())]
         if ray is not None:
             names = names[: nodes_expected(ray, len(names))]
@@ -560,13 +576,16 @@ class Supervisor:
         return [payload.pid for payload in self._running if payload.pid is not None]
 
     def _foreign_pids(self, payload: Payload) -> List[int]:
-        """Process ids of other payloads, of preload processes and of simulated nodes; these and all below are not this one's."""
+        """Returns the ids of processes that do not belong to a payload, and neither do their descendants.
+
+        They are the processes of other payloads, preload processes, simulated nodes and relays.
+        """
         preloading = [] if self._preload_server is None else self._preload_server.pids()
         return [*(pid for pid in self._driver_pids() if pid != payload.pid), *preloading, *self.workers.pids, *self.relays.pids]
 
 
 def _dashboard_hint(payload: Payload, cluster: RayCluster) -> str:
-    """The end of a line of the Dagster log: the command that shows the dashboard of a payload's cluster, if it has one."""
+    """Returns text for the end of a log line: the command that shows the Ray dashboard of a payload's cluster; "" without one."""
     if cluster.dashboard_port is None:
         return ""
     return "; dashboard: `rayslurm dashboard %s`" % os.path.basename(payload.run_dir)

@@ -1,4 +1,4 @@
-"""The time limit of a Slurm job: warn payloads by a signal before it comes, and end a session in time.
+"""The time limit of a Slurm job: sends payloads a warning signal before the limit, and ends a session in time.
 
 `sbatch --signal` would signal Ray's processes as well, so the runtime sends the signal itself.
 """
@@ -30,16 +30,16 @@ _LAST_CALL = 20.0
 
 
 def parse_time_left(text: str) -> Optional[float]:
-    """The seconds that `squeue --format=%L` prints as "1-02:03:04" or "03:04"; None for UNLIMITED and other words (Slurm 22.05).
+    """Returns the seconds in the output of `squeue --format=%L`, such as "1-02:03:04"; None for UNLIMITED and other words.
 
-    A heterogeneous job has a line for each component, in no documented order; the shortest time counts.
+    A heterogeneous job has a line for each component, in no documented order; the shortest time counts (Slurm 22.05).
     """
     known = [seconds for seconds in map(parse_duration, text.split()) if seconds is not None]
     return min(known) if known else None
 
 
 def signal_number(name: str) -> Optional[int]:
-    """The number of a signal named as in Slurm ("USR1", "SIGUSR1" or "10"); None if this system has no such signal."""
+    """Returns the number of a signal named as in Slurm ("USR1", "SIGUSR1" or "10"); None if this system has no such signal."""
     try:
         number = int(name) if name.isdigit() else int(signal.Signals["SIG" + re.sub("^SIG", "", name.upper())])
     except (KeyError, ValueError):
@@ -49,7 +49,10 @@ def signal_number(name: str) -> Optional[int]:
 
 @dataclass
 class TimeLimit:
-    """Knows when a Slurm job comes to its time limit: from the job's environment (newer versions of Slurm), else from squeue."""
+    """Learns when a Slurm job reaches its time limit, and calls functions before that moment.
+
+    The limit comes from SLURM_JOB_END_TIME, which newer versions of Slurm set, otherwise from squeue.
+    """
 
     loop: Loop
     job_id: str
@@ -59,11 +62,11 @@ class TimeLimit:
     _end: Optional[float] = None
 
     def left(self) -> Optional[float]:
-        """Seconds until the limit; None if the job has no limit, or it is not known."""
+        """The seconds until the time limit; None if the job has no limit, or the limit is not known."""
         return None if self._end is None else self._end - self.loop.now()
 
     def start(self) -> None:
-        """Learn the limit; squeue is asked again as long as it does not know one."""
+        """Find out the time limit, and then call `known`; while squeue prints no limit, it is run again later."""
         end = os.environ.get("SLURM_JOB_END_TIME", "")
         if end.isdigit() and "SLURM_HET_SIZE" not in os.environ:
             self._end = self.loop.now() + int(end) - time.time()
@@ -81,9 +84,10 @@ class TimeLimit:
             self.unknown("squeue cannot be run (%s)" % error.strerror)
 
     def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
-        """Call `call` with the seconds left, `before` seconds ahead of the limit; at once if that is past, never without a limit.
+        """Have `call` called with the seconds left, `before` seconds ahead of the time limit; does nothing without a known limit.
 
-        squeue is asked just before, because an administrator may have moved the limit. Without an answer the last one counts.
+        If that moment is past, `call` is called at once. Just before that moment, squeue is run again (unless `asked`), because
+        an administrator may have moved the limit; if squeue does not answer, the last known limit counts.
         """
         left = self.left()
         if left is None:
@@ -101,7 +105,10 @@ class TimeLimit:
             again()
 
     def _ask(self, then: Callable[[bool], None]) -> None:
-        """Ask squeue, and go on with whether it says that the job has no limit; raises OSError if it cannot be run."""
+        """Run squeue to update the limit, then call `then` with True if the job has no limit, otherwise with False.
+
+        Raises OSError if squeue cannot be run.
+        """
 
         def answered(said: Optional[str]) -> None:
             left, unlimited = parse_time_left(said or ""), set((said or "").split()) == {"UNLIMITED"}
@@ -114,7 +121,7 @@ class TimeLimit:
 
 
 def watch(supervisor: Supervisor, job_id: str) -> None:
-    """Act before the time limit of a Slurm job: warn payloads, if that was asked for, and end a session in time."""
+    """Act before a Slurm job's time limit: warn payloads if `warn_before_limit` is set, and end a session in time."""
     spec = supervisor.spec
     signum = signal_number(spec.warn_signal)
 
