@@ -279,7 +279,8 @@ def test_an_interrupted_run_ends_all_components(phase: str, site: Site, script: 
         else:
             assert wait_until(lambda: site.connection.read(f"{site.base}/data/up", 0, 1), 90)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) != 0, (tmp_path / "log").read_text()
+        assert wait_until(lambda: process.poll() is not None, 60), (tmp_path / "log").read_text()
+        assert process.returncode != 0, (tmp_path / "log").read_text()
     assert wait_until(lambda: not site.jobs(), 5), site.sh("squeue --me")
 
 
