@@ -48,9 +48,7 @@ __all__ = [
     "retry_policy_for",
 ]
 
-_MODULES = (
-    *("compute", "config", "environments", "errors", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"),
-)
+_MODULES = "compute", "config", "environments", "errors", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"
 
 
 def __getattr__(name: str) -> Any:

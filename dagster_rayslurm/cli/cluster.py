@@ -123,12 +123,12 @@ def _usable(resource: ComputeResource, source: str) -> Cluster:
         if not is_rooted(remote_base):
             raise ValueError(f'--remote-base: {remote_base!r} is relative; write an absolute path, or one that begins with "~/"')
         resource = changed(resource, slurm=changed(resource.slurm, remote_base=remote_base))
-    if isinstance(layout, Layout) and _base_wasgiven():
+    if isinstance(layout, Layout) and _base_was_given():
         resource = changed(resource, local_base=str(layout.base))
     return Cluster(resource, source)
 
 
-def _base_wasgiven() -> bool:
+def _base_was_given() -> bool:
     from click.core import ParameterSource
 
     return click.get_current_context().find_root().get_parameter_source("base") not in (None, ParameterSource.DEFAULT)

@@ -101,13 +101,12 @@ def send_environment(
 
 def _title(environment: SentEnvironment) -> str:
     """Return the kind and the fields of an environment as one line, for the list of environments on a cluster."""
-    fields = {name: value for name, value in environment.model_dump(exclude={"imports"}).items() if value}
-    if fields.get("stage") == "shared":
-        del fields["stage"]
+    kind = type(environment).model_fields["kind"].default
+    chosen = environment.model_dump(exclude={"kind", "imports"}, exclude_defaults=True)
     for name in ("project", "requirements", "manifest", "archive"):
-        if name in fields:
-            fields[name] = os.path.abspath(os.path.expanduser(fields[name]))
-    return " ".join([fields.pop("kind"), *(f"{name}={value}" for name, value in fields.items())])
+        if path := getattr(environment, name, None):
+            chosen[name] = os.path.abspath(os.path.expanduser(path))
+    return " ".join([kind, *(f"{name}={value}" for name, value in chosen.items())])
 
 
 def recipe_for(
