@@ -191,7 +191,7 @@ def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> Non
 
 @dataclass
 class CancelRequest:
-    """The request to end one payload: `send` sends the request, and `resend` repeats it until it is delivered."""
+    """The request to end one payload: `send` sends it once; each `resend` sends it again, if it is not delivered yet."""
 
     deliver: Callable[[bool], Any]  # Called with `now` to deliver the request; raises OSError on failure.
     log: Any

@@ -1,4 +1,4 @@
-"""Commands: run one, and kill it with its descendants."""
+"""Runs a command to its end, and kills it with all its descendants if it takes too long."""
 
 import contextlib
 import errno

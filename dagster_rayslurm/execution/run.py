@@ -272,7 +272,7 @@ class PayloadRun:
         return Judged(verdict, evidence)
 
     def clean_up(self, verdict: Verdict) -> str | None:
-        """Remove the run directory, and return None; or keep it as the resource says, and return its path, with its host.
+        """Remove the run directory, unless the resource keeps it; returns "HOST:PATH" of a kept directory, else None.
 
         Raises RunFailure if a later attempt has taken the payload over.
         """

@@ -81,7 +81,7 @@ class ReportMerger:
 
 
 def merge(reports: Reports) -> list[Any]:
-    """Merge the reports of several components on one asset or check; returns the parameters of the messages for Dagster.
+    """Merge the reports of several components on one asset or check; returns the `params` of each Pipes message for Dagster.
 
     The reports of a single component stay as they are. A check passed if it passed in all components; else it has the worst
     severity of those that failed. Raises ValueError for reports that contradict each other.

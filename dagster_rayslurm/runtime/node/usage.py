@@ -177,8 +177,9 @@ class RayJobs:
     job_ids: Set[str] = field(default_factory=set)  # The payload's Ray jobs that are known so far.
 
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
-        """Divide `candidates`, processes not known to belong to other payloads, by the payload that they belong to.
+        """Returns which processes of this node belong to this payload, which may belong to any, and which belong to another.
 
+        `candidates` are the processes that no other payload has claimed yet.
         `table` has all processes of this machine by id. The Ray job of each new driver among the candidates is added to
         `job_ids`.
         """

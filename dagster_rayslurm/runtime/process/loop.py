@@ -79,7 +79,7 @@ class Loop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
-        """Start a process in a session of its own by `subprocess.Popen`, call `on_exit` at its end, and return its process id."""
+        """Start a process in a POSIX session of its own and return its id at once; the loop calls `on_exit` when it ends."""
         process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
         self._children[process.pid] = (process, on_exit)
         return process.pid

@@ -76,7 +76,7 @@ class Handshake:
         self.done = False
 
     def receive(self, line: bytes) -> bytes:
-        """Check a line from the other end, and return the line to send next, or b"" if there is none.
+        """Take one step of the handshake: check the other end's line, and return the next line to send, b"" if there is none.
 
         Raises ValueError if the other end does not know the key or this protocol.
         """

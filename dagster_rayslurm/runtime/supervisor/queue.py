@@ -236,7 +236,7 @@ class Queue:
         return replace(self, ending=why, ending_since=now, failed=failed)
 
     def may_give_way(self, now: float) -> bool:
-        """Whether a session is idle enough to end because another Slurm job of its user waits for nodes."""
+        """Returns True if the session has been idle long enough to end in favor of another Slurm job of its user."""
         idle = self.idle_for(now)  # The run that started a session which has served nobody is about to send a payload.
         return idle is not None and idle >= _MIN_IDLE and self.served > 0
 
