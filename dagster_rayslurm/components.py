@@ -69,7 +69,7 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _values_of_whole_job(components: Sequence[HetComponent]) -> dict[str, Any]:
-    """Returns the values of the `_WHOLE_JOB` fields for all queues: a value that differs from the default counts for all."""
+    """Returns values for the `_WHOLE_JOB` fields, in which all queues must agree: the value that is not the default, if any."""
     common = {}
     for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default

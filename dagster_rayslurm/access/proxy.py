@@ -37,7 +37,7 @@ class Upstream(Protocol):
         """Waits until `forward` can be called; raises asyncio.TimeoutError after `timeout` seconds."""
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends `first` to the service, then copies data both ways; returns False if the request may be sent again."""
+        """Sends `first` to the service, then copies data both ways; returns False if `first` got no answer and may be resent."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Proxy:
     """Serves one HTTP port of a cluster's head node on the loopback address of this machine."""
 
     def __init__(self, upstream: Upstream, token: str, port: int, secret: str | None = None) -> None:
-        """`secret` is given if the service expects it at the beginning of all paths; otherwise the proxy chooses one."""
+        """Creates the proxy; `secret` is the first word of all paths of the service, None if the proxy is to choose one."""
         self._upstream, self._token, self._port, self._strips = upstream, token, port, secret is None
         self._secret = secret or secrets.token_urlsafe(24)
         self._server: asyncio.Server | None = None

@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a cluster as far as it is known; each answer of the dashboard replaces one field."""
+    """The state of a cluster as far as it is known; each field holds the latest answer of the dashboard to one query."""
 
     nodes: tuple[Node, ...] = ()
     tasks: Counts = field(default_factory=dict)

@@ -56,7 +56,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Step:
-    """One attempt at a Dagster step that runs a payload, with the attempt's ownership of the payload."""
+    """One attempt at a Dagster step that runs a payload; `owner` tells whether this attempt still owns the payload."""
 
     run_id: str
     step_key: str
@@ -98,7 +98,7 @@ class RunningPayload(Protocol):
         return {}
 
     def release(self, evidence: Evidence) -> None:
-        """Stop watching the runtime; first end a runtime that must not go on, such as one that never started."""
+        """Stop watching the runtime; before that, end a runtime that must not go on, such as one that never started."""
 
 
 # Callback that a backend calls with each payload as soon as the payload's runtime was started. `release` of such a payload is
@@ -155,7 +155,7 @@ class CanExclude(Protocol):
         """Record nodes that failed a health check, so that later jobs of this user can avoid them; raises OSError."""
 
     def exclusion_for_plan(self, plan: Any, /) -> Exclusion:
-        """Returns the nodes that a new job for a plan would avoid; raises OSError if the cluster or Slurm does not answer."""
+        """Returns the nodes that a new job would avoid because they failed a health check; raises OSError without an answer."""
 
 
 # ---- Files
@@ -191,7 +191,7 @@ def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> Non
 
 @dataclass
 class CancelRequest:
-    """The request to end one payload: `send` sends it once; each `resend` sends it again, if it is not delivered yet."""
+    """The request to end one payload: `send` makes the first try to deliver the request, and `resend` each further try."""
 
     deliver: Callable[[bool], Any]  # Called with `now` to deliver the request; raises OSError on failure.
     log: Any
@@ -228,7 +228,7 @@ class CancelRequest:
 
 @contextmanager
 def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
-    """Call `take` with the number of each SIGINT or SIGTERM that arrives in the block. No effect outside the main thread."""
+    """Inside the block, call `take` with the number of each SIGINT or SIGTERM that arrives. No effect outside the main thread."""
     with ExitStack() as stack:
         for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
             # getsignal returns None for a handler that Python did not install; such a handler cannot be restored.
@@ -251,7 +251,7 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt.
+    """Inside the block, which cleans up after an interrupt, ignore SIGINT and SIGTERM; yields a function that tells of them.
 
     Yields a function that returns True once another signal has come, later than a second after the block began.
     """
@@ -264,7 +264,7 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 def sweep_remote(
     connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60, timeout: float = 600.0
 ) -> list[str]:
-    """Remove run directories, sessions, bundles and runtimes not used for `retention_days`, and leftovers of killed processes.
+    """Remove the files on the cluster that were not used for `retention_days`: run directories, sessions, bundles and runtimes.
 
     The directory of a session's allocation stays while its job may live. The newest one of each session stays as long as any
     process looks for that session, because its number determines the next number. A bundle or runtime stays while a run or

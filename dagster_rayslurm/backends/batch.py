@@ -74,7 +74,7 @@ class ClusterBackend:
         return exclusion_for(self.connection, str(self.layout.base), request) if self.avoids_unhealthy else Exclusion()
 
     def avoiding(self, request: JobRequest, step: Step) -> JobRequest:
-        """Returns the job request with the nodes excluded that failed a health check, and logs the names of these nodes."""
+        """Returns the job request, changed to exclude the nodes that failed a health check, and logs the names of these nodes."""
         try:
             exclusion = self.exclusion(request)
         except SlurmUnanswered as error:
@@ -135,7 +135,7 @@ class JobBackend(ClusterBackend):
             raise
 
     def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
-        """Submit a job, unless the run directory has the id of one; returns the job. To be called inside `cancel_on_error`."""
+        """Submit the job of a run directory, unless that was done before; returns the job. Call it inside `cancel_on_error`."""
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
@@ -276,7 +276,7 @@ def cluster_nonce(cluster_id: str) -> str | None:
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the Slurm job of a Ray cluster; returns whether there was one.
+    """Cancel the Slurm job of a Ray cluster; returns False if the cluster has no job in the queue.
 
     Raises StartError if Slurm does not confirm the end of the job.
     """

@@ -109,7 +109,7 @@ def list_here(base: str) -> list[Entry]:
 
 
 def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the entries to which `ident` refers.
+    """Returns the entries that have the name, job id or cluster id `ident`; without any, those of the run, step or asset `ident`.
 
     Those are the entries with this name, job id or cluster id; if there are none, those of this Dagster run, step or asset; if
     there are none of these either, those whose name or Dagster run id begins with `ident`.

@@ -126,7 +126,7 @@ _MOST_BYTES = 4 * 1024 * 1024  # Bytes of one read of a file in the run director
 
 
 def fingerprint(*parts: str) -> bytes:
-    """Returns a hexadecimal hash of the parts; callers leave out the Dagster run and random keys, as they differ in a retry."""
+    """Returns a hash of the texts `parts`, in hexadecimal digits; it is equal for attempts at a step with the same payload."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest().encode()
 
 

@@ -129,7 +129,7 @@ def _environment(one: Entry) -> str:
 
 
 def _of_session(one: Entry) -> str:
-    """Returns the part of the script for a session: its runtime's environment, and the address and token of its Ray cluster."""
+    """Returns shell commands for a session: they set its runtime's environment, and address and token of its Ray cluster."""
     assert one.generation is not None and one.generation.announcement is not None
     text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")
     described = send_request(one.connection, one.generation, {"op": Operation.DESCRIBE})

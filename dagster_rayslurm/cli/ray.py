@@ -103,7 +103,7 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
 
 
 def _open(url: str) -> str:
-    """Opens a URL in the browser, and returns the path of a page that leads there, to delete later.
+    """Opens a URL in the browser by a temporary HTML file that redirects to the URL; returns the file's path for deletion.
 
     The browser is started with that page, since other users can see the arguments of processes and the URL has a secret.
     """

@@ -76,7 +76,7 @@ def _script(request: JobRequest) -> str:
 
 
 def _environment(connection: Connection, wanted: Wanted, base: str, lines: list[Line]) -> list[str] | None:
-    """Adds a line about the environment to `lines`.
+    """Adds a line about the environment to `lines`; returns the command that starts its Python, None if unusable or unchecked.
 
     Returns the command that starts its Python; None if the environment was not checked or cannot be used.
     """

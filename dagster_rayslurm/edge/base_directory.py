@@ -30,7 +30,7 @@ _OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions")
 
 
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
-    """Check who can change the base directory, and find which of some paths relative to it exist.
+    """Return who else can change the base directory (another user, a world-writable path, a group), and which paths exist.
 
     Returns the name of another user who owns the base directory or one of `_OURS` in it, or ""; the path of one of these that
     everybody may write to, or ""; the name of a group that may change the base directory, or ""; and the paths that exist.
@@ -141,7 +141,7 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
 
 
 def sweep_runs(base: str, age: float) -> "list[str]":
-    """Remove only run directories, outputs and `BOOKMARK` files not used for `age` seconds; returns their relative paths."""
+    """Remove run directories, outputs and `BOOKMARK` files not used for `age` seconds, nothing else; returns relative paths."""
     return _Sweep(base, age, None).runs()
 
 
@@ -301,7 +301,7 @@ class _Sweep:
             self._remove(place, name, self._grave)
 
     def _remove(self, place: str, name: str, now: str = "") -> None:
-        """Remove a file or directory, which is called `now` unless that is "", and record it as removed under `name`."""
+        """Remove a file or directory, and list `name` as removed; `now` is its present name if it was renamed, else ""."""
         path = self._path(place, now or name)
         with contextlib.suppress(OSError):
             remove(path)

@@ -111,7 +111,7 @@ def facts_of(
 
 
 def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
-    """Return the error message for a `problem` that `look` found; `named` is the image of the environment, or else its path."""
+    """Return an error message for a `problem` that `look` found; `named` is the environment's image or, without one, its path."""
     said, failed, command = str(found.get("error", "")).partition(COMMAND_FAILED)
     said, kind = " ".join(said.split()), found["problem"]
     if named != path and kind == "python":

@@ -247,7 +247,7 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
     roots = [f"{path.rstrip('/')}/" for path in (*anyway, *(each[0] for each in mounts if each[:1] == each[1:]))]
 
     def is_needed(mount: tuple[str, ...]) -> bool:
-        """Return False if another mount covers this one: each further mount could need a directory that the image lacks."""
+        """Return False if another mount makes the same files visible, so that this mount would be superfluous."""
         path = mount[0]
         return mount[:1] != mount[1:] or not (path in anyway or any(path.startswith(root) for root in roots))
 

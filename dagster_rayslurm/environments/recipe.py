@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The commands that build a prefix. A word can be a file to send; `edge.PREFIX` in a word stands for the path of the prefix.
+    """The commands that build a prefix; a word of a command is a text, or a `Piece` that stands for a file to send.
 
     `inputs` returns a value that differs when a local file that the recipe was written from has changed.
     """
@@ -86,7 +86,7 @@ def digest_of(path: str) -> str:
 
 
 def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
-    """Return a `Piece` for a file on this machine, and a function that returns its stat fields; `OSError` if it is unreadable."""
+    """Return a `Piece` for a file on this machine, and a function whose result changes with the file; `OSError` if unreadable."""
 
     def state() -> object:
         found = os.stat(path)

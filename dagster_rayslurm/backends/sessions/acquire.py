@@ -110,7 +110,7 @@ class Site:
     needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 
     def deliver(self) -> None:
-        """Upload the bundles that are missing on the cluster."""
+        """Upload the bundles that are missing on the cluster; in local mode, do nothing."""
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
         """Claim a generation, by creating its directory, and start its allocation. Returns False if another process was faster.
@@ -175,7 +175,7 @@ class AcquiredSession:
 
 @dataclass(eq=False)
 class SessionAcquisition:
-    """Finds, joins or creates a session for one step and waits until it accepts requests; again if the session then refuses."""
+    """Finds, joins or creates a session for one step and waits until it accepts requests; repeats this after a refusal."""
 
     site: Site
     target: Target
@@ -212,7 +212,7 @@ class SessionAcquisition:
                 after = number
 
     def _act(self, action: Action, newest: Generation, number: int) -> LiveSession | None:
-        """Carry out an action, and return the session once it accepts requests; None if the registry must be read again."""
+        """Carry out `action`; returns the session if it accepts requests now, None if `acquire` must read the registry again."""
         if action is Action.CREATE:
             if self.site.create(self.registry, self.target, number, lambda job: self._jobs.__setitem__(number, job)):
                 return self._wait(number, self._jobs[number], created=True)
@@ -297,7 +297,7 @@ class SessionAcquisition:
             time.sleep(self.site.cadence.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T]) -> T:
-        """Returns the result of `action`, repeated for up to `patience` seconds while the cluster or its files do not answer."""
+        """Call `action` and return its result; repeat the call for up to `patience` seconds while the cluster does not answer."""
         return ask_patiently(action, self.site.patience, True, self._log.warning)
 
     def _stop_waiting(self, number: int, job: Allocation) -> None:

@@ -203,7 +203,7 @@ class SessionBackend(batch.ClusterBackend):
 
     @property
     def name(self) -> str:
-        """The configured name of the session, or "default". Sessions of one name but other settings have other directories."""
+        """The configured name of the session, or "default". Two sessions of one name are separate if their settings differ."""
         return self.session.name or "default"
 
     @cached_property
@@ -261,7 +261,7 @@ class SessionBackend(batch.ClusterBackend):
         return misfit(required, capacity)
 
     def choice(self, plan: Plan, run_id: str, base: str, data_dir: str, environment: Environment | None = None) -> Choice:
-        """Returns which session the payload gets; `base` and `data_dir`, the payloads' common directory, are absolute paths."""
+        """Returns the choice of a session for the payload; `data_dir` is the data directory that all payloads share."""
         what = {
             "base": base,
             "runtime": [PROTOCOL_VERSION, runtime_name()],

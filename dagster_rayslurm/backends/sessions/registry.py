@@ -135,7 +135,7 @@ def generation_of(base: str, found: dict[str, Any]) -> Generation:
 
 @dataclass(frozen=True)
 class SessionRegistry:
-    """The generations of one session, read from and written to its directory.
+    """The files of one session on the cluster: reads and writes the directory of the session and those of its generations.
 
     Methods raise OSError if the directory cannot be used.
     """
@@ -174,7 +174,7 @@ class SessionRegistry:
         self.connection.call(sessions.wait_for, self.generation_dir(number), waiter, repeat=True, timeout=_TIMEOUT)
 
     def stop_waiting(self, number: int, waiter: str) -> bool:
-        """Record that the process `waiter` no longer waits for a generation.
+        """Record that the process `waiter` no longer waits for a generation; returns True if the caller must cancel the job.
 
         Returns True if the caller must cancel the generation's job: no process waits any more, and the session has not announced
         itself. The generation is then marked as abandoned.
