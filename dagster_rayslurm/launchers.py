@@ -123,7 +123,7 @@ def _check_labels(value: object) -> object:
 
 
 def _check_health(value: object) -> str:
-    """Returns the checks and commands as one text, a line for each: Dagster has no field for a text or a list."""
+    """Returns health checks, given as text or list, as a text with one check per line; raises `ValueError` for a wrong one."""
     checks = value.splitlines() if isinstance(value, str) else check_list(value, 'checks, such as ["gpu-count", "clock"]')
     for check in checks:
         word = check_text(check).partition("=")[0]

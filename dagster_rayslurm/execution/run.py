@@ -121,7 +121,7 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """One run from the start of its payloads to the verdict. All that it uses of Dagster is the log and the Pipes handler."""
+    """One run, from the start of its payloads to the verdict; of Dagster, it uses only the log and the Pipes handler."""
 
     log: Any
     backend: Backend
@@ -333,7 +333,7 @@ class PayloadRun:
         return payload.running.poll(evidence)
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns True, and logs it, if the payloads are to be left running because this Dagster process is stopped."""
+        """Returns True if the payloads shall go on after this Dagster process, which is being stopped; logs a warning then."""
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
         if self.resource.on_service_stop != DETACH or ends_with_run or self.launch.history is None or not self.payloads:
             return False

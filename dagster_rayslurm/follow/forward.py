@@ -62,7 +62,7 @@ class Evidence:
 
     @property
     def end_or_partial(self) -> Record | None:
-        """The `end` record; while there is none, a record of the context and usage so far; None without a context."""
+        """The `end` record; before it exists, a dict with the context and usage so far, or None if there is no context either."""
         return self.end or ({"context": self.context, "usage": self.usage} if self.context else None)
 
     def add_record(self, record: Record, nonce: str) -> None:
@@ -95,7 +95,7 @@ class Evidence:
             self.exception = exception
 
     def add_output(self, record: Record) -> None:
-        """Add a chunk of output; only the last chunks are kept."""
+        """Add a chunk of the payload's output to the evidence, which keeps only the latest chunks."""
         self.last_output.append((record["s"], record["d"][-_OUTPUT_CHUNK:]))
 
     def output_tail(self) -> str:
@@ -107,7 +107,7 @@ class Evidence:
         return "".join(text for stream, text in self.last_output if stream == "stderr")
 
     def _add_usage(self, usage: dict[str, Any], memory: float) -> None:
-        """Append a point of the usage chart: seconds since the start, CPUs busy since the last point, bytes in use."""
+        """Store the usage so far, and append a point of the usage chart: seconds since the start, busy CPUs, bytes in use."""
         before, points = self.usage, self.usage.get("points", [])
         elapsed = usage["elapsed"] - before.get("elapsed", 0.0)
         busy = (usage["cpu_seconds"] - before.get("cpu_seconds", 0.0)) / elapsed if elapsed > 0 else 0.0
