@@ -58,7 +58,7 @@ class FabricWatch:
             self._line = next((line.strip()[-200:] for line in lines if _SOCKETS.search(line)), None)
 
     def warning(self, nodes: int) -> str | None:
-        """Returns a warning, only once, if NCCL's line about sockets was found and the payload has several nodes; else None."""
+        """Returns a warning, only once, if NCCL's line about sockets was found, else None; `nodes` is the number of nodes."""
         if self._warned or self._line is None or (self.fabric == "none" and nodes < 2):  # One node alone needs no network.
             return None
         self._warned = True

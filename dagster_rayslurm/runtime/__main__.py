@@ -27,7 +27,7 @@ _dispensable = mmap.mmap(-1, 1)
 
 
 def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the payload of a run directory without Slurm, until it ends or the parent process is gone. Returns the exit code 0."""
+    """Run the payload of a run directory without Slurm; returns 0 when the payload has ended, or the parent process is gone."""
     from dataclasses import replace
 
     from .protocol import record
@@ -159,7 +159,7 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 
 
 def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
-    """Call `lead` on the first node of an allocation, or run a worker node on any other node. Returns the exit code."""
+    """Run this task's node: on the first node of an allocation by `lead`, on others as a worker node. Returns the exit code."""
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)
 

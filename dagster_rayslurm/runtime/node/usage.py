@@ -161,7 +161,7 @@ def started_ahead(log_dir: str) -> Tuple[int, Set[int]]:
 
 
 class Attribution(NamedTuple):
-    """The processes of a node, divided into those of one payload, those of no payload and those of other payloads."""
+    """The processes of a node in three sets: those of one payload, those that no payload owns, and those of other payloads."""
 
     own: List[Process]  # The payload's driver and the workers of its jobs, with all processes below them.
     shared: List[Process]  # Ray's daemons, and workers that wait for a job.
@@ -170,14 +170,14 @@ class Attribution(NamedTuple):
 
 @dataclass
 class RayJobs:
-    """Finds the processes of one payload among those of a shared Ray cluster on this node."""
+    """Finds the processes that belong to one payload on this node, where several payloads share a Ray cluster."""
 
     log_dir: str
     ray_pid: Callable[[], Optional[int]]  # The process below which all of Ray's processes run; None while Ray does not run.
     job_ids: Set[str] = field(default_factory=set)  # The payload's Ray jobs that are known so far.
 
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
-        """Returns which processes of this node belong to this payload, which may belong to any, and which belong to another.
+        """Returns the processes of this node in three sets: this payload's, those that no payload owns, and other payloads'.
 
         `candidates` are the processes that no other payload has claimed yet.
         `table` has all processes of this machine by id. The Ray job of each new driver among the candidates is added to
@@ -204,7 +204,7 @@ class RayJobs:
         return result
 
     def _jobs_of_workers(self, ray: Collection[int]) -> Dict[int, str]:
-        """The Ray job id of each worker that has a job, by process id; `ray` are the process ids of Ray."""
+        """The Ray job id of each Ray worker that has a job, by the worker's process id; `ray` has all process ids of Ray."""
         jobs: Dict[int, str] = {}
         for pid, named, path in _logs(self.log_dir, _WORKER_LOG):
             job = (named if named != _NO_JOB else _logged_job(path)) if pid in ray else None
@@ -231,7 +231,7 @@ def _logged_job(path: str) -> Optional[str]:
 
 
 def _age(job: str) -> int:
-    """The number of a job: Ray numbers its jobs in order and writes the lowest byte first, so a newer job has a larger number."""
+    """The number in a Ray job id; newer jobs have larger numbers. Ray writes the lowest byte of the number first."""
     return int.from_bytes(bytes.fromhex(job), "little")
 
 

@@ -86,7 +86,7 @@ def resident_and_shared(pid: int) -> Tuple[int, int]:
 
 
 def environment(pid: int) -> List[bytes]:
-    """The entries `NAME=value` with which a process was started; none if the process is gone or belongs to another user."""
+    """The entries `NAME=value` with which a process was started; empty if the process is gone or belongs to another user."""
     return _read(pid, "environ").split(b"\0")
 
 
@@ -239,7 +239,7 @@ class StrayProcesses:
         self._timer = Timer()
 
     def begin(self, nonce: str) -> None:
-        """To be called before a payload starts processes on this node; `nonce` identifies the payload."""
+        """Record that the payload `nonce` may start processes from now on; to be called before the payload starts."""
         self._running.setdefault(nonce, uptime())
 
     def end(self, nonce: str) -> None:
@@ -356,7 +356,7 @@ def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = 
 
 
 def _wait(child: int) -> int:
-    """Wait for the child, reaping others that end before; returns its exit code, or 128 + the signal that ended it."""
+    """Wait for the child `child`, and reap others that end earlier; returns the exit code, 128 + N after signal N."""
     while True:
         pid, status = os.wait()
         if pid == child:

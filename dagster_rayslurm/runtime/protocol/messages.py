@@ -82,7 +82,7 @@ class NodeCommand(TextEnum):
 
 
 class NodeEvent(TextEnum):
-    """An event on a worker node: the `event` of a message from its node agent, or of one that the head makes itself."""
+    """The kinds of events on a worker node: reported by the node's agent, or noticed by the head."""
 
     JOINED = "joined"  # The node connected, for the first time or again. The head makes this event itself.
     LOST = "lost"  # The node's connection was lost. The head makes this event itself.
@@ -122,7 +122,7 @@ class Refusal(TextEnum):
 
 
 def refuse(error: Refusal, message: object = None, **more: Any) -> Answer:
-    """An answer that refuses a request: `error` and `message` tell why, and `more` are further keys of the answer."""
+    """An answer that refuses a request: `error` is the kind of refusal, `message` explains it, `more` are further keys."""
     answer = {"ok": False, "error": error.value, **more}
     return answer if message is None else {**answer, "message": str(message)}
 

@@ -31,7 +31,7 @@ RAY_COORDINATES = (
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Settings of Ray for the nodes of one component; the fields are those of the same names in `RaySpec`."""
+    """Settings of Ray for the nodes of one component; they replace the fields with the same names in `RaySpec`."""
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -112,7 +112,7 @@ class PayloadSpec:
 
 @dataclass(frozen=True)
 class BarrierSpec:
-    """How the runtime of one component finds the barrier, at which the components of the separate topology wait for each other.
+    """How the runtime of a component reaches the barrier, where components with own payloads wait for each other.
 
     The first component's runtime is the host of the barrier.
     """
@@ -255,7 +255,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def _is_scalar(kind: Any, value: Any) -> bool:
-    """Whether a JSON value is a str, bool, int or finite float, whichever `kind` is; an int also counts as a float."""
+    """Whether a JSON value is a valid value of the type `kind` (str, bool, int or float); an int is valid as a float."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is float and isinstance(value, (int, float)):
