@@ -135,7 +135,7 @@ class Barrier:
         return "not all components were ready within %g s, missing: %s" % (self._patience, ", ".join(missing))
 
     def _fail(self, component: str, why: str, exit_code: int, now: float) -> None:
-        """Record the first failure of a component, which ends all payloads; later failures change nothing."""
+        """Record the failure of a component, on which the whole run fails; does nothing if a failure is recorded already."""
         if self.state.failed is None:
             self.state, self.exit_code = replace(self.state, failed=component, why=why), exit_code
             for member in self._members.values():
