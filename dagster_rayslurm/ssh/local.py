@@ -78,7 +78,7 @@ def private_dir() -> str:
 
 @contextlib.contextmanager
 def locked(name: str, count: int = 1, timeout: float = float("inf")) -> Iterator[None]:
-    """Inside the block, hold one of `count` locks called `name`, which all processes of the user on this machine share.
+    """Inside the block, hold one of the `count` locks called `name`, for which all processes of this user compete.
 
     Raises `TimeoutError` if none of them was free for `timeout` seconds.
     """

@@ -112,7 +112,7 @@ def _text(file: Any) -> str:
 
 
 class OpenSSHTransport:
-    """One login by the `ssh` program: a master with the control socket `path`, or another one once it allows no more sessions."""
+    """A login by the `ssh` program: starts commands through the master at `path`, or a further master when that is full."""
 
     def __init__(self, ssh: SSHConnectionResource, path: str) -> None:
         self.ssh = ssh
@@ -237,7 +237,7 @@ def master_command(ssh: SSHConnectionResource) -> str:
 
 
 def existing_master(ssh: SSHConnectionResource) -> str:
-    """Returns the control socket of a master that a person opened: `control_path`, or the ControlPath of the user's ssh_config.
+    """Returns the path of the control socket of a running master that a person opened; raises `ConnectionFailed` without one.
 
     Raises `ConnectionFailed` if no such master runs.
     """

@@ -103,7 +103,7 @@ def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
 
 
 def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> ConnectionFailed:
-    """Returns the `ConnectionFailed`, with a sentence for the user, for another exception that was raised during a login."""
+    """Returns a `ConnectionFailed`, with a sentence for the user, in place of an exception raised during a login."""
     text = str(error) or type(error).__name__
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return errors.unknown_host(ssh)
@@ -143,7 +143,7 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
     prompts = login.Prompts([ssh])
 
     def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
-        """Try a method; True if the server accepts it, perhaps as one of several factors; None if the method is not offered."""
+        """Try one method to authenticate: True if the server accepts it, False if not, None if the server does not offer it."""
         nonlocal offered
         try:
             offered = method(user, *arguments)

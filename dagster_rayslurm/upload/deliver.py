@@ -153,7 +153,7 @@ def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Pr
 def _make(
     connection: Connection, base: str, path: str, function: Callable[..., None], *content: object, more: float = 0.0
 ) -> None:
-    """Create the runtime or a bundle at `path` on the cluster by a call of `function`, of the module `base_directory`.
+    """Create the runtime or a bundle at `path` on the cluster, by `function` of the module `base_directory`.
 
     `content` are the further arguments of the call; `more` seconds are added to its timeout. Raises `OSError` if it fails.
     """
