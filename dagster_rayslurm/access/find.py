@@ -42,7 +42,7 @@ class Found:
 
 
 def choose(ident: str, entries: Sequence[Entry]) -> Found:
-    """Returns the running cluster that a name means, see `listing.named`. Pure.
+    """Returns the one running cluster that has the given name (see `listing.named`); raises NoCluster otherwise. Pure.
 
     If each component of a run has a cluster of its own, RUN/COMPONENT names one of these clusters. Raises NoCluster if no
     cluster, several, or one without dashboard has the name.

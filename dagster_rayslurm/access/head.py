@@ -1,4 +1,4 @@
-"""A stream to a relay on the head node, by TCP from the edge node or by `srun --overlap`, which is opened again when lost."""
+"""A stream to a relay on the head node, by TCP from the edge node or by `srun --overlap`; a lost stream is opened again."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Backend(Protocol):
         """Raise a ValueError, which names the configuration field, if this backend cannot run a plan; nothing is started."""
 
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
-        """Start the runtimes in a run directory, which is created unless the step reattached; raises StartError or OSError."""
+        """Create a run directory and start the runtimes in it, or continue those of a reattached step; StartError or OSError."""
 
     def example(self, plan: Any, /) -> str:
         """Returns the command or batch script of a plan, for display; words in capitals stand for values not known before."""
@@ -201,7 +201,7 @@ class CancelRequest:
     sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
 
     def send(self, now: bool) -> None:
-        """Send the request to end the payload, unless it was sent before; `now` replaces a request with a grace period."""
+        """Send the request, unless that was done before; if `now` is True, also in place of an earlier one with grace period."""
         if self.now is None or now > self.now:
             self.now, self.delivered, self.sent_at = now, False, -math.inf
             self.resend()

@@ -67,7 +67,7 @@ class ClusterBackend:
         remember(self.connection, str(self.layout.base), nodes)
 
     def exclusion(self, request: JobRequest) -> Exclusion:
-        """Returns the nodes that a job must avoid, none unless `avoids_unhealthy`.
+        """Returns the nodes that a job must avoid; if the field `avoids_unhealthy` is False, there are none.
 
         Raises OSError if the cluster or Slurm does not answer.
         """
@@ -204,7 +204,7 @@ class BatchBackend(JobBackend):
     def _prepare(
         self, plan: Plan, run_dir: str, step: Step, submits: bool = False
     ) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Send a plan's files to the cluster; returns the files, the job request, and the run directory's files made from it.
+        """Send a plan's files to the cluster; returns them, the job request, and the contents of run directory files by name.
 
         If the caller `submits` the job, the job request excludes nodes that failed a health check.
         """

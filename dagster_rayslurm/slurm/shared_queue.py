@@ -199,7 +199,7 @@ class ClusterClock:
     _offset: float | None = None
 
     def now(self) -> float:
-        """Returns the time on the edge node, in seconds of the epoch; only the first call asks the node, and may raise OSError."""
+        """Returns the time on the edge node, in seconds of the epoch. The first call asks the edge node and may raise OSError."""
         if self._offset is None:
             sent = self.local()
             stamp = self.connection.call(slurm.now, repeat=True)

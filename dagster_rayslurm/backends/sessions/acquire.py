@@ -124,7 +124,7 @@ class Site:
         raise NotImplementedError
 
     def cancel(self, creator: str) -> None:
-        """Cancel the Slurm job whose name is `creator`, the content of a generation's file "creator"; no effect without Slurm."""
+        """Cancel the Slurm job of a generation by its name `creator`, as its id may be unknown; no effect without Slurm."""
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
         """Returns whether an allocation lives; None if Slurm's queue cannot be read now."""
@@ -232,7 +232,7 @@ class SessionAcquisition:
         return None
 
     def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
-        """Raise RunFailure if a session that refuses the payload for good never accepted any payload; otherwise do nothing.
+        """Called when a session refuses the payload for good; raises RunFailure if it has never accepted any payload.
 
         Also do nothing if this step did not wait for that session. RunFailure is raised because a new session would do no
         better. `reason` is the session's answer. `unhealthy` are the nodes whose failed health checks led to it, if any.
