@@ -69,7 +69,7 @@ class Launcher(StrictConfig):
                 )
 
     def command(self, argv: list[str]) -> list[str]:
-        """Returns the command that starts the payload, such as `torchrun` around it; by default the payload's own, `argv`.
+        """Returns the command that starts the payload: by default the payload's own, `argv`, in a subclass perhaps `torchrun …`.
 
         `python` as the first word of `argv` and of the result means the environment's Python.
         """
@@ -197,7 +197,7 @@ class RayLauncher(Launcher):
     @model_validator(mode="before")
     @classmethod
     def _read_dashboard_from_ray_args(cls, values: Any) -> Any:
-        """Returns the fields, with `--include-dashboard` of `ray_args` as the field `dashboard`."""
+        """Returns the launcher's fields, after moving `--include-dashboard` from `ray_args` to the field `dashboard`."""
         arguments: Any = values.get("ray_args") if isinstance(values, dict) else ()
         for argument in arguments if isinstance(arguments, (list, tuple)) else ():
             if isinstance(argument, str) and argument in _DASHBOARD:

@@ -159,7 +159,7 @@ def _checked_outputs(patterns: Sequence[str] | None) -> list[str]:
 
 
 def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], str | None]:
-    """Returns a payload's command as a list of words, and the absolute path of the script of this machine that it runs, or None.
+    """Returns a payload's command as a list of words, and the absolute path of the local script that it runs, or None.
 
     An existing file is a script, even with spaces in its path. Other text is split like a shell does, and is a script with
     arguments if its first word is an existing `.py` file. A list is used unchanged.
@@ -181,7 +181,7 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple
 
 
 def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
-    """Returns a command, given as text, as words, and its script or None; if `is_path` is True the text is one path."""
+    """Splits a command into words; returns these and the command's script or None. If `is_path`, the text is one path."""
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
     argv, script = [text], _existing_file(text)

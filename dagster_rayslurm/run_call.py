@@ -102,7 +102,7 @@ def submit(
 
 
 def example(resource: ComputeFields, **arguments: Any) -> str:
-    """Returns the batch script or command that a call would start, for a person to read; raises `RunFailure` if invalid."""
+    """Returns the batch script or command that a call would start, for display; raises `RunFailure` for an invalid call."""
     with _configuration_errors():
         unused = ["slurm"] if _mode(resource) == ExecutionMode.LOCAL else []
         resource = resolve_variables(resource, type(resource).__name__, unused)
@@ -416,7 +416,7 @@ def _log_origins(call: Call, log: Any) -> None:
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
-    """Returns the Ray cluster that local mode keeps warm for all payloads, and its components.
+    """Returns the settings of the Ray cluster that local mode keeps warm for all payloads, and its components.
 
     Returns None and [] if the resource's components contradict each other, but the call brings its own.
     """

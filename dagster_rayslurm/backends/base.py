@@ -253,7 +253,7 @@ def delayed_interrupts() -> Iterator[None]:
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     """Inside the block, which cleans up after an interrupt, ignore SIGINT and SIGTERM; yields a function that tells of them.
 
-    Yields a function that returns True once another signal has come, later than a second after the block began.
+    The function returns True once another signal has come, later than a second after the block began.
     """
     ignored_until = time.monotonic() + _REPEATED
     later: list[int] = []

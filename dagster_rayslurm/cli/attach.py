@@ -150,7 +150,7 @@ def _of_session(one: Entry) -> str:
 
 
 def _step(one: Entry) -> list[str]:
-    """Returns the words of an srun that starts a command on the head node; none for a run on this machine, without Slurm."""
+    """Returns the words of the srun command that runs a command on the head node; [] for a run on this machine."""
     if one.job_id is None:
         return []
     node, heterogeneous = _head(one)

@@ -159,7 +159,7 @@ def _user_file() -> Path:
 
 
 def find_file(directory: Path) -> Path | None:
-    """Returns the nearest `rayslurm.toml`, in a directory or above, else the one in the user's home; None without either.
+    """Returns the nearest `rayslurm.toml`: in `directory`, in a parent directory, or else in the user's home; None if missing.
 
     Raises `ValueError` for a file of another user, as that could make commands log in to another host and run code there.
     """
@@ -187,7 +187,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def from_file(path: Path, name: str | None) -> tuple[ComputeResource, str]:
-    """Returns the resource of the cluster `name`, None for the default one, in a `rayslurm.toml`, and a phrase for messages."""
+    """Returns the resource that a `rayslurm.toml` has for the cluster `name` (None: the default one), and its origin in words."""
     content = read_file(path)
     clusters, chosen = content["clusters"], name or content["default"]
     if chosen is None and len(clusters) > 1:

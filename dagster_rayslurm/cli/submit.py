@@ -197,7 +197,7 @@ class _Job:
 
 
 def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | None:
-    """Returns the resource's environment, preceded by shell commands; None if there are no commands.
+    """Returns the resource's environment, extended by shell commands that run first; None if there are no commands.
 
     Raises `ValueError` for an environment or mode in which no commands can run first.
     """

@@ -83,7 +83,7 @@ class Watch:
             self.problem = f"{query}: {error}"
 
     def run(self) -> None:
-        """Fetches one part per second, faster before the nodes are known, until `over` is set."""
+        """Sends one query per second, more until the nodes are known, until the event `over` is set."""
         for query in cycle([*QUERIES, *(["payloads"] if self.payloads else [])]):
             self.ask(query)
             if self.over.wait(_INTERVAL if self.snapshot.nodes else 0.2):

@@ -53,7 +53,7 @@ class Partition:
 
     @property
     def is_default(self) -> bool:
-        """Whether jobs that name no partition go here."""
+        """Whether Slurm puts jobs that name no partition into this partition."""
         return self.settings.get("Default") == "YES"
 
     @property

@@ -44,7 +44,7 @@ def command_line(python: str, word: str) -> str:
 
 
 def program(directory: str) -> bytes:
-    """Return the first bytes for the agent to read: the length of the program, and its source, compressed, with all modules."""
+    """Return the bytes that the agent reads first: the compressed source of all modules in a directory, after its length."""
     texts = {}
     for name in sorted(os.listdir(directory)):
         if name.endswith(".py"):

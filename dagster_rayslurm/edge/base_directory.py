@@ -108,7 +108,7 @@ def _is_ours(path: str) -> bool:
 
 
 def make_private(directory: str) -> None:
-    """Create a directory that only this user can enter, or set the mode of an existing one to that."""
+    """Create a directory that only this user can enter; if the directory exists, close it to other users."""
     files.make_dir(directory)
     os.chmod(directory, 0o700)
 
@@ -146,7 +146,7 @@ def sweep_runs(base: str, age: float) -> "list[str]":
 
 
 def sweep_environments(base: str, age: float) -> "list[str]":
-    """Remove prefixes and files that no run or session names and that were not used for `age` seconds.
+    """Remove prefixes and files to which no run or session refers, and which were not used for `age` seconds.
 
     Returns their paths, relative to the base directory.
     """

@@ -130,9 +130,9 @@ def _container(prefix: str) -> "dict[str, Any] | None":
 
 
 def _look_at_pyxis(container: "dict[str, Any]", timeout: float) -> "dict[str, Any]":
-    """Check that srun has the options of Pyxis, and that an image given by its path exists.
+    """Check that srun has the options of Pyxis and that the image exists; returns a dict, with a `problem` if not.
 
-    Returns a `problem`, or `facts` that are None, because only a job can look into the image.
+    Without a problem the dict has `facts` that are None, because only a job can look into the image.
     """
     if container["path"].startswith("/") and not os.path.exists(container["path"]):
         return {"problem": "image"}

@@ -43,7 +43,7 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """The versions in an environment. That of a package is "" if it is unknown, and None if the package is not installed."""
+    """The versions of Python and packages in an environment: "" for an unknown version, None for a package that is missing."""
 
     interpreter: Interpreter
     python: tuple[int, ...]

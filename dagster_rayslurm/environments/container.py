@@ -229,7 +229,7 @@ def pyxis_options(image: str, mounts: Sequence[str], options: Sequence[str]) -> 
 
 
 def _places(mounts: Sequence[str], which: int) -> list[str]:
-    """Return the source paths (`which` is 0) or the target paths (1) of mounts."""
+    """Return the paths before (`which` is 0) or after (1) the first colon of mounts in the form SOURCE:TARGET."""
     return [each.split(":")[which] for each in mounts]
 
 

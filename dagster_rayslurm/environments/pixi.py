@@ -84,8 +84,7 @@ def _locked(
 ) -> tuple[str, list[CondaLockedBinaryPackage], list[PypiLockedPackage]]:
     """Return the lock file's name of the platform, and the conda and PyPI packages that it locks for the environment `name`.
 
-    Returns the lock's name of the platform, the conda packages and the PyPI packages, each sorted by name. Raises `ValueError` if
-    the lock has none.
+    The packages are sorted by name. Raises `ValueError` if the lock has none.
     """
     from rattler.exceptions import ParseCondaLockError
     from rattler.lock import CondaLockedBinaryPackage, LockFile, PypiLockedPackage

@@ -333,7 +333,7 @@ class PayloadRun:
         return payload.running.poll(evidence)
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns True if the payloads shall go on after this Dagster process, which is being stopped; logs a warning then."""
+        """Returns True, after a warning in the log, if the payloads shall outlive this Dagster process, which is stopping."""
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
         if self.resource.on_service_stop != DETACH or ends_with_run or self.launch.history is None or not self.payloads:
             return False

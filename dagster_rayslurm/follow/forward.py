@@ -66,7 +66,7 @@ class Evidence:
         return self.end or ({"context": self.context, "usage": self.usage} if self.context else None)
 
     def add_record(self, record: Record, nonce: str) -> None:
-        """Add one line of the record; an `end` counts only with the payload's own nonce."""
+        """Add one record to the evidence; ignores an `end` record with a nonce other than `nonce`."""
         kind = record.get("type")
         if kind == "start":
             self.started_at = float(record["at"])
@@ -83,7 +83,7 @@ class Evidence:
             self.end = record
 
     def add_message(self, method: str, params: Mapping[str, Any]) -> None:
-        """Count a Pipes message that opens or closes Pipes, and keep an exception that it reports."""
+        """Count a Pipes message that opens or closes the Pipes session; store the exception that a closing message reports."""
         self.opened += method == "opened"
         self.closed += method == "closed"
         if method == "log" or method.startswith("report_"):
@@ -115,7 +115,7 @@ class Evidence:
 
 
 class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
-    """Dagster's side of one run's Pipes session; it reads no messages itself, as `Follower` does."""
+    """Dagster's side of one run's Pipes session; the messages are read by `Follower`, and not by this class."""
 
     # Set within the session: what backends write into the run directory, and Dagster's handler of the payload's messages.
     pipes_context: PipesContextData

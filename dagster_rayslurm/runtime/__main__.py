@@ -54,7 +54,7 @@ def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run one node of a Slurm job step; returns the exit code.
+    """Run the runtime on one node of a Slurm job; returns the exit code.
 
     The first node runs the payload of the run directory, the other nodes join its Ray cluster.
     """
@@ -69,7 +69,7 @@ def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run one node of a Slurm job step in which each component has a payload and a Ray cluster; returns the exit code."""
+    """Run the runtime on one node of a job whose components have a payload and a Ray cluster each; returns the exit code."""
     from dataclasses import replace
 
     from .node.allocation import head_address
@@ -96,7 +96,7 @@ def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def session(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run one node of a session's Slurm job step; returns the exit code.
+    """Run the runtime on one node of a session's Slurm job; returns the exit code.
 
     The first node runs payloads for clients until the session ends, the other nodes join its Ray cluster.
     """

@@ -60,9 +60,9 @@ class ReportMerger:
         self.results.setdefault(component, []).append(message)
 
     def hand_over(self) -> list[tuple[str, Exception]]:
-        """Merge the stored results of all components, and pass them to Dagster; returns the errors by which Dagster refused some.
+        """Merge the stored results of all components and pass them to Dagster; returns the errors of those that Dagster refused.
 
-        Returns the exceptions for messages that Dagster refused, each after a component that caused it.
+        Each error stands after the name of a component that caused it.
         """
         refused: list[tuple[str, Exception]] = []
         reports: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}

@@ -307,7 +307,7 @@ def memory_kill(output: str) -> str | None:
 
 
 class JobVerdict(NamedTuple):
-    """A failure of a run that its job's end explains; `retry` tells if a `RetryPolicy` may retry, None: as for the kind."""
+    """A failure of a run that is explained by the end of its job; `retry` has the same meaning as in `RunFailure`."""
 
     kind: FailureKind
     sentence: str

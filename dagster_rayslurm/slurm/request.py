@@ -34,7 +34,7 @@ class Inheritance(Enum):
 
 @dataclass(frozen=True)
 class SbatchField:
-    """The way of one field of `SlurmQueueConfig` to sbatch: its option, its inheritance, and how to compare two values."""
+    """How a field of `SlurmQueueConfig` is passed to sbatch: option and inheritance; and how to compare two of its values."""
 
     name: str
     # Called with the value that a payload wants and the value that a session was granted; returns whether the session satisfies

@@ -45,15 +45,15 @@ class ConnectionFailed(ConnectionError):
 
 
 class ServerBusy(ConnectionFailed):
-    """The SSH server closes connections before the login, because too many logins are under way or it is restarting."""
+    """Raised when the SSH server closes connections before the login: too many logins are under way, or it is restarting."""
 
 
 class ConnectionGone(ConnectionFailed):
-    """The connection had ended before the operation started, so the server did not carry it out."""
+    """Raised when the connection had ended before the operation started, so that the server did not carry it out."""
 
 
 class ConnectionLost(ConnectionFailed):
-    """The connection broke during an operation, and it is unknown whether the server carried it out."""
+    """Raised when the connection broke during an operation, so that it is unknown whether the server carried it out."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,12 @@ class Connection(ABC):
         """Log out. The next use of the connection logs in again."""
 
     def call(self, function: Callable[..., T], *args: Any, repeat: bool = False, timeout: float | None = None) -> T:
-        """Call a function of a module of `edge` on the machine, and return its result; may call again if `repeat` is True.
+        """Call a function of the package `edge` on the machine, and return its result.
 
-        Arguments and results are bytes or JSON values; a result may also be a tuple of them. Raises TimeoutError if the call took
-        longer than `timeout` seconds, after which its commands were killed; ConnectionLost if the connection broke and the
-        function may have been called; and any OSError of the function itself.
+        With `repeat`, a function that may have been called is called again after a lost connection. Arguments and results are
+        bytes or JSON values; a result may also be a tuple of them. Raises TimeoutError if the call took longer than `timeout`
+        seconds, after which its commands were killed; ConnectionLost if the connection broke and the function may have been
+        called; and any OSError of the function itself.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]

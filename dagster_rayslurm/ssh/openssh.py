@@ -237,10 +237,7 @@ def master_command(ssh: SSHConnectionResource) -> str:
 
 
 def existing_master(ssh: SSHConnectionResource) -> str:
-    """Returns the path of the control socket of a running master that a person opened; raises `ConnectionFailed` without one.
-
-    Raises `ConnectionFailed` if no such master runs.
-    """
+    """Returns the path of the control socket of a running master that a person opened; raises `ConnectionFailed` without one."""
     login = [*(["-l", ssh.user] if ssh.user else []), *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
     configuration = _ask(["ssh", "-G", *login, "--", ssh.host]) or ""
     own = re.search(r"^controlpath (?!none$)(.+)$", configuration, re.MULTILINE)

@@ -232,9 +232,9 @@ class SessionAcquisition:
         return None
 
     def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
-        """Called when a session refuses the payload for good; raises RunFailure if it has never accepted any payload.
+        """Called when a session refuses the payload for good; raises RunFailure if the session never accepted one.
 
-        Also do nothing if this step did not wait for that session. RunFailure is raised because a new session would do no
+        Does nothing if this step did not wait for that session. RunFailure is raised because a new session would do no
         better. `reason` is the session's answer. `unhealthy` are the nodes whose failed health checks led to it, if any.
         """
         job = self._jobs.get(number)

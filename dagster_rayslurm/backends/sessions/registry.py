@@ -76,7 +76,7 @@ class LiveSession:
 
 @dataclass(frozen=True)
 class Generation:
-    """One allocation of a session, as read from its directory once; values that were not written yet are None or empty."""
+    """One allocation of a session, as its files were when they were read; values not written by then are None or empty."""
 
     key: str  # Name of the session's directory.
     number: int
@@ -91,7 +91,7 @@ class Generation:
 
     @property
     def live(self) -> LiveSession | None:
-        """The session, if it accepts requests in this process's version of the protocol; otherwise None."""
+        """This generation, if it accepts requests in this process's version of the protocol; otherwise None."""
         said, manifest = self.announcement, self.manifest
         if manifest is None or said is None or said.protocol != PROTOCOL_VERSION or said.closing is not None:
             return None
@@ -176,7 +176,7 @@ class SessionRegistry:
     def stop_waiting(self, number: int, waiter: str) -> bool:
         """Record that the process `waiter` no longer waits for a generation; returns True if the caller must cancel the job.
 
-        Returns True if the caller must cancel the generation's job: no process waits any more, and the session has not announced
+        This is the case if no process waits any more, and the session has not announced
         itself. The generation is then marked as abandoned.
         """
         arguments = self.generation_dir(number), waiter, 3 * TOUCH_INTERVAL

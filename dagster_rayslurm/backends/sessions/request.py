@@ -120,7 +120,7 @@ class RunRequest:
     _problem: str = field(default="", init=False)  # Why the last try failed.
 
     def submit(self, session: LiveSession, files: Mapping[str, str]) -> dict[str, Any]:
-        """Ask a session to run the payload, with the first files of its run directory, and return the session's answer.
+        """Ask a session to run the payload, with contents for new files of its run directory; returns the session's answer.
 
         The answer is {"ok": True} also if an earlier session had accepted the payload, and has the error "gone" if this session
         has ended. Raises StartError if the session does not answer, cannot write the run directory, or does not see the uploaded

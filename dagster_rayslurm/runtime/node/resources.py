@@ -89,7 +89,7 @@ class NodeResources:
 
 
 def usable_memory(node: NodeResources) -> int:
-    """Bytes of a node's memory that Ray may use: the share `SHARE_FOR_RAY` of what the node grants."""
+    """Bytes of memory that Ray may use on a node: the share `SHARE_FOR_RAY` of the memory granted there."""
     return int((node.memory if node.memory_limit is None else node.memory_limit) * SHARE_FOR_RAY)
 
 

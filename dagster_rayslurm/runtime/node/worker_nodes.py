@@ -195,7 +195,7 @@ class WorkerNodes(Listener):
         return all(node.joined for node in self.members.values())
 
     def _introduce(self, channel: Channel, message: Message) -> None:
-        """Note on which connection a node has joined, as its first message says, and send the node its pending commands."""
+        """Assign a new connection to the node that its first message names, and send this node its pending commands."""
         try:
             machine = from_fields(NodeResources, message.get("machine"), "what a node tells of itself")
             node = self.members[message["node_id"]]

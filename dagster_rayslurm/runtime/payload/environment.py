@@ -77,7 +77,7 @@ def payload_environment(
 def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
     """Returns those variables of the network fabric's preset that neither the user nor the runtime sets.
 
-    A variable is set otherwise if the payload's configuration sets it, or if it is in `taken`, the payload's other variables.
+    The user sets variables in the payload's configuration; `taken` has the payload's other variables.
     """
     return {name: value for name, value in spec.default_env.items() if name not in taken and name not in spec.env}
 

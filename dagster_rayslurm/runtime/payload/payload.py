@@ -245,7 +245,7 @@ class Payload:
             print("rayslurm: %s: the end of the run cannot be recorded yet" % self.run_dir, file=sys.stderr)
 
     def write_end(self) -> bool:
-        """Write the `end` record if it is due and not written yet, with a retry after a second; returns False if that failed."""
+        """Write the `end` record if it is due; if that fails, returns False and tries again a second later. Otherwise True."""
         end = self._unwritten_end
         if end is None:
             return True

@@ -192,7 +192,7 @@ def _begin(connection: socket.socket, files: FileStates, directory: str) -> List
 def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
     """Make this process like a fresh interpreter that is about to run the payload; returns a reason if impossible, else None.
 
-    Returns why that is impossible; None after success. `directory` was the working directory during the imports.
+    `directory` was the working directory during the imports.
     """
     os.chdir(request["cwd"])
     cwd, script = os.getcwd(), request["argv"][1]

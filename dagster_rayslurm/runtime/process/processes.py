@@ -69,7 +69,7 @@ def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
 
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
-    """The processes below `root`, including zombies, without `root` itself; `processes` is a `table` that was read before."""
+    """The processes below `root`, zombies included, but without `root` itself; `processes` is a result of `table`."""
     below: Dict[int, List[Process]] = {}
     for process in (table() if processes is None else processes).values():
         below.setdefault(process.parent, []).append(process)
@@ -203,10 +203,9 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
-    """Send SIGKILL to all processes below `root`, a subreaper, until none is left, not even a zombie.
+    """Send SIGKILL to all processes below `root`, a subreaper, until none is left; returns those left after `timeout` seconds.
 
-    `collect` is called in between and must reap zombies. Returns the processes that did not end within `timeout` seconds, such as
-    those in uninterruptible sleep.
+    `collect` is called in between and must reap zombies, which count as left. Processes in uninterruptible sleep may be left.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001

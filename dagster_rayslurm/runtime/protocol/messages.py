@@ -128,9 +128,9 @@ def refuse(error: Refusal, message: object = None, **more: Any) -> Answer:
 
 
 def answer_safely(handle: Callable[[], Any]) -> Any:
-    """Call `handle`, which handles a request, and return its answer.
+    """Call `handle`, which answers a request, and return its answer; if it raises an exception, return a refusal.
 
-    If it raises an exception, the answer is a refusal, because one request must not end the payloads of others.
+    Otherwise one request could end the payloads of others.
     """
     try:
         return handle()

@@ -254,7 +254,7 @@ def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
 
 @dataclass(eq=False, repr=False)
 class RpcServer:
-    """Listens for connections; each becomes a `Channel` that calls `listener`."""
+    """Listens for connections; for each it creates a `Channel`, which calls the methods of `listener`."""
 
     loop: Loop
     key: str

@@ -64,7 +64,7 @@ class NodeAgent:
         return self.pids(lambda ray: ray.cluster.memory_guard)
 
     def prepare_ray(self, spec: RaySpec, key: str, nodes: int, on_event: Callable[[Event], None]) -> RayNode:
-        """Create a `RayNode` for a cluster on this node, which its `start` starts; an earlier one of the same cluster is ended.
+        """Create a `RayNode` for a cluster on this node, without starting Ray yet; ends an earlier one of the same cluster.
 
         Raises OSError if no directory can be made for the cluster.
         """

@@ -65,7 +65,7 @@ def living(tables: Tables) -> List[Leak]:
 def left_when_idle(tables: Tables) -> List[Leak]:
     """The leaks that `tables` show if no payload runs: submitted jobs that run, and resources in use with their holders.
 
-    These are submitted jobs that still run, and used resources with all actors and placement groups that may hold them.
+    The holders are all actors and placement groups that may hold the resources.
     """
     taken = []
     for name, total in sorted(tables["total"].items()):
@@ -159,7 +159,7 @@ class RayCluster:
         self.loop.call_later(timeout if asked else 0.0, lambda: self._answer(query, None))
 
     def leak_check(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
-        """Note the start of a payload; returns a function that finds the payload's leaks at its end for a callback."""
+        """Returns a function for the end of the payload that starts now; it finds the payload's leaks and tells a callback."""
         began = time.time()
 
         def find(done: Callable[[List[str]], None], tables: Optional[Tables]) -> None:

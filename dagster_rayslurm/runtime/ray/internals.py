@@ -79,7 +79,7 @@ def dashboard_problem() -> Optional[str]:
 
 
 def disable_client_server(command: List[str]) -> List[str]:
-    """Keep `ray start` in this process from starting the Ray Client server, which costs a second of CPU time and a port.
+    """Keep `ray start` from starting the Ray Client server, which costs a CPU second and a port; returns the command to use.
 
     Ray 2.60 always starts it if `grpcio` is installed, and refuses an option for its port if not. `ray symmetric-run` calls
     `ray start` in other processes, where this has no effect. Returns the command to use instead of `command`.

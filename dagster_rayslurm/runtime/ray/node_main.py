@@ -116,7 +116,7 @@ class _Reporter:
 
 
 def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
-    """Start threads that serve requests from the runtime, which arrive as JSON lines, each with one of these keys.
+    """Start threads that serve requests from the runtime: JSON lines with the keys `tables` or `prestart`.
 
     tables: report Ray's tables for the leak check, or None after an error; the value is the id of the query.
     prestart: bring the number of idle Ray workers up to one for each of `cpus`, at most `MOST_IDLE_WORKERS`, for the first tasks

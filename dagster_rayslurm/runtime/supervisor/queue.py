@@ -170,9 +170,9 @@ class Queue:
     # ---- Payloads come, start and go
 
     def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
-        """Returns why a new payload cannot finish before the allocation's time limit, which is `left` seconds away.
+        """Returns a sentence if a new payload cannot finish within `left` seconds, before the job's time limit; None if it can.
 
-        Returns None if the payload may be added. Its wait is estimated from the known durations of the payloads ahead. If the
+        The payload's wait is estimated from the known durations of the payloads ahead. If the
         estimate is too low, `late` returns the payload later.
         """
         if not self.served:
@@ -243,7 +243,7 @@ class Queue:
     def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:
         """Returns the new queue; for a runtime without payloads also the action to take next, and in how many seconds, else None.
 
-        Instead of the latter, returns None if the runtime has payloads or just waits for one.
+        The action is None too if the runtime just waits for a payload.
         """
         if self.arrived or self.running:
             return self, None

@@ -73,9 +73,9 @@ def _is_free(lock: str) -> bool:
 
 
 def _cancel(payload: Payload, text: bytes) -> None:
-    """Cancel a payload if the text of its file `cancel.json` is a cancel request; ignore any other text.
+    """Cancel a payload if the text of its file `cancel.json` is a cancel request.
 
-    Any other content is ignored, because the payload can write to the file too.
+    Any other text is ignored, because the payload can write to the file too.
     """
     try:
         request = json.loads(text.decode("utf-8"))
