@@ -329,7 +329,7 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
 
 
 def _check_requires(call: Call, plan: Any) -> None:
-    """Raise `ValueError` if the nodes that the call asks for could not hold what it requires of its Ray cluster."""
+    """Raise `ValueError` if the nodes that the call requests could not hold the resources that the call requires."""
     if not isinstance(plan, Plan):
         raise ValueError(f"requires: with {_SEPARATE} each component has a cluster of its own; leave it out")
     if plan.ray is None:

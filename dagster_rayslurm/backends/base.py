@@ -127,7 +127,7 @@ class Backend(Protocol):
         """Raise a ValueError, which names the configuration field, if this backend cannot run a plan; nothing is started."""
 
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
-        """Create a run directory and start the runtimes in it, or continue those of a reattached step; StartError or OSError."""
+        """Create a run directory and start its runtimes, or continue those of a reattached step; raises StartError or OSError."""
 
     def example(self, plan: Any, /) -> str:
         """Returns the command or batch script of a plan, for display; words in capitals stand for values not known before."""
@@ -144,7 +144,7 @@ class CanReattach(Protocol):
         """Whether the payload of a run directory runs this plan and has not failed, so that `start` can continue it."""
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
-        """End the payload of a run directory whose owner died while it was ending the payload; raises StartError or OSError."""
+        """End the payload of a run directory after the death of its owner, a process that was ending the payload when it died."""
 
 
 @runtime_checkable

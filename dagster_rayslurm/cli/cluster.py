@@ -57,7 +57,7 @@ class Cluster:
 
     @cached_property
     def connection(self) -> Connection:
-        """The connection to the edge node, which logs in at its first use."""
+        """The connection to the edge node; the login takes place when the connection is first used."""
         return connection_to(self.slurm.ssh)
 
     @cached_property

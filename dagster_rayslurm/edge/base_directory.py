@@ -301,7 +301,7 @@ class _Sweep:
             self._remove(place, name, self._grave)
 
     def _remove(self, place: str, name: str, now: str = "") -> None:
-        """Remove a file or directory, and list `name` as removed; `now` is its present name if it was renamed, else ""."""
+        """Remove a file or directory, and add `name` to the list of removed paths; `now` is its present name if that differs."""
         path = self._path(place, now or name)
         with contextlib.suppress(OSError):
             remove(path)

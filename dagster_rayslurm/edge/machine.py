@@ -123,7 +123,7 @@ def _try_to_write(path: str) -> float:
 
 
 def _limit(kind: int) -> "list[int | None]":
-    """Return the soft and the hard limit of a resource of processes, which `RLIMIT_*` names; None stands for no limit."""
+    """Return the soft and the hard limit of the resource `kind`, such as `RLIMIT_NOFILE`; None stands for no limit."""
     return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind)]
 
 

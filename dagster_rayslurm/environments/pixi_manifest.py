@@ -56,7 +56,7 @@ def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
 
 
 def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
-    """Collect the packages, variables and scripts of features; `selectors` name the platform's targets, the general first."""
+    """Return the packages, variables and scripts of features; `selectors` name the platform's targets, the general first."""
     found = Wanted([], [], {}, [])
     for name in features:
         feature = tables if name == "default" else tables.get("feature", {}).get(name, {})

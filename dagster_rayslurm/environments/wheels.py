@@ -255,7 +255,7 @@ def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Pl
 
 
 def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Python) -> Piece:
-    """Return the wheel, for the platform, of a version of uv or py-rattler, which install environments there."""
+    """Return the wheel of a tool, uv or py-rattler, in the version `version`; the tool installs environments on the platform."""
     from packaging.pylock import Pylock
 
     path = cached("requirements", f"{name}-{version}.txt")

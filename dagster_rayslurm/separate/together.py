@@ -112,7 +112,7 @@ def merge(reports: Reports) -> list[Any]:
 
 
 def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[str, list[Any]], bool]) -> dict[str, Any]:
-    """Merge the metadata of all components: a value for which `is_shared` is true appears once, others as "key (component)"."""
+    """Returns the metadata of all components: a value for which `is_shared` is True once, others as "key (component)"."""
     taken = {key for metadata in own.values() for key in metadata}
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metadata in own.values() for key in metadata):

@@ -39,7 +39,7 @@ class Exclusion:
 
 
 def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
-    """Decides which unhealthy nodes in the job's partitions to exclude: as many as leave enough other nodes for the job."""
+    """Returns which unhealthy nodes in the job's partitions to exclude: as many as leave enough other nodes for the job."""
     exclusion = Exclusion()
     for each in unhealthy:
         if not any(each.node in partitions.get(name, ()) for part in request.components for name in _partitions(part)):

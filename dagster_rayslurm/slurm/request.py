@@ -443,7 +443,7 @@ def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
 
 
 def _srun(request: JobRequest, command: Sequence[str], more: Sequence[str]) -> str:
-    """Returns the shell text of an srun for one step on all nodes, whose tasks are numbered from the first node on.
+    """Returns shell text that runs `command` with srun, as one task on each node; the task numbers follow the order of nodes.
 
     The output is relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know. With
     components `--output` counts tasks anew in each (22.05), so the shell chooses the log by the task's own SLURM_NODEID. Without

@@ -94,7 +94,7 @@ def submit(
     claim: bool = False,
     patience: float = 0.0,
 ) -> SubmittedJob:
-    """Creates the run directory `run_dir`, an absolute path, with its `files`, and submits its `job.sh` exactly once.
+    """Creates the run directory `run_dir` (absolute) with `files`, submits its `job.sh` exactly once, and returns the job.
 
     `job.sh` has the options of `request`, whose job name is unique. If `claim`, other processes may create the same directory,
     and only one of them submits. Once the job may exist, the search for it goes on for `patience` seconds while the edge node is

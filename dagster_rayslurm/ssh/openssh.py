@@ -211,7 +211,7 @@ def _file(path: str) -> str:
 
 
 def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
-    """Returns the path of the control socket of a master, which is the same in all processes with the same SSH configuration.
+    """Returns the path of the control socket of a master; equal SSH configurations give equal paths in all processes.
 
     The masters to one server differ in `number`.
     """

@@ -40,7 +40,7 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
 def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
-    """Log in to a server through its jump hosts. Each host on the way has its own `connect_timeout`.
+    """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`.
 
     Returns the login to the server. Raises `ConnectionFailed`.
     """
@@ -314,7 +314,7 @@ class ParamikoTransport:
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
 
     def _keep_alive(self) -> None:
-        """Close the transport after the server was silent for two keepalive intervals: behind a jump host TCP does not notice.
+        """Close the transport if the server was silent for two keepalive intervals, as TCP notices no loss behind a jump host.
 
         paramiko's own `set_keepalive` requests no answer; `global_request` waits for an answer.
         """

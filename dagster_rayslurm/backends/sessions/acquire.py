@@ -140,7 +140,7 @@ class Site:
 
 
 class Action(Enum):
-    """What a step does next about the newest generation of its session."""
+    """The next action of a step, which depends on the state of the newest generation of its session."""
 
     CREATE = "create the next generation"
     USE = "use the session, if it still accepts requests"
@@ -187,7 +187,7 @@ class SessionAcquisition:
         self._log = self.site.step.log
 
     def acquire(self, after: int) -> AcquiredSession:
-        """Find, join or create a session, and wait until it accepts requests.
+        """Find, join or create a session, wait until it accepts requests, and return it.
 
         `after` is the number of the last generation that did not serve this step, or 0; only later generations are used.
         Raises RunFailure if the session's job ends early or waits too long in the queue, StartError if no session can be created,

@@ -161,7 +161,7 @@ class SessionBackend(batch.ClusterBackend):
         return start_in_session(site, choice)
 
     def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes, Environment]:
-        """Bundle a plan's files, and send the environment if the cluster lacks it.
+        """Bundle a plan's files, send the environment if the cluster lacks it, and choose a session; returns all three.
 
         Returns the bundled files, the session for the plan, the content of `REQUEST_FILE`, and the environment on the cluster.
         """

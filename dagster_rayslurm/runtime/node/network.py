@@ -195,7 +195,7 @@ def ephemeral_range() -> Tuple[int, int]:
 
 
 def _claim_block(port_range: str) -> Tuple[socket.socket, List[int]]:
-    """Take a block of ports for one Ray cluster: a socket bound to its first port, as a mark, and the ports free in it.
+    """Take a block of ports for a Ray cluster; returns a socket on its first port, which reserves it, and its free ports.
 
     Raises OSError if every block of the range is taken.
     """

@@ -403,7 +403,7 @@ _PEAKS = ("peak_memory", "gpu_utilization_max", "gpu_memory_max", "shared_peak_m
 
 
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
-    """Merge the usage of one payload on several nodes, given by node name, into one dictionary.
+    """Merge the usage of one payload on several nodes into one dictionary; `usages` has the usage by name of node.
 
     Its key `nodes` has the CPU time and peak memory of each node. The first node is the head, whose elapsed time and points
     count. CPU time and spilled bytes are sums; peak memory is that of the node that used most, because `--mem` applies to each

@@ -70,7 +70,7 @@ class WorkerNode:
 
     @property
     def identity(self) -> Identity:
-        """The node's identity in Ray's node table, which has hostnames; Slurm's name of a node may differ from them."""
+        """The node's host name, which may differ from its name in Slurm, and its component: its key in Ray's node table."""
         return Identity(self.name if self.machine is None else self.machine.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:

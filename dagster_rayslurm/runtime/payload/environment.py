@@ -27,7 +27,7 @@ Environment = Dict[str, str]  # Environment variables of a process, by name.
 
 
 def pipes_param(params: Dict[str, Any]) -> str:
-    """Encodes a bootstrap parameter of Dagster Pipes like `dagster_pipes.encode_param`: base64 of compressed (zlib) JSON."""
+    """Returns a bootstrap parameter of Dagster Pipes as `dagster_pipes.encode_param` encodes it: base64 of zlib of JSON."""
     return base64.b64encode(zlib.compress(json.dumps(params).encode("utf-8"))).decode("ascii")
 
 

@@ -556,7 +556,7 @@ class PayloadProcess:
         self.signal(signal.SIGKILL)
 
     def kill_leftovers(self) -> None:
-        """Send SIGKILL to all processes of this run, which have the path of the run directory in their environment."""
+        """Send SIGKILL to all processes of this run; the path of the run directory in their environment identifies them."""
         processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self.payload.run_dir))
 
     def read_stream(self, name: str, fd: int) -> None:

@@ -133,7 +133,7 @@ class PreloadServer:
         secrets: Iterable[str] = (),
         streams: Tuple[int, int],
     ) -> Union[Cancel, str]:
-        """Request that a process is forked for one payload from a preload process, which is started if there is none.
+        """Request a fork of a preload process for one payload; starts the preload process if there is none for these modules.
 
         Args:
             modules: Names of the modules that the preload process has imported.

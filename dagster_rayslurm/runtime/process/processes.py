@@ -115,7 +115,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def uptime() -> float:
-    """Seconds since this machine booted, which is the clock of `Process.started`."""
+    """Seconds since this machine booted; `Process.started` is a time on the same clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
@@ -279,7 +279,7 @@ def guard(
     in_a_step: bool = False,
     orphaned: Callable[[], None] = lambda: None,
 ) -> int:
-    """Turn this process into the keeper: run `main` in a forked child, and afterwards kill all processes below this one.
+    """Turn this process into the keeper: it runs `main` in a forked child, then kills all processes left below itself.
 
     Returns the exit code of `main`, or 128 + the signal that ended it; but 0 if `main` failed and `excused`, which is called
     then, returns True. `in_a_step` tells that the parent is the slurmstepd of a Slurm job step, or a program that starts a

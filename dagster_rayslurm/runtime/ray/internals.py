@@ -327,7 +327,7 @@ def can_start_workers() -> bool:
 
 
 def connect_raylet(gcs: str) -> Any:
-    """A client of the raylet on the head node, which authenticates with the Ray cluster's token."""
+    """A client for the raylet on the head node; the client authenticates itself with the Ray cluster's token."""
     nodes: List[Any] = list(connect_gcs(gcs).get_all_node_info(timeout=_TIMEOUT).values())
     head = next(node for node in nodes if node.is_head_node)
     address = join_host_port(head.node_manager_address, head.node_manager_port)

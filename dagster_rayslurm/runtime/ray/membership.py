@@ -143,7 +143,7 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
     def _give_up(self, node_id: int, error: ClusterError) -> Step:
-        """Continue without the worker node `node_id`; fail if the nodes that are left are too few to start the cluster.
+        """The step after the failure of a worker node: go on without it, or fail if too few nodes are left to start the cluster.
 
         Nothing changes if the node was given up before: a node may report its failure again.
         """

@@ -84,7 +84,7 @@ def start_arguments(
 
 
 def symmetric_arguments(start: List[str], gcs: str, nodes: int, entrypoint: List[str]) -> List[str]:
-    """Convert the arguments of `ray start` on a node, `start`, to the arguments of `ray symmetric-run`.
+    """The arguments of `ray symmetric-run` on a node, converted from `start`, the arguments of `ray start` there.
 
     `gcs` is "HOST:PORT" of the head, on which `ray symmetric-run` runs `entrypoint` once `nodes` nodes have joined.
     """

@@ -161,7 +161,7 @@ class Host(Participant):
         self.loop.call_later(0.0, self._act)
 
     def interrupted(self, loop: Loop, signum: int) -> None:
-        """Called on a signal after the host's own payload has ended: end the payloads of the other components first."""
+        """Called on a signal after the host's own payload has ended: end the other payloads; the host ends only afterwards."""
         self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
         self._act()
 

@@ -469,7 +469,7 @@ class Supervisor:
             self.drain("%s failed a health check" % ", ".join(each["node"] for each in cluster.unhealthy))
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
-        """Pass a worker node's message to the Ray clusters; report a lack of memory, a lost node, or an uncopied environment."""
+        """Pass a worker node's message to the Ray clusters; report memory shortage, node loss, or a failed environment copy."""
         for cluster in self._clusters:
             cluster.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
@@ -576,7 +576,7 @@ class Supervisor:
         return [payload.pid for payload in self._running if payload.pid is not None]
 
     def _foreign_pids(self, payload: Payload) -> List[int]:
-        """Returns the ids of processes outside this payload, whose use of resources does not count as the payload's.
+        """Returns the ids of processes outside this payload; their use of resources does not count as the payload's.
 
         They are the processes of other payloads, preload processes, simulated nodes and relays.
         """
