@@ -49,7 +49,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
-        """Called when Dagster resolves nested resources; not done in local mode, where variables for Slurm may be unset."""
+        """Called when Dagster resolves nested resources; skips this in local mode, where variables for Slurm may be unset."""
         mode = (context.resource_config or {}).get("mode", self.mode)
         if mode == ExecutionMode.LOCAL:
             yield self

@@ -184,12 +184,12 @@ class StrictResource(StrictModel, dg.ConfigurableResource):
 
 
 def is_env_var(value: Any) -> bool:
-    """Returns True if a value is an unresolved `EnvVar`; one of `EnvVar.int` is an int, too, and equal to 0."""
+    """Returns True if a value is an unresolved `EnvVar`. An unresolved `EnvVar.int` is also an int, which is equal to 0."""
     return isinstance(value, _ENV_VARS)
 
 
 def checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """Returns a pydantic validator that calls `check` for each value except None and variables, which have no value yet."""
+    """Returns a pydantic validator that calls `check` for each value except None and an `EnvVar`, which has no value yet."""
     return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
 
 

@@ -295,7 +295,7 @@ class Call:
 
 
 def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
-    """Returns the plan of a call (with topology "separate", the plans by component), and the backend, which has checked it."""
+    """Returns the plan of a call (with topology "separate", plans by component), and the backend, which has checked the plan."""
     resource = call.resource
     plan_of: Callable[..., Plan] = partial(
         make_plan,

@@ -131,7 +131,7 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a sort key by which node10 comes after node9."""
+    """Returns a sort key for a name, by which "node10" comes after "node9"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 

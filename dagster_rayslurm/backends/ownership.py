@@ -59,7 +59,7 @@ class Ownership:
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
     def confirm(self) -> bool:
-        """Returns whether this attempt is still the owner; then no later attempt can take the payload over. May raise OSError."""
+        """Returns True if this attempt is still the owner; then no later attempt can take the payload over. May raise OSError."""
         if self.new_owner is None and not self._confirmed:
             judged = self.name + _JUDGED
             try:
@@ -70,7 +70,7 @@ class Ownership:
         return self._confirmed
 
     def confirm_or_assume(self) -> bool:
-        """As `confirm`, but if the cluster does not answer, returns True unless a new owner is already known."""
+        """Returns whether this attempt is still the owner; if the cluster does not answer, True unless a new owner is known."""
         try:
             return self.confirm()
         except OSError:

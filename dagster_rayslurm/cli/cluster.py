@@ -284,7 +284,7 @@ def _definitions(value: Any) -> dg.Definitions | None:
 
 
 def _module(name: str) -> ModuleType:
-    """Imports and returns a module by its dotted name, also from the current directory, or by the path of its file."""
+    """Imports and returns a module, given its dotted name (also in the current directory) or the path of its file."""
     try:
         if not name.endswith(".py"):
             if (here := os.getcwd()) not in sys.path:

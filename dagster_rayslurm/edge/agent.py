@@ -148,7 +148,7 @@ class _Modules:
 
 
 def serve(texts: "dict[str, str]", stdin: "Any") -> None:
-    """Call the functions that messages on `stdin` name, and answer on standard output, until `stdin` ends; then exit.
+    """Call the functions that messages on `stdin` name, and write the results to standard output; exit at the end of `stdin`.
 
     The program that the client sends calls this with the source texts of the other modules, by name.
     """

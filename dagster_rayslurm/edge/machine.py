@@ -210,7 +210,7 @@ def _greet(server: socket.socket) -> None:
 
 
 def listen_once(seconds: float) -> int:
-    """Start to wait `seconds` for one connection to a port of the loopback address, and answer it; returns the port."""
+    """Wait in a thread, for at most `seconds`, for one connection to a loopback port, and answer it; returns the port at once."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.bind(("127.0.0.1", 0))
     server.listen(1)

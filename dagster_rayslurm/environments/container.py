@@ -255,7 +255,7 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
 
 
 def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:
-    """Return the recipe that puts the image into a prefix; None if it is on the cluster, or Pyxis fetches it by its reference."""
+    """Return the recipe that puts an image into a prefix; None if the image is on the cluster, or is fetched by Pyxis."""
     image, runtime = environment.image, environment.runtime
     if image.startswith(("/", "~/")) or (runtime == "pyxis" and not image.startswith("./")):
         return None

@@ -1,4 +1,4 @@
-"""Detects the platform that an environment is made for: that of the compute nodes, by a command that `srun` runs on one."""
+"""Detects the platform for which an environment is made: that of the compute nodes, one of which `srun` queries."""
 
 from __future__ import annotations
 

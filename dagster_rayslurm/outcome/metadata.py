@@ -137,7 +137,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def cpus_of(context: Mapping[str, Any]) -> float:
-    """Returns how many CPUs a run has on all nodes: those that Slurm granted, else those of Ray, at most the machine's."""
+    """Returns the CPUs of a run on all nodes: those that Slurm granted, else those that Ray counts and the machine has."""
     if context.get("granted"):
         return float(sum(node["num_cpus"] for node in context["granted"]))
     nodes = context.get("nodes") or []

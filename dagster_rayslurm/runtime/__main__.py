@@ -180,7 +180,7 @@ _ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads; 
 
 
 def main(argv):  # type: (list[str]) -> int
-    """Run the role (such as `node`) that the first argument names, and return its exit code. The module's docstring lists all."""
+    """Run the role, such as `node`, that the first argument names (see the module's docstring); returns its exit code."""
     role = argv[0] if argv else ""
     if role == "ray-node":
         from .ray import node_main

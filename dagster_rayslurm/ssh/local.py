@@ -1,4 +1,4 @@
-"""Access to this machine without SSH, and a private directory with locks that all processes of the user on it share."""
+"""Access to this machine without SSH, and a private directory here with locks that all processes of the user share."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Prompts:
     _given: set[tuple[int, str]] = field(default_factory=set)
 
     def answer(self, prompt: str) -> str | None:
-        """Returns the configured secret for a prompt; None if there is none, or if it was given before."""
+        """Returns the configured secret for a prompt; None if there is none, or if an earlier prompt got the same secret."""
         for number, ssh in enumerate(self.servers):
             if secret := self._secret(ssh, prompt):
                 if (number, secret) not in self._given:

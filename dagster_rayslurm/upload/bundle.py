@@ -83,7 +83,7 @@ class Manifest:
 
 
 def scan(directory: str) -> Manifest:
-    """Return the manifest of a directory, without the files that its ignore files name or that no cluster needs.
+    """Return the manifest of a directory, without the files that its ignore files exclude or that no cluster needs.
 
     A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces it, as in Ray. Raises
     ValueError if the files exceed the limits, or a file cannot be read or copied; the sentence says what to do.

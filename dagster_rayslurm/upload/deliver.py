@@ -80,7 +80,7 @@ def install(
 
 
 def send_files(connection: Connection, base: str, files: Mapping[str, str], progress: Progress) -> None:
-    """Send files that only their owner can read there; `files` maps paths on the cluster to paths on this machine.
+    """Send files to the cluster, where only their owner can read them; `files` maps paths there to paths on this machine.
 
     `progress` is called with the bytes that have arrived, and the bytes of all files. Raises `OSError` if a file cannot be read,
     sent or written.

@@ -239,7 +239,7 @@ class RunRequest:
         return {"ok": True}
 
     def _acceptor(self) -> LiveSession | None:
-        """Returns the session that accepted the payload by its journal; None if none has. Raises OSError if it cannot be read."""
+        """Returns the session that has accepted the payload, as its journal tells; None if none has. May raise OSError."""
         data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
         starts = [record for record in LineReader().feed(data) if record.get("type") == "start"]
         return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None

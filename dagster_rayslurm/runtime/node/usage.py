@@ -391,7 +391,7 @@ class UsageSampler:
             self.meter.add_gpus(gpus)
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
-        """The processes below `roots`, without those that `excluded` names and those below them."""
+        """The processes below the processes `roots`, without those of `excluded` and all processes below these."""
         others = list(self.excluded())
         excluded = {*others, *(process.pid for root in others for process in descendants(root, table))}
         roots = [os.getpid()] if self.roots is None else self.roots()

@@ -252,7 +252,7 @@ async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.Str
 
 
 async def _connect(stream: Stream, port: int) -> None:
-    """Connect a stream that the client has opened to a port of this node's loopback address, and copy data until either ends."""
+    """Connect to the port of this node that the client has requested by opening `stream`; copy data until one side ends."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:

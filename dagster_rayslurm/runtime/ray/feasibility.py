@@ -168,7 +168,7 @@ def _units(amount: float) -> int:
 
 
 def _has(node: Node, name: str) -> int:
-    """The units of a resource that a node has; `_UNLIMITED` if the amount is infinite, or if the node may have the resource."""
+    """The units of a resource that a node has; `_UNLIMITED` if infinite, or if it is not known whether the node has any."""
     if name not in node.resources:
         return _UNLIMITED if node.unknown is not None and re.match(node.unknown, name) else 0
     amount = node.resources[name]

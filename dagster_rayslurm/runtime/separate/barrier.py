@@ -80,7 +80,7 @@ class Barrier:
         self._interrupted = False
 
     def connected(self, component: str) -> None:
-        """Record that a component's runtime has connected: the host waits for the component again, even if it had given it up."""
+        """Record that a component's runtime has connected: the host waits for that component again, even if it was given up."""
         self._members[component].until = _NEVER
         self._members[component].problem = "its cluster is not up"
 

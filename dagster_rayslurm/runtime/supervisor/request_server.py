@@ -61,7 +61,7 @@ def serve_run_dir(
 
 
 def parent_is_gone() -> bool:
-    """Whether the parent process has closed its end of the pipe that is standard input, on which it writes nothing."""
+    """Whether the parent process has closed its end of the pipe that is this process's standard input, or has ended."""
     return bool(select.select([0], [], [], 0.0)[0])
 
 

@@ -238,7 +238,7 @@ class Supervisor:
         return ends
 
     def settle(self) -> None:
-        """End a runtime that has no payload: at once, or after the idle timeout of a session. Otherwise does nothing."""
+        """End this runtime if it has no payload: at once, or after the idle timeout of a session. Otherwise do nothing."""
         self.queue, then = self.queue.settled(self.loop.now())
         what, delay = then or (None, 0.0)
         if what == Next.FINISH:
@@ -267,7 +267,7 @@ class Supervisor:
     # ---- From the start to the end of a payload
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-        """Queue the payload of a run directory and return it; it starts now if it can.
+        """Queue the payload of a run directory and return it; the payload starts at once if its turn has come.
 
         The payload's environment is based on `environ`, by default that of this process. Raises `Closing` if the runtime
         accepts no more payloads, `Misfit` if the payload needs more than the nodes have, SpecError if its specification is not
