@@ -244,7 +244,7 @@ def merge(base: C, own: C | None) -> C:
 
 
 def _without_contradictions(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns changes to the queue `base` that remove the fields which contradict the `given` fields of the call."""
+    """Returns new values for fields of the queue `base`, so that none of them contradicts the `given` fields of the call."""
     changes: dict[str, Any] = {}
     if given.get("mem") is not None:
         changes["mem_per_cpu"] = None

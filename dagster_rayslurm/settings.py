@@ -32,7 +32,7 @@ class Settings:
     launcher: Mapping[str, Any] | None
 
     def launcher_after(self, before: type[Launcher]) -> Launcher | None:
-        """Returns a launcher with these settings, of the class that `kind` names, or if `kind` is not set of the class `before`.
+        """Returns a launcher with these settings, of the class that `kind` names or, without a `kind`, of the class `before`.
 
         Returns None without launcher settings; raises `ValueError` for invalid ones.
         """

@@ -224,7 +224,7 @@ class Head:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Runs a function in a thread and returns its result; other than for `asyncio.to_thread`, the loop can end before it."""
+    """Runs a function in a thread and returns its result; unlike `asyncio.to_thread`, lets the loop end before the thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -201,7 +201,7 @@ class CancelRequest:
     sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
 
     def send(self, now: bool) -> None:
-        """Send the request, unless that was done before; if `now` is True, also in place of an earlier one with grace period."""
+        """Send the request, but only once; with `now`, it is also sent after, and instead of, a request with a grace period."""
         if self.now is None or now > self.now:
             self.now, self.delivered, self.sent_at = now, False, -math.inf
             self.resend()
@@ -251,7 +251,7 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside the block, which cleans up after an interrupt, ignore SIGINT and SIGTERM; yields a function that tells of them.
+    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt; yields a function that tells if another one came.
 
     The function returns True once another signal has come, later than a second after the block began.
     """

@@ -96,7 +96,7 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
 
 
 def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Run `PROBE` with `python`, started by the command `start`; returns a dict of `facts` and `paths`, or with a `problem`."""
+    """Run `PROBE` with `python`, started by the command `start`; returns a dict with `facts` and `paths`, or with a `problem`."""
     environ = _environ(start)
     word = os.urandom(16).hex()  # It separates the answer from what start-up scripts print.
     if activate:

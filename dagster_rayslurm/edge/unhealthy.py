@@ -22,7 +22,7 @@ _MOST_BYTES = 65536
 
 
 def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
-    """Record failed health checks, a file per node: its name `node`, the name of the `check`, and the result `found`."""
+    """Record failed health checks, in one file for each node; a dict has its name `node`, the `check`, and the result `found`."""
     directory = os.path.join(base, DIRECTORY)
     base_directory.make_private(directory)
     for each in nodes:

@@ -1,4 +1,4 @@
-"""Detects the platform for which an environment is made: that of the compute nodes, one of which `srun` queries."""
+"""Detects the platform for which an environment is made: that of the compute nodes, by a command run on one with `srun`."""
 
 from __future__ import annotations
 

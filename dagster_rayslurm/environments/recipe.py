@@ -87,7 +87,7 @@ def digest_of(path: str) -> str:
 
 
 def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
-    """Return a `Piece` for a file on this machine, and a function whose result changes with the file; `OSError` if unreadable."""
+    """Return a `Piece` for a file on this machine, and a function whose result changes with the file; may raise `OSError`."""
 
     def state() -> object:
         found = os.stat(path)

@@ -137,7 +137,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def cpus_of(context: Mapping[str, Any]) -> float:
-    """Returns the CPUs of a run on all nodes: those that Slurm granted, else those that Ray counts and the machine has."""
+    """Returns the CPUs of a run on all nodes: those that Slurm granted, else those that Ray counts, limited to real ones."""
     if context.get("granted"):
         return float(sum(node["num_cpus"] for node in context["granted"]))
     nodes = context.get("nodes") or []
@@ -261,7 +261,7 @@ def usage_chart(usage: Mapping[str, Any], cpus: float = 0.0, memory: float = 0.0
 
 
 def _resample(points: Sequence[Point], columns: int) -> list[Point]:
-    """Returns points for a chart with `columns` columns, at most one each: the mean of busy CPUs and the peak of the memory."""
+    """Returns at most one point for each of `columns` columns of a chart: the mean of busy CPUs and the peak of the memory."""
     width = points[-1][0] / columns or 1.0
     resampled: list[Point] = []
     column, since, cpu_seconds, peak = -1, 0.0, 0.0, 0.0

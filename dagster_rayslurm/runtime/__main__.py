@@ -159,7 +159,7 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 
 
 def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
-    """Run this task's node: on the first node of an allocation by `lead`, on others as a worker node. Returns the exit code."""
+    """Call `lead` if this task is on the first node of the allocation, else run a worker node; returns the exit code."""
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)
 

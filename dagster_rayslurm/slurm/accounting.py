@@ -117,7 +117,7 @@ class JobFacts:
 
     @property
     def is_final(self) -> bool:
-        """Whether the final state of every component is known; only then is it clear which component's end explains the job's."""
+        """Whether the final state of every component is known; only then is it clear which component explains the job's end."""
         return all(each.final_state is not None for each in self.components or (self,))
 
     @property

@@ -28,7 +28,7 @@ class Exclusion:
     kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Not excluded, with the reason.
 
     def problem(self, unhealthy: Sequence[UnhealthyNode]) -> str | None:
-        """Returns a sentence why a new job may get one of the nodes `unhealthy` again; None if the job excludes them all."""
+        """Returns a sentence on why a new job may get one of the nodes `unhealthy` again; None if the job excludes them all."""
         excluded = {each.node for each in self.nodes}
         reasons = {each.node: why for each, why in self.kept}
         left = [each.node for each in unhealthy if each.node not in excluded]

@@ -128,7 +128,7 @@ class SSHConnectionResource(StrictResource):
 
 
 def _variables() -> dict[str, str]:
-    """Returns a dict of the variables that `from_env` reads, without their prefix, such as "KEY_PATH", to names of fields."""
+    """Returns the names of the fields that `from_env` sets, by the names of their variables without prefix, as "KEY_PATH"."""
     names = [name for name in SSHConnectionResource.model_fields if name not in ("jump_host", "require_existing_master")]
     return {"KEY": "key_path"} | {name.upper(): name for name in names}  # dagster-slurm says KEY.
 

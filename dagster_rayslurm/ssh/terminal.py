@@ -69,7 +69,7 @@ def _resized(channel: Any) -> Iterator[None]:
 
 
 def _copy(channel: Any) -> int:
-    """Copy standard input to the channel, and its outputs to this process's, until the command ends; returns its exit code.
+    """Copy this process's input to the channel, and the channel's outputs back, until the command ends; returns its exit code.
 
     Returns the command's exit code.
     """

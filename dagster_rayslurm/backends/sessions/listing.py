@@ -105,7 +105,7 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
 
 @dataclass(eq=False)
 class IdleSessions:
-    """Ends idle sessions of the same user and base directory so that one waiting job can start; the job calls the object.
+    """Ends idle sessions of the same user and base directory, so that a waiting job can start; `SlurmJob` calls the object.
 
     The snapshot of the queue that all steps share tells which sessions hold nodes, so Slurm is not queried again.
     """
@@ -135,7 +135,7 @@ class IdleSessions:
                 return
 
     def _yields(self, generation: Generation, nodes: str) -> bool:
-        """Ask an idle session to end so that the job can start; returns False if the session refuses, as with a new payload."""
+        """Ask an idle session to end so that the job can start; returns False if it refuses, as it does while it has a payload."""
         answer = send_request(self.connection, generation, {"op": Operation.YIELD})
         if answer.get("ok"):
             self.log.info(f"[rayslurm] session {generation.key} was idle and held {nodes}: it ends, so that this job can start")

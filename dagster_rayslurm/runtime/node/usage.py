@@ -428,7 +428,7 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
 
 
 def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[float]:
-    """The head's point `point` of the usage chart, combined with the latest point by then of each other node.
+    """A point of the head's usage chart, combined with the latest point of each other node that is not newer.
 
     The merged point has the sum of the busy CPUs, and the memory of the node that uses most.
     """

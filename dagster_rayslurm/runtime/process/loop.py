@@ -73,7 +73,7 @@ class Loop:
         return timer
 
     def on_signal(self, signum: int, call: Callable[[int], None]) -> None:
-        """Call `call` with the number `signum`, in the loop's thread, each time when this process receives that signal."""
+        """Call `call` with the number `signum`, in the loop's thread, whenever this process has received that signal."""
         self._signals[signum] = call
         signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.

@@ -112,7 +112,7 @@ class PayloadSpec:
 
 @dataclass(frozen=True)
 class BarrierSpec:
-    """How the runtime of a component reaches the barrier, where components with own payloads wait for each other.
+    """How the runtime of a component reaches the barrier, at which the payloads of all components wait for each other.
 
     The first component's runtime is the host of the barrier.
     """

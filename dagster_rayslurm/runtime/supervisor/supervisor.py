@@ -487,7 +487,7 @@ class Supervisor:
                 payload.phase(*self._remarks[name])
 
     def _report_memory(self, message: str, killed: bool) -> None:
-        """Report to running payloads that a node is nearly out of memory, and count the Ray workers killed during each."""
+        """Report to running payloads that a node is nearly out of memory; for each, count the Ray workers killed meanwhile."""
         for payload in self._running:
             payload.phase("memory", message)
             if killed:
