@@ -36,7 +36,7 @@ _TARGET = (
 
 
 def find_target(target: str, wait: bool = False) -> Found:
-    """Returns the running cluster with the given name; `wait` lets it come up first. Raises ClickException if there is none."""
+    """Returns the running cluster with the given name, with `wait` once it is up; raises ClickException if there is none."""
     said = ""
     while True:
         with one_sentence_errors():

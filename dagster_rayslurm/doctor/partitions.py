@@ -68,7 +68,7 @@ class Partition:
 
     @property
     def gpus(self) -> Counter[str]:
-        """The most GPUs of each type that one node has."""
+        """The largest number of GPUs on one node, by type of GPU."""
         most: Counter[str] = Counter()
         for node in self.nodes:
             most |= node.gpus

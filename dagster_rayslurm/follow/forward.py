@@ -144,7 +144,7 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
     @contextlib.contextmanager
     def session(self, extras: PipesExtras | None, uses_pipes: bool) -> Iterator[dg.PipesSession]:
-        """Open the Pipes session, without Dagster's warning of missing messages if no payload uses Pipes or the run fails."""
+        """Inside the block, a Pipes session is open; Dagster's warning of missing messages is hidden if it would mislead."""
         quiet = not uses_pipes
 
         def keep(record: logging.LogRecord) -> bool:

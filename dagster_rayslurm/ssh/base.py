@@ -304,7 +304,7 @@ def expand_home(connection: Connection, path: str) -> str:
 
 
 class Backoff:
-    """Computes the pauses between retries while a machine is out of reach, since `since` (monotonic time; by default now).
+    """Computes the pauses between retries while a machine is out of reach, which it is since the monotonic time `since`.
 
     Each pause is twice the last one, but at most 30 s, and at most 1.5 s or a twentieth of the outage, whichever is longer.
     """

@@ -135,7 +135,7 @@ class IdleSessions:
                 return
 
     def _yields(self, generation: Generation, nodes: str) -> bool:
-        """Ask an idle session to end so that the job can start; returns False if it refuses, as it does while it has a payload."""
+        """Ask an idle session to end so that the job can start; returns False if it refuses, as it does when it has a payload."""
         answer = send_request(self.connection, generation, {"op": Operation.YIELD})
         if answer.get("ok"):
             self.log.info(f"[rayslurm] session {generation.key} was idle and held {nodes}: it ends, so that this job can start")

@@ -79,13 +79,13 @@ class Loop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
-        """Start a process in a POSIX session of its own and return its id at once; the loop calls `on_exit` when it ends."""
+        """Start a process in a POSIX session of its own, and return its id; the loop calls `on_exit` when the process ends."""
         process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
         self._children[process.pid] = (process, on_exit)
         return process.pid
 
     def adopt(self, pid: int, on_exit: ExitCallback) -> None:
-        """Call `on_exit` when a process ends that another process started and that this process, a subreaper, has adopted."""
+        """Call `on_exit` when the process `pid` ends, which this process, a subreaper, has adopted but did not start itself."""
         self._children[pid] = (None, on_exit)
 
     def children(self) -> List[int]:

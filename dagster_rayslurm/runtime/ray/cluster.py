@@ -172,7 +172,7 @@ class RayCluster:
         return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Some seconds from now, search the whole cluster for leaks if `is_idle` returns True then, so that no payload runs."""
+        """Some seconds from now, search the whole cluster for leaks, unless a payload runs then (`is_idle` returns False)."""
 
         def check(tables: Optional[Tables]) -> None:
             if tables is not None and is_idle():
