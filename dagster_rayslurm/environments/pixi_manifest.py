@@ -56,7 +56,10 @@ def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
 
 
 def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
-    """Return the packages, variables and scripts of features; `selectors` name the platform's targets, the general first."""
+    """Return the packages, activation variables and activation scripts of some features of the manifest.
+
+    `selectors` name the `[target.NAME]` tables that apply to the platform, such as "unix" and "linux-64"; later ones win.
+    """
     found = Wanted([], [], {}, [])
     for name in features:
         feature = tables if name == "default" else tables.get("feature", {}).get(name, {})

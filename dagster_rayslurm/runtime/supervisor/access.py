@@ -25,7 +25,10 @@ from ..ray.cluster import RayCluster
 
 @dataclass(eq=False)
 class Relays(Listener):
-    """Starts a relay process for each client that connects with the key; the first call of `access` opens the server for this."""
+    """Lets clients reach a Ray cluster's dashboard: each client that has the key gets a process that carries its connections.
+
+    The first call of `access` opens the port on which clients are accepted.
+    """
 
     loop: Loop
     spec: RuntimeSpec
