@@ -108,7 +108,7 @@ UNCONTESTED = Ownership(LocalConnection(), "", FIRST_OWNER, lambda: None, _confi
 
 
 def owner_file(run_id: str) -> str:
-    """Returns a new name for a later attempt's owner file, made of run id, process id, hostname and a random part."""
+    """Returns a unique owner file name for an attempt that takes a payload over: run id, process id, hostname, random part."""
     return f"{_PREFIX}{run_id}.{os.getpid()}.{re.sub('[^A-Za-z0-9.-]', '_', socket.gethostname())}.{secrets.token_hex(4)}"
 
 

@@ -86,7 +86,7 @@ class Life:
 
     @property
     def result(self) -> Optional[End]:
-        """How the payload ended: by the runtime's decision, else as its process ended; None while the payload runs."""
+        """The payload's end: why the runtime ended it, or else how its process exited; None while the payload runs."""
         return self.forced or self.exit
 
     @property
