@@ -188,7 +188,10 @@ def send_container(connection: Connection, environment: ContainerEnvironment, ba
 
 
 def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequence[str]) -> Recipe:
-    """Return the recipe of the prefix for `image`, a path on the cluster or, for Pyxis only, a reference to a registry."""
+    """Return the `Recipe` that makes an environment's directory for a container image on the cluster: scripts that start it.
+
+    `image` is a path on the cluster or, for Pyxis only, a reference to a registry.
+    """
     runtime = environment.runtime
     about: dict[str, object] = {"image": environment.image, "path": image, "program": PROGRAMS[runtime]}
     words = [_BIND[runtime].format(each) for each in mounts]
