@@ -131,7 +131,8 @@ class AgentClient:
         if self.lost:
             raise errors.gone(self._ssh)
         name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-        self._sender.send({"id": number, "call": name}, list(arguments))
+        header = {"id": number, "call": name}
+        _undisturbed(lambda: self._sender.send(header, list(arguments)))
 
         def wait() -> Any:
             try:
@@ -203,6 +204,24 @@ def _resolve(future: Future[Any], header: dict[str, Any], values: list[Any]) -> 
         future.set_result(tuple(values) if header["tuple"] else values[0])
 
 
+def _undisturbed(work: Callable[[], T]) -> T:
+    """Returns the result of `work`, which runs in a thread of its own, where Python raises no interrupts.
+
+    An interrupt is raised between any two instructions of the main thread, also where paramiko or `Sender` have just taken a
+    lock. The lock would never be released, and whoever cleans up after the interrupt would wait for ever.
+    """
+    done = Future[T]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - who waits gets it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rayslurm-ssh", daemon=True).start()
+    return done.result()
+
+
 def _pump(client: socket.socket, channel: Stream) -> None:
     """Copy bytes from `client` to the command until the client closes; then close the channel, which ends the command's input."""
     with contextlib.suppress(OSError, EOFError):
@@ -270,7 +289,11 @@ class SSHConnection(Connection):
 
     def _connected(self) -> AgentClient:
         """Returns a running agent; logs in and starts one if there is none. Raises `Refused` or `ConnectionFailed`."""
-        called_at = time.monotonic()
+        agent, called_at = self._agent, time.monotonic()
+        return agent if agent is not None and not agent.lost else _undisturbed(lambda: self._connect(called_at))
+
+    def _connect(self, called_at: float) -> AgentClient:
+        """As `_connected`; a failure of another thread since `called_at` counts for this one too."""
         with self._lock:
             if self._agent is not None and not self._agent.lost:
                 return self._agent
