@@ -5,6 +5,7 @@ Nothing here depends on the SSH client, which only logs in and opens channels (`
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import itertools
@@ -16,8 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from .. import edge
@@ -35,6 +35,10 @@ _MAX_NOISE = 1024 * 1024  # Most bytes of output of the shell's start-up files b
 _MIN_PYTHON = (3, 6)
 _GRACE = 5.0  # Seconds after the deadline of a request in which the agent should have said so itself.
 _BUFFER = 256 * 1024
+
+# The result of a call or None, and its exception or None. Whoever waits for it holds no lock, as it would that of a `Future`: if
+# an interrupt were raised then, the thread that has the answer would wait for ever.
+Answer = SimpleQueue[tuple[Any, "BaseException | None"]]
 
 
 class Refused(Exception):
@@ -106,7 +110,7 @@ class AgentClient:
     def __init__(self, ssh: SSHConnectionResource, stream: Stream, hello: bytes) -> None:
         self._ssh, self._stream = ssh, stream
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Future[Any]] = {}
+        self._waiting: dict[int, Answer] = {}
         self.lost = False
         self._deadline = time.monotonic() + ssh.connect_timeout
         alarm = threading.Timer(ssh.connect_timeout, stream.close)
@@ -126,8 +130,8 @@ class AgentClient:
 
     def submit(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         """Start a call; returns a function that waits for its result. Raises `ConnectionGone` if the agent had ended before."""
-        number, future = next(self._numbers), Future[Any]()
-        self._waiting[number] = future
+        number, answer = next(self._numbers), Answer()
+        self._waiting[number] = answer
         if self.lost:
             raise errors.gone(self._ssh)
         name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
@@ -136,14 +140,16 @@ class AgentClient:
 
         def wait() -> Any:
             try:
-                return future.result(None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
-            except BaseException as error:
-                if not future.done():  # Nobody waits any more. A broken link may hold up the message.
-                    cancel = {"id": number, "cancel": True}
-                    threading.Thread(target=self._sender.send, args=(cancel, []), daemon=True).start()
-                    if isinstance(error, NotInTime):
-                        raise TimeoutError from None
+                value, failure = answer.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
+            except BaseException as error:  # Nobody waits any more. A broken link may hold up the message.
+                cancel = {"id": number, "cancel": True}
+                _thread.start_new_thread(self._sender.send, (cancel, []))
+                if isinstance(error, Empty):
+                    raise TimeoutError from None
                 raise
+            if failure is not None:
+                raise failure
+            return value
 
         return wait
 
@@ -183,25 +189,23 @@ class AgentClient:
     def _receive(self) -> None:
         with contextlib.suppress(Exception):  # Whatever ended the channel: who waits gets `ConnectionLost` below.
             for header, values in messages(self._read):
-                future = self._waiting.pop(header["id"], None)
-                if future is not None:
-                    _resolve(future, header, values)
+                answer = self._waiting.pop(header["id"], None)
+                if answer is not None:
+                    answer.put(_result(header, values))
         self.lost = True
-        for future in list(self._waiting.values()):
-            with contextlib.suppress(Exception):
-                future.set_exception(errors.lost(self._ssh))
+        for answer in list(self._waiting.values()):
+            answer.put((None, errors.lost(self._ssh)))
         self.close()
 
 
-def _resolve(future: Future[Any], header: dict[str, Any], values: list[Any]) -> None:
-    """Set the result or the exception of `future`, which stands for a call, from the agent's answer to that call."""
+def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception | None]:
+    """Returns the result of a call, or None and its exception, from the agent's answer."""
     if "failure" in header:
-        future.set_exception(RuntimeError(f"{header['failure']} on the edge node: {values[0]}"))
-    elif "errno" in header:
+        return None, RuntimeError(f"{header['failure']} on the edge node: {values[0]}")
+    if "errno" in header:
         said, name = values
-        future.set_exception(OSError(header["errno"], said, name) if header["errno"] is not None else OSError(said))
-    else:
-        future.set_result(tuple(values) if header["tuple"] else values[0])
+        return None, OSError(header["errno"], said, name) if header["errno"] is not None else OSError(said)
+    return tuple(values) if header["tuple"] else values[0], None
 
 
 def _undisturbed(work: Callable[[], T]) -> T:
@@ -210,16 +214,20 @@ def _undisturbed(work: Callable[[], T]) -> T:
     An interrupt is raised between any two instructions of the main thread, also where paramiko or `Sender` have just taken a
     lock. The lock would never be released, and whoever cleans up after the interrupt would wait for ever.
     """
-    done = Future[T]()
+    answer = Answer()
 
     def run() -> None:
         try:
-            done.set_result(work())
+            answer.put((work(), None))
         except BaseException as error:  # noqa: BLE001 - who waits gets it
-            done.set_exception(error)
+            answer.put((None, error))
 
-    threading.Thread(target=run, name="rayslurm-ssh", daemon=True).start()
-    return done.result()
+    # The start of a `threading.Thread` waits under a lock, and its end runs code in which Python ignores exceptions.
+    _thread.start_new_thread(run, ())
+    value, failure = answer.get()
+    if failure is not None:
+        raise failure
+    return value  # type: ignore[no-any-return]
 
 
 def _pump(client: socket.socket, channel: Stream) -> None:
