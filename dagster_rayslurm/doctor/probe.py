@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 from ..edge import machine, site
 from ..edge.environment import PROBE
@@ -62,8 +63,9 @@ def run_probe(
             sentence, _, remedy = str(error).partition("; ")
             return [failure("probe", sentence, remedy or "check the queue's fields")]
         except BaseException:
+            log = SimpleNamespace(error=lambda text: say(text.removeprefix("[rayslurm] ")))
             with contextlib.suppress(OSError):
-                cancel_named(connection, request.job_name, _Silent())
+                cancel_named(connection, request.job_name, log)
             raise
         job_id = int(job.job_id)
         try:
@@ -73,12 +75,6 @@ def run_probe(
     finally:
         with contextlib.suppress(OSError):
             connection.remove(run_dir)
-
-
-class _Silent:
-    """A logger that discards its messages."""
-
-    def error(self, message: str) -> None: ...
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:

@@ -280,6 +280,20 @@ def test_a_probe_of_which_slurm_says_nothing(tmp_path: Path, fake_slurm: FakeSlu
     assert line.verdict is Verdict.FAILURE and "squeue has said nothing" in line.text
 
 
+def test_an_interrupt_while_the_probe_is_submitted(
+    tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    fake_slurm.fault("squeue", "slurmctld is away", times=1000)
+    monkeypatch.setattr(probe, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, said.append)
+    assert len(said) == 1 and said[0].startswith("a Slurm job named ") and "run `scancel --name=" in said[0]
+
+
 def test_the_resource_to_paste() -> None:
     gate = SSHConnectionResource(host="gate", user="me", password="secret")
     ssh = SSHConnectionResource(host="login", user="me", key_passphrase="hidden", jump_host=gate)
