@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from .. import edge
@@ -35,10 +34,6 @@ _MAX_NOISE = 1024 * 1024  # Most bytes of output of the shell's start-up files b
 _MIN_PYTHON = (3, 6)
 _GRACE = 5.0  # Seconds after the deadline of a request in which the agent should have said so itself.
 _BUFFER = 256 * 1024
-
-# The result of a call or None, and its exception or None. Whoever waits for it holds no lock, as it would that of a `Future`: if
-# an interrupt were raised then, the thread that has the answer would wait for ever.
-Answer = SimpleQueue[tuple[Any, "BaseException | None"]]
 
 
 class Refused(Exception):
@@ -100,6 +95,35 @@ def _program() -> bytes:
     return program(os.path.dirname(edge.__file__))
 
 
+class Answer:
+    """The result or the exception of a call, for which one thread waits while another one has it.
+
+    In place of a `Future`, whose lock an interrupt in the main thread could leave held, so that the other thread waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._come = threading.Lock()
+        self._come.acquire()
+        self._value: Any = None
+        self._failure: BaseException | None = None
+
+    def put(self, value: Any, failure: BaseException | None = None) -> None:
+        """Give the result, or an exception; to be called once."""
+        self._value, self._failure = value, failure
+        self._come.release()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until there is a result or an exception; raises `TimeoutError`."""
+        if not self._come.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError
+
+    def get(self) -> Any:
+        """Returns the result, after `wait`; raises the exception that was given instead."""
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+
 class AgentClient:
     """Calls functions of `edge` on a server, for many threads at once, by an agent that runs there.
 
@@ -140,16 +164,11 @@ class AgentClient:
 
         def wait() -> Any:
             try:
-                value, failure = answer.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
-            except BaseException as error:  # Nobody waits any more. A broken link may hold up the message.
-                cancel = {"id": number, "cancel": True}
-                _thread.start_new_thread(self._sender.send, (cancel, []))
-                if isinstance(error, Empty):
-                    raise TimeoutError from None
+                answer.wait(None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
+            except BaseException:  # Nobody waits any more. A broken link may hold up the message.
+                _thread.start_new_thread(self._sender.send, ({"id": number, "cancel": True}, []))
                 raise
-            if failure is not None:
-                raise failure
-            return value
+            return answer.get()
 
         return wait
 
@@ -191,10 +210,10 @@ class AgentClient:
             for header, values in messages(self._read):
                 answer = self._waiting.pop(header["id"], None)
                 if answer is not None:
-                    answer.put(_result(header, values))
+                    answer.put(*_result(header, values))
         self.lost = True
         for answer in list(self._waiting.values()):
-            answer.put((None, errors.lost(self._ssh)))
+            answer.put(None, errors.lost(self._ssh))
         self.close()
 
 
@@ -218,16 +237,14 @@ def _undisturbed(work: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            answer.put((work(), None))
+            answer.put(work())
         except BaseException as error:  # noqa: BLE001 - who waits gets it
-            answer.put((None, error))
+            answer.put(None, error)
 
     # The start of a `threading.Thread` waits under a lock, and its end runs code in which Python ignores exceptions.
     _thread.start_new_thread(run, ())
-    value, failure = answer.get()
-    if failure is not None:
-        raise failure
-    return value  # type: ignore[no-any-return]
+    answer.wait()
+    return answer.get()  # type: ignore[no-any-return]
 
 
 def _pump(client: socket.socket, channel: Stream) -> None:
