@@ -116,6 +116,7 @@ class Answer:
         """Wait until there is a result or an exception; raises `TimeoutError`."""
         if not self._come.acquire(timeout=-1 if timeout is None else timeout):
             raise TimeoutError
+        self._come.release()
 
     def get(self) -> Any:
         """Returns the result, after `wait`; raises the exception that was given instead."""
@@ -160,17 +161,22 @@ class AgentClient:
             raise errors.gone(self._ssh)
         name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         header = {"id": number, "call": name}
-        _undisturbed(lambda: self._sender.send(header, list(arguments)))
+        sending = _in_thread(lambda: self._sender.send(header, list(arguments)))
 
-        def wait() -> Any:
+        def cancel() -> None:
+            sending.wait()
+            self._sender.send({"id": number, "cancel": True}, [])
+
+        def result_of(given: Answer, timeout: float | None = None) -> Any:
             try:
-                answer.wait(None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
-            except BaseException:  # Nobody waits any more. A broken link may hold up the message.
-                _thread.start_new_thread(self._sender.send, ({"id": number, "cancel": True}, []))
+                given.wait(timeout)
+            except BaseException:  # Nobody waits any more. A broken link may hold up the messages.
+                _thread.start_new_thread(cancel, ())
                 raise
-            return answer.get()
+            return given.get()
 
-        return wait
+        result_of(sending)
+        return lambda: result_of(answer, None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
 
     def close(self) -> None:
         """End the agent, and the commands that it runs."""
@@ -227,8 +233,8 @@ def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception |
     return tuple(values) if header["tuple"] else values[0], None
 
 
-def _undisturbed(work: Callable[[], T]) -> T:
-    """Returns the result of `work`, which runs in a thread of its own, where Python raises no interrupts.
+def _in_thread(work: Callable[[], T]) -> Answer:
+    """Start `work` in a thread of its own, where Python raises no interrupts, and return its answer.
 
     An interrupt is raised between any two instructions of the main thread, also where paramiko or `Sender` have just taken a
     lock. The lock would never be released, and whoever cleans up after the interrupt would wait for ever.
@@ -243,8 +249,7 @@ def _undisturbed(work: Callable[[], T]) -> T:
 
     # The start of a `threading.Thread` waits under a lock, and its end runs code in which Python ignores exceptions.
     _thread.start_new_thread(run, ())
-    answer.wait()
-    return answer.get()  # type: ignore[no-any-return]
+    return answer
 
 
 def _pump(client: socket.socket, channel: Stream) -> None:
@@ -315,7 +320,11 @@ class SSHConnection(Connection):
     def _connected(self) -> AgentClient:
         """Returns a running agent; logs in and starts one if there is none. Raises `Refused` or `ConnectionFailed`."""
         agent, called_at = self._agent, time.monotonic()
-        return agent if agent is not None and not agent.lost else _undisturbed(lambda: self._connect(called_at))
+        if agent is not None and not agent.lost:
+            return agent
+        answer = _in_thread(lambda: self._connect(called_at))
+        answer.wait()
+        return answer.get()  # type: ignore[no-any-return]
 
     def _connect(self, called_at: float) -> AgentClient:
         """As `_connected`; a failure of another thread since `called_at` counts for this one too."""

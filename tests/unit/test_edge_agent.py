@@ -141,9 +141,11 @@ def test_an_interrupt_leaves_the_connection_whole(moment: str, connect: Any, mon
             else:
                 connection.home()
                 patch.setattr(connection._agent._sender, "_write", interrupting(transport.streams[0].sendall))
-            connection.run(["true"])
+            connection.run(["sleep", "56"])
         assert connection.run(["echo", "x"]).stdout == b"x\n"
         assert len(transport.streams) == 1
+        mark = os.environ["PYTEST_OF_RAYSLURM"]
+        assert wait_until(lambda: not any(p.name() == "sleep" for p in marked_processes(mark)), 5)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
