@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -247,6 +248,31 @@ def delayed_interrupts() -> Iterator[None]:
     finally:
         if came:
             signal.raise_signal(came[0])
+
+
+@contextmanager
+def noticed_interrupts() -> Iterator[Callable[[], None]]:
+    """Notice SIGINT and SIGTERM inside a block, and let the handlers that are there raise their exceptions.
+
+    Yields a function that calls the handler of the first signal again. Python ignores an exception that a handler raises while
+    the main thread runs a callback of the garbage collector, so that a block that goes on has to call the function now and then.
+    """
+    came: list[Callable[[], None]] = []
+
+    def noticing(handler: Callable[[int, Any], Any]) -> Callable[[int, Any], None]:
+        def handle(signum: int, frame: Any) -> None:
+            came.append(partial(handler, signum, None))
+            handler(signum, frame)
+
+        return handle
+
+    with ExitStack() as stack:
+        for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
+            handler = signal.getsignal(signum)
+            if callable(handler):
+                stack.callback(signal.signal, signum, handler)
+                signal.signal(signum, noticing(handler))
+        yield lambda: came[0]() if came else None
 
 
 @contextmanager

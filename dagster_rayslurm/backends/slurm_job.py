@@ -68,7 +68,7 @@ class SlurmJob:
     _queried_at: float = 0.0
     _exit_read_at: float = field(default_factory=lambda: time.monotonic())
     _ended_at: float | None = None
-    _cancel_confirmed: bool = False
+    _cancel_tried: bool = False
     _last_reason: str = ""
     _last_error: str | None = None
     _sizes_checked: bool = False
@@ -294,9 +294,9 @@ class SlurmJob:
 
         The job may end by itself for `grace_period` seconds before the first `scancel`. Further calls do nothing.
         """
-        if self._cancel_confirmed:
+        if self._cancel_tried:
             return
-        self._cancel_confirmed = True
+        self._cancel_tried = True
         with deferred_interrupts():
             gone = wait_until_gone(self.commands, self.number, grace_period)
         if gone and self.cancelled:

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 from ..edge import machine, site
 from ..edge.environment import PROBE
@@ -62,8 +63,9 @@ def run_probe(
             sentence, _, remedy = str(error).partition("; ")
             return [failure("probe", sentence, remedy or "check the queue's fields")]
         except BaseException:
+            log = SimpleNamespace(error=lambda text: say(text.removeprefix("[rayslurm] ")))
             with contextlib.suppress(OSError):
-                cancel_named(connection, request.job_name, _Silent())
+                cancel_named(connection, request.job_name, log)
             raise
         job_id = int(job.job_id)
         try:
@@ -73,12 +75,6 @@ def run_probe(
     finally:
         with contextlib.suppress(OSError):
             connection.remove(run_dir)
-
-
-class _Silent:
-    """A logger that discards its messages."""
-
-    def error(self, message: str) -> None: ...
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
@@ -131,9 +127,9 @@ def _follow(
 ) -> list[Line]:
     """Waits until the nodes have written their facts, examines the nodes from the edge node too, and returns the lines.
 
-    If the job cannot start, waits longer than `patience` seconds, or ends early, one line says so.
+    If the job cannot start, waits longer than `patience` seconds, ends early, or Slurm says nothing of it, one line says so.
     """
-    nodes, pause, waiting, started = request.queue.num_nodes, 0.2, "", None
+    nodes, pause, waiting, started, heard = request.queue.num_nodes, 0.2, "", None, time.monotonic()
     while True:
         facts = connection.call(site.probe_state, run_dir, nodes, repeat=True)
         complete = [each for each in facts if each is not None]
@@ -142,6 +138,7 @@ def _follow(
         rows = _rows(connection, job_id)
         alive = [row for row in rows if row.state not in TERMINAL]
         now = time.monotonic()
+        heard = now if rows else heard
         if alive and alive[0].state == "PENDING":
             if never := never_starts(alive, request):
                 return [failure("probe", f"the job can never start: {never}", "change SlurmQueueConfig as it says")]
@@ -159,6 +156,9 @@ def _follow(
             started = started or now
             if now - started > _SECONDS:
                 return ended_lines({"state": "RUNNING", "facts": len(complete), "nodes": nodes})
+        elif now - heard > _SECONDS:
+            what = f"squeue has said nothing of the probe, job {job_id}, for {_SECONDS:.0f} s, and the job was cancelled"
+            return [failure("probe", what, "see whether squeue answers on the edge node, and try again")]
         time.sleep(pause)
         pause = min(1.5 * pause, 5.0)
     measured = connection.call(site.reach_and_measure, run_dir, complete, _LAG_PATIENCE, repeat=False, timeout=2 * _LAG_PATIENCE)

@@ -15,25 +15,20 @@ _SECRETS = ("password", "key_passphrase")
 
 def resource_text(wanted: Wanted, slurm: Slurm) -> str:
     """Returns Python code that constructs the examined resource, with an existing partition in place of a missing one."""
-    resource = wanted.slurm
-    known = [each.name for each in slurm.partitions]
-    partition = ",".join(each.name for each in slurm.chosen())
-    if not partition:
-        partition = next((each.name for each in slurm.partitions if each.is_default or len(each.usable) > 0), known[0])
-    queue = wanted.queue.having(partition=partition, account=slurm.value("account"), qos=slurm.value("qos"))
-    lines = ["SlurmResource("]
-    if resource.ssh is not None:
-        lines += [f"    ssh={line}" if number == 0 else f"    {line}" for number, line in enumerate(_made(resource.ssh))]
-    lines += [f"    queue={line}" if number == 0 else f"    {line}" for number, line in enumerate(_made(queue))]
-    if resource.remote_base != type(resource)().remote_base:
-        lines.append(f"    remote_base={resource.remote_base!r},")
-    return "\n".join([*lines, ")"])
+    partitions = slurm.chosen()
+    if not partitions:
+        partitions = sorted(slurm.partitions, key=lambda each: (not each.is_default, not each.usable))[:1]
+    names = ",".join(each.name for each in partitions)
+    queue = wanted.queue.having(partition=names or None, account=slurm.value("account"), qos=slurm.value("qos"))
+    fields = {name: getattr(wanted.slurm, name) for name in type(wanted.slurm).model_fields}
+    return "\n".join(_made(type(wanted.slurm)(**{**fields, "queue": queue}))).removesuffix(",")
 
 
-def _made(config: StrictConfig | StrictResource) -> Iterator[str]:
+def _made(config: StrictConfig | StrictResource, prefix: str = "SLURM_EDGE_NODE_") -> Iterator[str]:
     """Yields the lines of the Python expression that constructs a configuration object, with a comma at the end.
 
-    Only fields that differ from their defaults appear, and the time limit of a queue.
+    Only fields that differ from their defaults appear, and the time limit of a queue. Secrets are environment variables, whose
+    names begin with `prefix`.
     """
     yield f"{type(config).__name__}("
     for name, field in type(config).model_fields.items():
@@ -42,11 +37,11 @@ def _made(config: StrictConfig | StrictResource) -> Iterator[str]:
         if name == "kind" or (value == field.default and not shown):
             continue
         if isinstance(value, (StrictConfig, StrictResource)):
-            lines = list(_made(value))
+            lines = list(_made(value, f"{prefix}JUMP_" if name == "jump_host" else prefix))
             yield f"    {name}={lines[0]}"
             yield from (f"    {line}" for line in lines[1:])
         elif name in _SECRETS:
-            yield f'    {name}=dg.EnvVar("SLURM_EDGE_NODE_{name.upper()}"),'
+            yield f'    {name}=dg.EnvVar("{prefix}{name.upper()}"),'
         else:
             yield f"    {name}={value!r},"
     yield "),"

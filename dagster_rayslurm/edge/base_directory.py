@@ -271,11 +271,12 @@ class _Sweep:
         """Return True if the job of a generation has ended or has no id; False if it may still run, or Slurm did not answer."""
         if _text(os.path.join(directory, "exit")):
             return True
-        job = _text(os.path.join(directory, "job_id")).split("\n")[0]
+        job = _text(os.path.join(directory, "job_id"))
         if not job:
             with contextlib.suppress(ValueError, AttributeError):
                 job = str(json.loads(_text(os.path.join(directory, "session.json"))).get("job_id", ""))
-        return not job or (self._jobs is not None and int(job) not in self._jobs)
+        number = re.match("[0-9]+", job)
+        return number is None or (self._jobs is not None and int(number.group()) not in self._jobs)
 
     def _used(self) -> "set[str]":
         """Return the paths, such as "bundles/NAME", that files of runs, sessions and environments mention."""

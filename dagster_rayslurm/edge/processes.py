@@ -19,6 +19,7 @@ _PIPE = 1024 * 1024  # Most bytes that a pipe holds (pipe(7)).
 
 # The running commands, by name of the thread that waits for each.
 _running = {}  # type: dict[str, subprocess.Popen[bytes]]
+_ended = set()  # type: set[str]  # Names of threads whose commands are to be killed, those that have not begun included.
 
 
 def run(
@@ -51,6 +52,8 @@ def run(
         return 127 if error.errno == errno.ENOENT else 126, b"", words[0] + b": " + os.strerror(error.errno or 0).encode()
     name = threading.current_thread().name
     _running[name] = process
+    if name in _ended:
+        end(name)
     try:
         out, err = _communicate(process, stdin, deadline)
         timed_out = process.returncode is None
@@ -124,7 +127,8 @@ def _kill_session(session: int, signum: int) -> None:
 
 
 def end(name: str) -> None:
-    """Kill the command that the thread called `name` runs, if any, without waiting."""
+    """Kill the command that the thread called `name` runs or will run, without waiting."""
+    _ended.add(name)
     process = _running.get(name)
     if process is not None:
         threading.Thread(target=_end, args=(process,), daemon=True).start()

@@ -144,12 +144,14 @@ def submit(
             code, answer, error = slurm(*command)
             if code != 0:
                 return code, answer, error
+            answer = answer.strip()
             with contextlib.suppress(OSError):
-                files.write(os.path.join(run_dir, JOB_ID), answer, 0o600)
+                number = answer.split(b"\n")[-1].split(b";")[0]  # `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1)).
+                files.write(os.path.join(run_dir, JOB_ID), number + b"\n", 0o600)
             if claim and os.path.lexists(os.path.join(run_dir, ABANDONED)):
                 slurm("scancel", "--quiet", "--me", "--name=" + claim)
                 return TAKEN, b"", b""
-        return 0, b"%.9f\n%s\n" % (now(), answer.strip()), b""
+        return 0, b"%.9f\n%s\n" % (now(), answer), b""
     except OSError as error:
         return CANNOT_WRITE, b"", ("%s: %s" % (error.filename or run_dir, error.strerror)).encode("utf-8", "surrogateescape")
 

@@ -41,7 +41,9 @@ def _activation(prefix: str, variables: dict[str, str], scripts: list[str]) -> s
     # Without a PATH it would take that of this process.
     now = ActivationVariables(None, [os.path.join(prefix, "bin")])
     lines = [activate(Path(prefix), now, Shell.bash).script]
-    lines += [f'export {name}="{value}"' for name, value in variables.items()]
+    for name, value in variables.items():  # Written as py-rattler writes them: other variables in the value are expanded.
+        escaped = value.replace('"', '\\"')
+        lines.append(f'export {name}="{escaped}"')
     for number, text in enumerate(scripts):
         path = Path(prefix, "etc", "rayslurm", f"{number}.sh")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import tomli
 
 from ..edge.environment import PREFIX
-from ..ssh.local import locked
+from ..ssh.local import LocalConnection, locked
 from . import UvEnvironment, wheels
 from .platforms import Platform, Python, cached
 from .recipe import Piece, Recipe
@@ -104,9 +104,7 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
     try:
         text = wheels.run_uv(uv, "export", *arguments, "--format=pylock.toml", directory=project)
         if set(_LOCAL.findall(contents[-1])) <= {b"."}:  # The lock must fit the manifests of others too.
-            with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(kept), delete=False) as file:
-                file.write(text)
-            os.replace(file.name, kept)
+            LocalConnection().write(kept, text.encode())
         return text, [manifest, lock]
     except ValueError as error:
         if "needs to be updated" in str(error):

@@ -15,7 +15,7 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesContextData
 
-from ..backends.base import Backend, Layout, Register, RunningPayload, deferred_interrupts, delayed_interrupts
+from ..backends.base import Backend, Layout, Register, RunningPayload, deferred_interrupts, delayed_interrupts, noticed_interrupts
 from ..backends.ownership import Ownership
 from ..compute_fields import DETACH, ComputeFields
 from ..config import ExecutionMode
@@ -225,9 +225,11 @@ class PayloadRun:
 
         try:
             try:
-                with start_errors():
-                    start(register)
-                follow_all([(each.follower, partial(self._poll, each)) for each in self.payloads.values()])
+                with noticed_interrupts() as raise_ignored:
+                    with start_errors():
+                        start(register)
+                    followed = [(each.follower, partial(self._poll, each, raise_ignored)) for each in self.payloads.values()]
+                    follow_all(followed)
             except BaseException as error:
                 with deferred_interrupts() as interrupted_again:
                     self.detached = self._detaches(error)
@@ -315,11 +317,13 @@ class PayloadRun:
     def _dir_of(self, component: Component) -> str:
         return self.run_dir if component is None else component_dir(self.run_dir, component)
 
-    def _poll(self, payload: FollowedPayload, evidence: Evidence) -> str | None:
+    def _poll(self, payload: FollowedPayload, raise_ignored: Callable[[], None], evidence: Evidence) -> str | None:
         """Returns how the runtime ended, in words; None while it lives.
 
-        Raises `RunFailure` if the runtime does not start in time, or can never start.
+        Raises `RunFailure` if the runtime does not start in time, or can never start, and with `raise_ignored` an interrupt that
+        Python has ignored.
         """
+        raise_ignored()
         limit = self.resource.runtime_start_timeout
         # The timeout does not run while the job waits in the queue, or while the record cannot be read.
         if payload.running.waiting or payload.follower.state.unreachable_since is not None:

@@ -118,8 +118,11 @@ class JobWatch:
         """Returns a copy with the exit code of `srun` from the batch script; it may arrive after Slurm has reported the end."""
         watch = replace(self, exit_code=exit_code)
         if self.final:
-            return self if self.exit_code is not None else replace(watch, final=replace(self.final, exit_code=exit_code))
-        if self.requeue and exit_code:  # Slurm may have ended srun in order to requeue the job.
+            known = self.exit_code is not None and not self.requeue  # That of the run before the requeue may be known.
+            return self if known else replace(watch, final=replace(self.final, exit_code=exit_code))
+        # Slurm may have ended srun in order to requeue the job. srun exits with 0 even then if no task has told it how it ended
+        # (`global_rc` of Slurm's src/srun/srun.c).
+        if self.requeue:
             return watch
         return watch._ended(self.reported if self.reported.state in TERMINAL else JobStatus(JobPhase.ENDED))
 

@@ -5,6 +5,7 @@ Nothing here depends on the SSH client, which only logs in and opens channels (`
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import itertools
@@ -16,8 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime
 from typing import Any, Protocol, TypeVar
 
 from .. import edge
@@ -96,6 +95,36 @@ def _program() -> bytes:
     return program(os.path.dirname(edge.__file__))
 
 
+class Answer:
+    """The result or the exception of a call, for which one thread waits while another one has it.
+
+    In place of a `Future`, whose lock an interrupt in the main thread could leave held, so that the other thread waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._come = threading.Lock()
+        self._come.acquire()
+        self._value: Any = None
+        self._failure: BaseException | None = None
+
+    def put(self, value: Any, failure: BaseException | None = None) -> None:
+        """Give the result, or an exception; to be called once."""
+        self._value, self._failure = value, failure
+        self._come.release()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until there is a result or an exception; raises `TimeoutError`."""
+        if not self._come.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError
+        self._come.release()
+
+    def get(self) -> Any:
+        """Returns the result, after `wait`; raises the exception that was given instead."""
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+
 class AgentClient:
     """Calls functions of `edge` on a server, for many threads at once, by an agent that runs there.
 
@@ -106,7 +135,7 @@ class AgentClient:
     def __init__(self, ssh: SSHConnectionResource, stream: Stream, hello: bytes) -> None:
         self._ssh, self._stream = ssh, stream
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Future[Any]] = {}
+        self._waiting: dict[int, Answer] = {}
         self.lost = False
         self._deadline = time.monotonic() + ssh.connect_timeout
         alarm = threading.Timer(ssh.connect_timeout, stream.close)
@@ -126,25 +155,28 @@ class AgentClient:
 
     def submit(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         """Start a call; returns a function that waits for its result. Raises `ConnectionGone` if the agent had ended before."""
-        number, future = next(self._numbers), Future[Any]()
-        self._waiting[number] = future
+        number, answer = next(self._numbers), Answer()
+        self._waiting[number] = answer
         if self.lost:
             raise errors.gone(self._ssh)
         name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-        self._sender.send({"id": number, "call": name}, list(arguments))
+        header = {"id": number, "call": name}
+        sending = _in_thread(lambda: self._sender.send(header, list(arguments)))
 
-        def wait() -> Any:
+        def cancel() -> None:
+            sending.wait()
+            self._sender.send({"id": number, "cancel": True}, [])
+
+        def result_of(given: Answer, timeout: float | None = None) -> Any:
             try:
-                return future.result(None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
-            except BaseException as error:
-                if not future.done():  # Nobody waits any more. A broken link may hold up the message.
-                    cancel = {"id": number, "cancel": True}
-                    threading.Thread(target=self._sender.send, args=(cancel, []), daemon=True).start()
-                    if isinstance(error, NotInTime):
-                        raise TimeoutError from None
+                given.wait(timeout)
+            except BaseException:  # Nobody waits any more. A broken link may hold up the messages.
+                _thread.start_new_thread(cancel, ())
                 raise
+            return given.get()
 
-        return wait
+        result_of(sending)
+        return lambda: result_of(answer, None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
 
     def close(self) -> None:
         """End the agent, and the commands that it runs."""
@@ -182,25 +214,42 @@ class AgentClient:
     def _receive(self) -> None:
         with contextlib.suppress(Exception):  # Whatever ended the channel: who waits gets `ConnectionLost` below.
             for header, values in messages(self._read):
-                future = self._waiting.pop(header["id"], None)
-                if future is not None:
-                    _resolve(future, header, values)
+                answer = self._waiting.pop(header["id"], None)
+                if answer is not None:
+                    answer.put(*_result(header, values))
         self.lost = True
-        for future in list(self._waiting.values()):
-            with contextlib.suppress(Exception):
-                future.set_exception(errors.lost(self._ssh))
+        for answer in list(self._waiting.values()):
+            answer.put(None, errors.lost(self._ssh))
         self.close()
 
 
-def _resolve(future: Future[Any], header: dict[str, Any], values: list[Any]) -> None:
-    """Complete `future`, which a call waits for, with the result or the exception that the agent's answer contains."""
+def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception | None]:
+    """Returns the result of a call, or None and its exception, from the agent's answer."""
     if "failure" in header:
-        future.set_exception(RuntimeError(f"{header['failure']} on the edge node: {values[0]}"))
-    elif "errno" in header:
+        return None, RuntimeError(f"{header['failure']} on the edge node: {values[0]}")
+    if "errno" in header:
         said, name = values
-        future.set_exception(OSError(header["errno"], said, name) if header["errno"] is not None else OSError(said))
-    else:
-        future.set_result(tuple(values) if header["tuple"] else values[0])
+        return None, OSError(header["errno"], said, name) if header["errno"] is not None else OSError(said)
+    return tuple(values) if header["tuple"] else values[0], None
+
+
+def _in_thread(work: Callable[[], T]) -> Answer:
+    """Start `work` in a thread of its own, where Python raises no interrupts, and return its answer.
+
+    An interrupt is raised between any two instructions of the main thread, also where paramiko or `Sender` have just taken a
+    lock. The lock would never be released, and whoever cleans up after the interrupt would wait for ever.
+    """
+    answer = Answer()
+
+    def run() -> None:
+        try:
+            answer.put(work())
+        except BaseException as error:  # noqa: BLE001 - who waits gets it
+            answer.put(None, error)
+
+    # The start of a `threading.Thread` waits under a lock, and its end runs code in which Python ignores exceptions.
+    _thread.start_new_thread(run, ())
+    return answer
 
 
 def _pump(client: socket.socket, channel: Stream) -> None:
@@ -270,7 +319,15 @@ class SSHConnection(Connection):
 
     def _connected(self) -> AgentClient:
         """Returns a running agent; logs in and starts one if there is none. Raises `Refused` or `ConnectionFailed`."""
-        called_at = time.monotonic()
+        agent, called_at = self._agent, time.monotonic()
+        if agent is not None and not agent.lost:
+            return agent
+        answer = _in_thread(lambda: self._connect(called_at))
+        answer.wait()
+        return answer.get()  # type: ignore[no-any-return]
+
+    def _connect(self, called_at: float) -> AgentClient:
+        """As `_connected`; a failure of another thread since `called_at` counts for this one too."""
         with self._lock:
             if self._agent is not None and not self._agent.lost:
                 return self._agent

@@ -292,6 +292,8 @@ class ParamikoTransport:
         except paramiko.ChannelException as error:
             raise errors.jump_refused(target, error.text or "refused") from None
         except ConnectionFailed:
+            if not self.alive():
+                raise
             raise errors.jump_refused(target, f"no answer within {target.connect_timeout} s") from None
 
     def close(self) -> None:

@@ -18,6 +18,9 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from dagster_rayslurm import BashLauncher, ComputeResource
+from dagster_rayslurm.follow import Follower
+
 from ..conftest import marked_processes, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -141,6 +144,32 @@ def test_ctrl_c_ends_the_payload_politely(executor: str, dagster: Dagster) -> No
     assert (dagster.home / "stopped").exists() and not running(pid)
     assert dagster.statuses() == [dg.DagsterRunStatus.CANCELED]
     assert "[rayslurm] the run was cancelled: cancelled from Dagster" in dagster.messages()
+
+
+def test_ctrl_c_in_a_callback_of_the_garbage_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores the exception that Dagster raises then, and the run must end all the same."""
+    payload, ignored, read_once = tmp_path / "payload.py", list[Any](), Follower.read_once
+    payload.write_text(POLITE.format(here=str(tmp_path)))
+
+    class Garbage:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def read(follower: Follower) -> int:
+        if not ignored and (tmp_path / "up").exists():
+            Garbage()
+        return read_once(follower)
+
+    @dg.asset
+    def slow(context: dg.AssetExecutionContext, compute: ComputeResource) -> None:
+        compute.run(context=context, payload_path=str(payload), uses_pipes=False)
+
+    monkeypatch.setattr(Follower, "read_once", read)
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: ignored.append(found.exc_type))
+    compute = ComputeResource(local_base=str(tmp_path / "base"), default_launcher=BashLauncher(grace_period=3))
+    with pytest.raises(dg.DagsterExecutionInterruptedError):
+        dg.materialize([slow], resources={"compute": compute})
+    assert ignored == [dg.DagsterExecutionInterruptedError] and (tmp_path / "stopped").exists()
 
 
 def test_a_service_that_is_stopped_leaves_the_verdict_to_dagster(dagster: Dagster) -> None:

@@ -1,17 +1,20 @@
-"""Payloads side by side in a warm cluster have separate usage figures."""
+"""Warm clusters on this machine: usage of payloads side by side, and a session that cannot be noted."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
+from dagster_rayslurm.ssh.local import LocalConnection
 
-from ..conftest import end_sessions, pipes_script, run_asset, small_ray
+from ..conftest import end_sessions, pipes_script, run_asset, small_ray, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -69,3 +72,20 @@ def test_usage_is_measured_per_payload(warm: ComputeResource, script: Any) -> No
     # Without Ray's daemons, which use more than that themselves.
     assert burner["Peak memory (MiB)"] > 500 > 100 + sleeper["Peak memory (MiB)"]
     assert sleeper["Shared memory (MiB)"] > 200 and burner["Shared CPU time (s)"] >= 0
+
+
+def test_a_session_that_cannot_be_noted_is_ended(
+    warm: ComputeResource, base: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = LocalConnection.write
+
+    def full(connection: LocalConnection, path: str, data: bytes, mode: int = 0o600) -> None:
+        if path.endswith("/job_id"):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        write(connection, path, data, mode)
+
+    monkeypatch.setattr(LocalConnection, "write", full)
+    failure = run_asset(warm, script("", "nothing.py"), uses_pipes=False).failure
+    assert "No space left on device" in (failure.description or ""), failure
+    runtimes = lambda: [each for each in psutil.process_iter(["cmdline"]) if str(base) in " ".join(each.info["cmdline"] or ())]  # noqa: E731
+    assert wait_until(lambda: not runtimes(), 30), runtimes()

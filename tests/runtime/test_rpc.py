@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import resource
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -307,3 +309,12 @@ def connected() -> tuple[socket.socket, socket.socket]:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
     return one, other
+
+
+def test_a_request_that_srun_cut_off_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"op": '))
+    assert rpc.main(str(tmp_path)) == 75
+    said = capsys.readouterr()
+    assert said.err.startswith("rayslurm: ") and said.err.count("\n") == 1 and not said.out

@@ -329,6 +329,7 @@ class SlurmMode(History):
             mock.patch.object(shutil, "which", lambda program, path=None: f"/usr/bin/{program}"),
             mock.patch.object(reattach, "AttemptHistory", AttemptHistory),
             mock.patch("dagster_rayslurm.backends.base._handled_by", self.world.handled_by),
+            mock.patch.object(execution, "noticed_interrupts", lambda: contextlib.nullcontext(lambda: None)),
             mock.patch.object(execution, "has_terminal", lambda: False),
             mock.patch("dagster_rayslurm.upload.deliver.build_runtime", _build_runtime),
             mock.patch.object(sys, "stdout", out),

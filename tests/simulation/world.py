@@ -7,6 +7,7 @@ choices come from the seed. Inside a process the functions of `time` show virtua
 
 from __future__ import annotations
 
+import _thread
 import errno
 import heapq
 import itertools
@@ -315,6 +316,8 @@ class World:
 
         wall = lambda: EPOCH + self.now + (self.current.host.skew if self.current else 0.0)  # noqa: E731
         token = lambda size=16: names.randbytes(size) if size < 1024 else bytes(size)  # noqa: E731
+        thread = _thread_class(self)
+        start = lambda work, args: thread(target=work, args=args).start()  # noqa: E731
         replaced = [
             (time, "sleep", virtual(time.sleep, self.sleep)),
             (time, "monotonic", virtual(time.monotonic, lambda: 1000.0 + self.now)),
@@ -334,7 +337,8 @@ class World:
             (threading, "Lock", virtual(threading.Lock, lambda: Lock(self))),
             (threading, "RLock", virtual(threading.RLock, lambda: Lock(self, reentrant=True))),
             (threading, "Event", virtual(threading.Event, lambda: Event(self))),
-            (threading, "Thread", _thread_class(self)),
+            (threading, "Thread", thread),
+            (_thread, "start_new_thread", virtual(_thread.start_new_thread, start)),
         ]
         patches = [mock.patch.object(module, name, value) for module, name, value in replaced]
         for patch in patches:

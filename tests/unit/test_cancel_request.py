@@ -92,7 +92,7 @@ class Job:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.log = str(directory), Log()
-        self._cancel_confirmed, self.requeue, self.commands = False, False, LocalConnection()
+        self._cancel_tried, self.requeue, self.commands = False, False, LocalConnection()
 
     def observe(self, *_: Any) -> bool:
         return True

@@ -13,16 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import paramiko
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.ssh.base import Backoff, ConnectionFailed
+from dagster_rayslurm.ssh.base import Backoff, ConnectionFailed, ConnectionGone
 from dagster_rayslurm.ssh.local import private_dir
 from dagster_rayslurm.ssh.login import SLOTS, KnownKey, Prompts, Trust, check_host_key, judge, known_keys, login_slot
 from dagster_rayslurm.ssh.openssh import control_path, explain, master_command, options
+from dagster_rayslurm.ssh.paramiko_client import ParamikoTransport
 from dagster_rayslurm.ssh.pool import connection_to
 
 # -- known hosts ---------------------------------------------------------------------------------------------------------
@@ -264,3 +266,28 @@ def test_messages_of_ssh_become_sentences(output: str, message: str) -> None:
 def test_a_local_connection_connects_directly() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, connection_to(None).connect(*server.getsockname(), 5) as stream:
         assert stream.getpeername() == server.getsockname()
+
+
+def test_a_jump_host_that_goes_away_does_not_count_as_silent() -> None:
+    here, there = socket.socketpair()
+    server, client = paramiko.Transport(there), paramiko.Transport(here)
+
+    class Server(paramiko.ServerInterface):
+        def check_auth_none(self, username: str) -> int:
+            return paramiko.AUTH_SUCCESSFUL
+
+        def check_channel_direct_tcpip_request(self, *_: Any) -> int:
+            server.close()
+            return paramiko.OPEN_FAILED_CONNECT_FAILED
+
+    server.add_server_key(paramiko.ECDSAKey.generate())
+    server.start_server(event=threading.Event(), server=Server())
+    jump = resource(host="jump", keepalive=0)
+    try:
+        client.start_client(timeout=10)
+        client.auth_none("me")
+        with pytest.raises(ConnectionGone, match=r"SSH to .*jump:22: the connection is gone"):
+            ParamikoTransport(jump, client, None).open_tcp(resource(host="last", jump_host=jump))
+    finally:
+        client.close()
+        server.close()

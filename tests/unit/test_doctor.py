@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from dagster_rayslurm import SlurmQueueConfig, SlurmResource, SSHConnectionResource
 from dagster_rayslurm.cli import main
-from dagster_rayslurm.doctor import Line, Verdict, Wanted
+from dagster_rayslurm.doctor import Line, Verdict, Wanted, probe
 from dagster_rayslurm.doctor.account import forbids, parse_associations
 from dagster_rayslurm.doctor.collect import examine
 from dagster_rayslurm.doctor.machine_lines import edge_lines
@@ -28,8 +28,11 @@ from dagster_rayslurm.doctor.slurm_lines import Slurm, slurm_lines
 from dagster_rayslurm.edge import machine, site
 from dagster_rayslurm.edge.environment import PROBE
 from dagster_rayslurm.environments import InheritedEnvironment
+from dagster_rayslurm.slurm import submit
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import wait_until
+from ..fake_slurm import FakeSlurm
 
 SURVEY = json.loads((Path(__file__).parent / "slurm_said" / "survey-22.05.json").read_text())
 
@@ -268,18 +271,52 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 # ---- The resource to paste, and the command
 
 
+def test_a_probe_of_which_slurm_says_nothing(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm.set(starts=False)
+    fake_slurm.fault("squeue", "slurmctld is away", times=1000)
+    monkeypatch.setattr(probe, "_SECONDS", 0.5)
+    monkeypatch.setattr(submit, "_GONE_DEADLINE", 0.0)
+    (line,) = probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, lambda _: None)
+    assert line.verdict is Verdict.FAILURE and "squeue has said nothing" in line.text
+
+
+def test_an_interrupt_while_the_probe_is_submitted(
+    tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    fake_slurm.fault("squeue", "slurmctld is away", times=1000)
+    monkeypatch.setattr(probe, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, said.append)
+    assert len(said) == 1 and said[0].startswith("a Slurm job named ") and "run `scancel --name=" in said[0]
+
+
 def test_the_resource_to_paste() -> None:
     gate = SSHConnectionResource(host="gate", user="me", password="secret")
     ssh = SSHConnectionResource(host="login", user="me", key_passphrase="hidden", jump_host=gate)
-    chosen = Wanted(SlurmResource(ssh=ssh, queue=SlurmQueueConfig(partition="none", num_nodes=2), remote_base="/work/me"), None)
+    queue = SlurmQueueConfig(partition="none", num_nodes=2)
+    slurm = SlurmResource(ssh=ssh, queue=queue, remote_base="/work/me", site={"LANG": "C"}, poll_interval=60)
+    chosen = Wanted(slurm, None)
     text = resource_text(chosen, Slurm(SURVEY, chosen))
     assert "secret" not in text and "hidden" not in text
+    assert 'key_passphrase=dg.EnvVar("SLURM_EDGE_NODE_KEY_PASSPHRASE")' in text
+    assert 'password=dg.EnvVar("SLURM_EDGE_NODE_JUMP_PASSWORD")' in text
     import dagster as dg
 
     names = {each.__name__: each for each in (SlurmQueueConfig, SlurmResource, SSHConnectionResource)}
     made = eval(text, {**names, "dg": dg})
     assert made.queue == SlurmQueueConfig(partition="compute", num_nodes=2) and made.remote_base == "/work/me"
+    assert made.site == {"LANG": "C"} and made.poll_interval == 60
     assert made.ssh.host == "login" and made.ssh.jump_host.host == "gate"
+
+
+def test_the_default_partition_stands_for_a_missing_one() -> None:
+    facts, asked = json.loads(json.dumps(SURVEY)), wanted(partition="none")
+    facts["answers"]["partitions"][1] = "\n".join(reversed(facts["answers"]["partitions"][1].strip().splitlines()))
+    assert 'partition="compute"' in resource_text(asked, Slurm(facts, asked)).replace("'", '"')
 
 
 def test_no_cluster_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

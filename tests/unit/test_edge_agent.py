@@ -111,6 +111,45 @@ def test_an_old_python_is_named() -> None:
         AgentClient(SSH.model_copy(update={"python": "python3"}), Pipe("printf", f"{word}2.7\\n"), word.encode())
 
 
+class Stopped(BaseException):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("moment", ["the login", "a message"])
+def test_an_interrupt_leaves_the_connection_whole(moment: str, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised inside the SSH client, it would leave half a message, or a lock that nobody releases."""
+    connection, transport = connect()
+    came = threading.Event()
+
+    def stop(*_: Any) -> None:
+        came.set()
+        raise Stopped
+
+    def interrupting(method: Any) -> Any:
+        def interrupted(*arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert came.wait(10)
+            return method(*arguments)
+
+        return interrupted
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(Stopped):
+            if moment == "the login":
+                patch.setattr(AgentClient, "_skip_noise", interrupting(AgentClient._skip_noise))
+            else:
+                connection.home()
+                patch.setattr(connection._agent._sender, "_write", interrupting(transport.streams[0].sendall))
+            connection.run(["sleep", "56"])
+        assert connection.run(["echo", "x"]).stdout == b"x\n"
+        assert len(transport.streams) == 1
+        mark = os.environ["PYTEST_OF_RAYSLURM"]
+        assert wait_until(lambda: not any(p.name() == "sleep" for p in marked_processes(mark)), 5)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_many_requests_at_once(connect: Any) -> None:
     connection, transport = connect()
     with ThreadPoolExecutor(40) as pool:

@@ -1,6 +1,7 @@
 """Delayed interrupts: none is lost, and the previous handlers are restored."""
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.backends import base as interrupts
-from dagster_rayslurm.backends.base import deferred_interrupts, delayed_interrupts
+from dagster_rayslurm.backends.base import deferred_interrupts, delayed_interrupts, noticed_interrupts
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
@@ -81,11 +82,38 @@ def test_an_interrupt_while_handlers_are_replaced(
     assert came or held is deferred_interrupts
 
 
+@pytest.mark.parametrize("signum", BOTH)
+def test_an_interrupt_that_python_has_ignored_is_raised_again(signum: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Garbage:
+        def __del__(self) -> None:
+            signal.raise_signal(signum)
+
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: ignored.append(found.exc_type))
+    with pytest.raises(Stopped) as caught, noticed_interrupts() as raise_ignored:
+        raise_ignored()
+        Garbage()
+        assert ignored == [Stopped]
+        raise_ignored()
+    assert caught.value.args == (signum,) and in_place() == [stop, stop]
+
+
+def test_a_handler_that_raises_nothing_is_called_as_without_notice() -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with noticed_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert came == [signal.SIGINT]
+
+
 def test_other_threads_receive_no_interrupts() -> None:
     seen: list[list[Any]] = []
 
     def work() -> None:
-        with delayed_interrupts(), deferred_interrupts():
+        with delayed_interrupts(), deferred_interrupts(), noticed_interrupts():
             seen.append(in_place())
 
     thread = threading.Thread(target=work)

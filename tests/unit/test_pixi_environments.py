@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import PixiEnvironment
-from dagster_rayslurm.environments import recipe, send, wheels
+from dagster_rayslurm.environments import install_conda, recipe, send, wheels
 from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.environments.pixi import pixi_recipe
 from dagster_rayslurm.environments.platforms import Platform
@@ -302,3 +302,10 @@ def test_a_package_for_a_shorter_prefix(project: Project, channel: dict[str, Pac
     short = package(project.path, "short", files={"x": b"\0/x/lib\0"}, placeholders={"x": "binary"}, placeholder="/x")
     environment = project.write([channel["libx"], channel["python"], short])
     cluster.refuses(environment, "it cannot be made in .*/base on this machine: .*short")
+
+
+def test_a_variable_of_the_project_may_have_quotes(tmp_path: Path) -> None:
+    value = 'say "it\'s $NAME"'
+    script = install_conda._activation(str(tmp_path), {"NAME": "me", "SAID": value}, [])
+    done = subprocess.run(["bash", "-c", f'{script}\nprintf %s "$SAID"'], capture_output=True, text=True, check=True)
+    assert done.stdout == 'say "it\'s me"' and not done.stderr

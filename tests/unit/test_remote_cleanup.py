@@ -189,6 +189,13 @@ def test_live_sessions_stay(base: Path, make: Callable[..., Path]) -> None:
     assert sorted(os.listdir(base / "sessions" / KEY)) == ["1", "2", "4", "5"]
 
 
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize(("job_id", "lives"), [("11;north\n", True), ("12;north\n", False), ("x\n", False)])
+def test_what_sbatch_prints_beside_the_id_of_a_job(job_id: str, lives: bool, base: Path, make: Callable[..., Path]) -> None:
+    generation(make, 1, 99, job_id=job_id, exit="")
+    assert sweep(base) == ([] if lives else [f"sessions/{KEY}"])
+
+
 def test_a_session_stays_if_slurm_does_not_answer(base: Path, make: Any, slurm: FakeSlurm) -> None:
     for number in (1, 2):
         generation(make, number, 99, job_id=f"{number}\n", exit="")

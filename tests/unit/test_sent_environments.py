@@ -1,5 +1,6 @@
 """Environments that are made on a cluster, over a connection to this machine, with an index of files."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -34,7 +35,7 @@ from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.environments.packed import packed_recipe
 from dagster_rayslurm.environments.platforms import Platform
 from dagster_rayslurm.environments.recipe import Piece
-from dagster_rayslurm.environments.uv import uv_recipe
+from dagster_rayslurm.environments.uv import _export, uv_recipe
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -520,3 +521,18 @@ def test_local_mode_uses_the_python_of_dagster() -> None:
     environment = UvEnvironment()
     assert resolve_environment(environment).python == sys.executable
     assert path_on_cluster(environment, over_ssh=True) == ""
+
+
+def test_a_full_disk_leaves_no_piece_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "study"\nversion = "1"\nrequires-python = ">=3.8"\n')
+    uv, version = wheels.find_uv()
+    wheels.run_uv(uv, "lock", directory=str(tmp_path))
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, full)
+    with pytest.raises(OSError, match="No space left"):
+        _export(uv, version, str(tmp_path), ())
+    assert not [path for path in (tmp_path / "cache" / "dagster-rayslurm").rglob("*") if path.is_file()]

@@ -117,3 +117,10 @@ def test_variables_that_stand_for_options_are_gone_and_all_else_stays() -> None:
 def test_arguments_are_passed_unchanged() -> None:
     words = ["a b", "", "$x", "'\"", "*"]
     assert run_slurm(LocalConnection(), ["printf", "%s\\n", *words]).stdout.decode().split("\n")[:-1] == words
+
+
+@pytest.mark.parametrize("printed", ["12", "12;north", "Welcome\n12;north\n"])
+def test_the_file_of_a_jobs_id_has_the_id_alone(printed: str, tmp_path: Path) -> None:
+    code, answer, _ = slurm.submit(["printf", "%s", printed], b"", None, (), str(tmp_path / "runs" / "run"), "", {})
+    assert code == 0 and answer.partition(b"\n")[2].strip() == printed.strip().encode()
+    assert (tmp_path / "runs" / "run" / "job_id").read_text().strip() == "12"

@@ -161,7 +161,7 @@ def test_a_requeued_job_is_pending_after_its_record_started() -> None:
 
 def test_the_exit_of_the_batch_script_ends_a_job() -> None:
     assert view(present(1, "RUNNING", nodes="c1"), Exited(1010, 3)) == JobStatus(JobPhase.ENDED, exit_code=3)
-    assert view(Exited(1010, 0), requeue=True) == JobStatus(JobPhase.ENDED, exit_code=0)
+    assert view(Exited(1010, 0)) == JobStatus(JobPhase.ENDED, exit_code=0)
     assert view(absent(1), absent(61), Exited(1062, 0)).phase == JobPhase.LOST, "what came first is final"
 
 
@@ -175,12 +175,19 @@ def test_a_late_exit_code_completes_the_final_status() -> None:
     )
 
 
-def test_an_exit_code_does_not_end_a_job_that_may_be_requeued() -> None:
-    steps: list[Observation] = [present(1, "RUNNING"), Exited(1010, 143)]
+@pytest.mark.parametrize("code", [0, 143])
+def test_an_exit_code_does_not_end_a_job_that_may_be_requeued(code: int) -> None:
+    steps: list[Observation] = [present(1, "RUNNING"), Exited(1010, code)]
     assert view(*steps, requeue=True).phase == JobPhase.RUNNING
     assert view(*steps, present(30, "PENDING"), requeue=True).phase == JobPhase.PENDING
-    assert view(*steps, present(30, "FAILED"), requeue=True) == JobStatus(JobPhase.ENDED, "FAILED", exit_code=143)
-    assert view(*steps, absent(30), absent(330), requeue=True) == JobStatus(JobPhase.LOST, "RUNNING", exit_code=143)
+    assert view(*steps, present(30, "FAILED"), requeue=True) == JobStatus(JobPhase.ENDED, "FAILED", exit_code=code)
+    assert view(*steps, absent(30), absent(330), requeue=True) == JobStatus(JobPhase.LOST, "RUNNING", exit_code=code)
+
+
+def test_the_exit_code_is_that_of_the_last_run() -> None:
+    """With that of the run before, which a signal ended, the record of a success would hardly be waited for."""
+    steps = [present(1, "RUNNING"), Exited(1010, 143), present(30, "PENDING"), present(40, "RUNNING"), present(50, "COMPLETED")]
+    assert view(*steps, Exited(1051, 0), requeue=True) == JobStatus(JobPhase.ENDED, "COMPLETED", exit_code=0)
 
 
 @given(submissions, st.lists(snapshots, max_size=15), st.lists(observations, max_size=25), st.data())
@@ -221,7 +228,7 @@ def test_a_final_status_never_changes(submission: JobWatch, given_observations: 
     for observation in in_order(given_observations):
         watch = observation.add(watch)
         if final is not None:
-            exit_code = watch.view.exit_code if final.exit_code is None else final.exit_code
+            exit_code = watch.view.exit_code if final.exit_code is None or submission.requeue else final.exit_code
             assert watch.view == replace(final, exit_code=exit_code)
         final = watch.view if watch.view.over else None
 

@@ -144,12 +144,12 @@ class LocalSite(Site):
                 for name, content in files.items():
                     self.connection.write(os.path.join(directory, name), content)
                 process = start_process(command, directory, subprocess.DEVNULL)
+                reap_later(process)
+                hold(LocalProcess(str(process.pid), directory))
+                self.connection.write(os.path.join(directory, JOB_ID), str(process.pid).encode())
             except OSError:
                 registry.abandon(number)
                 raise
-            self.connection.write(os.path.join(directory, JOB_ID), str(process.pid).encode())
-            hold(LocalProcess(str(process.pid), directory))
-        reap_later(process)
         return True
 
     def watch(self, target: Target, newest: Generation) -> LocalProcess:  # noqa: ARG002

@@ -440,8 +440,8 @@ def main(session_dir: str) -> int:
 
     Returns the exit code: 0, or 75 if there was no answer.
     """
-    request = json.load(sys.stdin)
     try:
+        request = json.load(sys.stdin)
         with open(os.path.join(session_dir, SESSION), encoding="utf-8") as file:
             announcement = json.load(file)
         with socket.create_connection(("localhost", int(announcement["port"])), _HANDSHAKE_TIMEOUT) as sock:
