@@ -11,6 +11,7 @@ from functools import partial
 import click
 
 from ..backends.base import write_cancel_request
+from ..backends.layout import nonce_of
 from ..backends.listing import Entry, Kind, list_here
 from ..backends.sessions.listing import end_generations
 from ..backends.sessions.local import end_session
@@ -18,7 +19,6 @@ from ..edge import files as edge_files
 from ..execution.terminal import TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome import judge
-from ..plan import nonce_of
 from ..runtime.protocol.record import COMPONENTS, JOURNAL, LineReader, component_dir
 from ..slurm.shared_queue import fetch_queue
 from ..slurm.states import TERMINAL

@@ -23,17 +23,18 @@ from ..environments import (
     PreDeployedEnvironment,
     SentEnvironment,
 )
-from ..errors import RunFailure
 from ..execution.terminal import INTERRUPTED, NOT_THE_PAYLOAD, Detached
+from ..failures import RunFailure
 from ..launchers import BashLauncher, RayLauncher
 from ..plan import merge, parse_payload
 from ..run_call import submit as run
 from ..slurm.config import SlurmQueueConfig
 from ..slurm.request import make_request
 from ..slurm.standalone import activate_prefix, standalone_script
-from .cluster import Cluster, changed, find_cluster, the_cluster
+from .cluster import Cluster, find_cluster, the_cluster
 from .common import json_option, one_sentence_errors, print_json, terminal_log
 from .options import all_cluster_options, cluster_option
+from .resource import changed
 
 F = TypeVar("F", bound=Callable[..., Any])
 

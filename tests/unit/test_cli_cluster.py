@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.cli.cluster import Cluster, find_cluster
+from dagster_rayslurm.cli.common import one_sentence_errors
 from dagster_rayslurm.cli.options import all_cluster_options
 
 TOML = """
@@ -81,7 +82,10 @@ def find() -> Find:
         @group.command()
         @all_cluster_options
         def command() -> None:
-            found.append(find_cluster())
+            with one_sentence_errors():
+                cluster = find_cluster()
+                found.append(cluster)
+                assert cluster is None or cluster.resource  # Made when it is asked for.
 
         done = CliRunner().invoke(group, list(arguments))
         assert isinstance(done.exception, (SystemExit, type(None))), done.exception
