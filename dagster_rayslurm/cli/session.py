@@ -47,6 +47,7 @@ class Session:
     generation: Generation
     row: dict[str, Any]
     description: Mapping[str, Any] = field(default_factory=dict)  # The session's answer about itself; empty before `refresh`.
+    here: bool = False  # Whether it is a process of this machine, without Slurm.
 
     def refresh(self) -> None:
         """Asks the session for its description and updates `row`; does nothing if the session is not up."""
@@ -151,7 +152,7 @@ def stop(layout: Layout, ident: str, as_json: bool) -> None:
     with one_sentence_errors():
         one = _find(ident, _sessions(layout), alive=True)
         name = f"{one.row['key']} on {one.row['place']}"
-        if isinstance(one.connection, LocalConnection):
+        if one.here:
             end_session(one.generation)
         elif not end_generations(one.connection, [one.generation]):
             raise click.ClickException(f"the session {name} had ended already")
@@ -163,7 +164,10 @@ def stop(layout: Layout, ident: str, as_json: bool) -> None:
 def _sessions(layout: Layout) -> list[Session]:
     """Returns the sessions of this machine, and those of the cluster if one is configured."""
     here = LocalConnection()
-    found = [Session(here, each, {**_row(here, each, SessionState.UP), "job_id": None}) for each in list_local_sessions(layout)]
+    found = [
+        Session(here, each, {**_row(here, each, SessionState.UP), "job_id": None}, here=True)
+        for each in list_local_sessions(layout)
+    ]
     cluster = find_cluster()
     if cluster is None:
         return found

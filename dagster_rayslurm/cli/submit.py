@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any, TypeVar
 
 import click
@@ -96,6 +96,8 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
 
     The command's output is live, and its exit code becomes that of `submit`. Ctrl-C cancels the run, and a second Ctrl-C at once.
     Other exit codes: 2 for wrong options, 124 after the time limit, 125 if anything but the command has failed, 130 after Ctrl-C.
+
+    With --json standard output has one object, after the end; the command's output goes to standard error.
     """
 
     log = terminal_log(quiet)
@@ -104,7 +106,8 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
             cluster = find_cluster() if options["mode"] == ExecutionMode.LOCAL else the_cluster()
             job = _Job(cluster, options)
             arguments = {"outputs": list(outputs), **job.arguments}
-            done = run(job.resource, job.name, log, detach, **arguments)
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                done = run(job.resource, job.name, log, detach, **arguments)
     except KeyboardInterrupt as interrupt:
         sys.exit(_SIGTERM if interrupt.args else INTERRUPTED)
     except click.UsageError:
