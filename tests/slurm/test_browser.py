@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ..conftest import wait_until
 from .fixtures import Site
 from .test_dashboard import dashboard
 
@@ -38,18 +39,18 @@ def _shown(chromium: str, url: str, profile: Path, picture: Path) -> str:
 
 @pytest.mark.parametrize("way", ["tcp", "srun"])
 def test_the_page_of_the_nodes(way: str, chromium: str, site: Site, tmp_path: Path) -> None:
-    started = site.rayslurm("session", "start", *SIZE, "--name", "work", "--json")
-    assert started.returncode == 0, started.stderr
-    row = json.loads(started.stdout)
+    left = site.rayslurm("submit", "--detach", *SIZE, "--no-working-dir", "--", "sleep", "200")
+    assert left.returncode == 0, left.stderr
+    name = left.stdout.strip()
+    path = f"{site.base}/runs/{name}/cluster.json"
+    assert wait_until(lambda: site.connection.read(path, 0, 10000), 60), site.rayslurm("logs", name).stderr
     if way == "srun":  # As if the edge node reached no port of the nodes.
-        path = f"{row['directory']}/session.json"
-        announced = json.loads(site.connection.read(path, 0, 100000))
-        announced["access"]["port"] = 9
-        site.connection.write(path, json.dumps(announced).encode())
+        access = json.loads(site.connection.read(path, 0, 10000))
+        site.connection.write(path, json.dumps({**access, "port": 9}).encode())
     kept = Path(os.environ.get("RAYSLURM_SCREENSHOTS") or tmp_path)
-    with dashboard(site, "work", tmp_path) as (url, _, _):
+    with dashboard(site, name, tmp_path) as (url, _, _):
         page = _shown(chromium, f"{url}#/cluster", tmp_path / "profile", kept / f"nodes-{way}.png")
         steps = site.sh("squeue --me --steps --noheader --format=%i").split()
         assert any(step.endswith(".1") for step in steps) == (way == "srun"), steps
     assert "c1" in page and "c2" in page and page.count("ALIVE") >= 2, page[:3000]
-    assert site.rayslurm("cancel", "work").returncode == 0
+    assert site.rayslurm("cancel", name, "--now").returncode == 0
