@@ -66,7 +66,7 @@ def check_list(value: object, of: str) -> list[Any]:
 
 
 def check_modules(value: object) -> list[str]:
-    """Returns a list of names of Python modules, each once; raises `ValueError` if one of them is invalid."""
+    """Returns the given names of Python modules without repetitions; raises `ValueError` if one of them is invalid."""
     names = check_list(value, 'modules, such as ["ray", "torch"]')
     for name in names:
         if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):

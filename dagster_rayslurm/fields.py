@@ -80,7 +80,7 @@ _INSTEAD = {
 
 
 def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") -> str:
-    """Returns an error message for an unknown field or argument, with what to write instead or the names that exist."""
+    """Returns an error message for an unknown field or argument: with the likely name, or else with all names that exist."""
     names = sorted(known)
     instead = next((text for others, text in _INSTEAD.get(owner, {}).items() if name in others.split()), None)
     if instead is None:
@@ -144,7 +144,7 @@ def _wrong_object(field: FieldInfo, value: object) -> str | None:
 
 
 def is_env_var(value: Any) -> bool:
-    """Returns True if a value is an unresolved `EnvVar`; one of `EnvVar.int` is an int, too, and equal to 0."""
+    """Returns True if a value is an unresolved `EnvVar`. An unresolved `EnvVar.int` is also an int, which is equal to 0."""
     return "dagster" in sys.modules and isinstance(value, _env_vars())  # Without Dagster nobody can have made one.
 
 
@@ -171,12 +171,12 @@ def read_variable(name: str, where: str, integer: bool = False) -> Any:
 
 
 def checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """Returns a pydantic validator that calls `check` for each value except None and variables, which have no value yet."""
+    """Returns a pydantic validator that calls `check` for each value except None and an `EnvVar`, which has no value yet."""
     return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
 
 
 def choice(*options: str) -> BeforeValidator:
-    """Returns a pydantic validator for a string from `options`, or an Enum member: Enum and Literal fields fail with `EnvVar`."""
+    """Returns a pydantic validator that accepts a string from `options` or an Enum member, and allows an `EnvVar` as well."""
     names = tuple(map(str, options))
 
     def check(value: object) -> str:

@@ -53,7 +53,7 @@ def _ssh_resource(login: SSHLogin | None) -> SSHConnectionResource | None:
 
 
 def _chosen(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a class; tables that choose a class by their `kind`, such as launchers, become objects of it."""
+    """Returns the fields for an object of class `cls`; a table with a `kind`, such as a launcher, is replaced by an object."""
     made = dict(fields)
     for name, value in fields.items():
         field = cls.model_fields.get(name)
@@ -124,7 +124,7 @@ def _definitions(value: Any) -> dg.Definitions | None:
 
 
 def _module(name: str) -> ModuleType:
-    """Imports and returns a module by its dotted name, also from the current directory, or by the path of its file."""
+    """Imports and returns a module, given its dotted name (also in the current directory) or the path of its file."""
     try:
         if not name.endswith(".py"):
             if (here := os.getcwd()) not in sys.path:

@@ -133,7 +133,7 @@ def _follow(
 ) -> list[Line]:
     """Waits until the nodes have written their facts, examines the nodes from the edge node too, and returns the lines.
 
-    If the job cannot start, waits longer than `patience` seconds, or ends early, one line says so.
+    If the job cannot start, waits longer than `patience` seconds, ends early, or Slurm says nothing of it, one line says so.
     """
     nodes, pause, waiting, started = request.queue.num_nodes, 0.2, "", None
     while True:

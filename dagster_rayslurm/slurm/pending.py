@@ -63,7 +63,7 @@ _TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time
 
 
 def impossible(reason: str, partition: str | None = None) -> str | None:
-    """Returns why a pending job can never start as requested; None if time, other jobs, nodes or an administrator may help.
+    """Returns a sentence if a pending job can never start for this `reason` of Slurm; None if the job may start later.
 
     The reason is that of squeue, or of scontrol with its underscores. If `partition` names several, separated by commas, the
     reason is that of the last one tried, and the job may start in another one.
@@ -76,7 +76,7 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
 
 
 def over_limit(reason: str) -> str | None:
-    """Returns a sentence for a reason of Slurm that names a limit on single jobs; None for any other reason."""
+    """Returns a sentence if Slurm's `reason` names a limit of the account or QOS on each job; None for any other reason."""
     reason = reason.strip()
     limit = _LIMIT.fullmatch(reason)
     if not limit:
@@ -90,7 +90,7 @@ def over_limit(reason: str) -> str | None:
 
 
 def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
-    """Returns the row of the component that delays its job the longest, as far as Slurm shows; None if all rows are alike."""
+    """Returns the row of the component for which its job seems to wait longest; None if the rows are all alike."""
     if len({(row.reason, row.start) for row in rows}) < 2:
         return None
 

@@ -94,7 +94,7 @@ def _advice(stderr: str, errors: Sequence[str]) -> str:
 
 
 def is_temporary(stderr: str) -> bool:
-    """Whether sbatch failed without an objection to the request, so that the same request may succeed later.
+    """Whether sbatch failed for a passing reason, so that the same request may succeed later; `stderr` is its error output.
 
     slurmctld may have taken the job although its answer was lost, so search for the job by its name first.
     """
@@ -102,7 +102,7 @@ def is_temporary(stderr: str) -> bool:
 
 
 def with_requested_values(sentence: str, request: JobRequest) -> str:
-    """Returns the sentence, followed by the requested value of each field that the sentence names, for each component."""
+    """Returns the sentence, followed by the job's values of all fields that the sentence names, for each component."""
     heterogeneous = bool(request.further_components)
     values = [(_values(sentence, each), f" of {each.component_id!r}" if heterogeneous else "") for each in request.components]
     text = "; ".join(named + component for named, component in values if named)
@@ -124,7 +124,7 @@ def _values(sentence: str, request: JobRequest) -> str:
 
 
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
-    """Returns the request for the component in a row of the queue; for an unknown one, only its label and partition."""
+    """Returns the request for the component that a row of the queue shows; if unknown, one with label and partition only."""
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
         return replace(request.components[int(number)], further_components=())
@@ -140,7 +140,7 @@ def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -
 
 
 def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
-    """Returns why the job, or one of its components, can never start; None if all may start."""
+    """Returns a sentence if the job, or one of its components, can never start; None if all components may start."""
     for row in rows:
         part = component_request(row, request)
         reason = impossible(row.reason, part.queue.partition)

@@ -8,7 +8,7 @@ _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")  # A line of the file `exit`:
 
 
 def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str]:
-    """Returns an srun command that starts one task on the head node of a running job; a `node` of None is the job's first one."""
+    """Returns an srun command that starts a task on the head node of a running job: on `node`, or if None on the first node."""
     # Without --overlap the step would wait for the CPUs that the job's own step holds. Without --mem=0 it would request
     # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
     # (tried on Slurm 22.05 and 24.11).
@@ -20,7 +20,7 @@ def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str
 
 
 def parse_exit(data: bytes, job_id: int) -> int | None:
-    """Returns the exit code of srun since the last requeue of a job, from the content of the file `exit`; None if there is none.
+    """Returns srun's exit code from the content of the file `exit`, if srun has ended since the job's last requeue; else None.
 
     The batch script writes the file. Another job may have left lines too, if a submission was repeated after a lost answer.
     """

@@ -138,7 +138,7 @@ def _variables() -> dict[str, str]:
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
-    """Warn about variables with the prefix `stem` from which no field is read; once for each prefix and set of variables."""
+    """Warn about environment variables that have the prefix `stem`, but belong to no field; only once for the same ones."""
     unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in _variables()]
     if unknown:
         known = ", ".join(stem + name for name in _variables() if name != "KEY")

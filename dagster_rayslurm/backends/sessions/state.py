@@ -22,7 +22,7 @@ class SessionState(TextEnum):
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
-    """Returns the row of a generation's job (or its first component) in the queue; None if it has ended or is not there."""
+    """Returns the row in the queue of a generation's job, or of its first component; None if the job has ended or has no row."""
     if generation.ended:
         return None
     if generation.job_id is not None:

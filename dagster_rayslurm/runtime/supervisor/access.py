@@ -25,7 +25,10 @@ from ..ray.cluster import RayCluster
 
 @dataclass(eq=False)
 class Relays(Listener):
-    """Starts a relay, a child process, for each client that knows the key. The first call of `access` starts the server."""
+    """Lets clients reach a Ray cluster's dashboard: each client that has the key gets a process that carries its connections.
+
+    The first call of `access` opens the port on which clients are accepted.
+    """
 
     loop: Loop
     spec: RuntimeSpec
@@ -38,7 +41,7 @@ class Relays(Listener):
         self._command = [sys.executable, "-I", os.path.abspath(sys.argv[0]), "relay"]
 
     def access(self, cluster: RayCluster) -> ClusterAccess:
-        """Returns how a client reaches the dashboard of a cluster that is ready; in a Slurm allocation, by which relay server.
+        """Returns how clients reach the dashboard of a cluster: directly, or in a Slurm allocation through the relay server.
 
         Raises OSError if no port is free for the relay server.
         """
