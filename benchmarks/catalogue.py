@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from .figures import Figure, Options
 
-COLD, ENVIRONMENTS, PHASES, WARM, SMALL, STREAMS, BURDEN, DAGSTER, HERE = (
+COLD, ENVIRONMENTS, PHASES, WARM, SMALL, TERMINAL, STREAMS, BURDEN, DAGSTER, HERE = (
     "Ray from nothing",
     "Environments that are sent",
     "Where the time of a cold run goes",
     "A step that finds its session warm",
     "Without Ray",
+    "From a terminal",
     "Output and messages",
     "What the edge node and slurmctld bear",
     "What Dagster's side bears",
@@ -170,6 +171,27 @@ BENCHMARKS = {
             "A job of its own for a trivial payload, all parties by turns.",
         ),
         Benchmark(
+            "terminal.ps",
+            "slurm.terminal:ps",
+            TERMINAL,
+            "`rayslurm ps --all` over 200 runs, beside `ssh` with `squeue` and `cat`; each with a login of its own.",
+            usual=False,
+        ),
+        Benchmark(
+            "terminal.dashboard",
+            "slurm.terminal:dashboard",
+            TERMINAL,
+            "From the start of `rayslurm dashboard` for a session to its URL.",
+            usual=False,
+        ),
+        Benchmark(
+            "terminal.submit",
+            "slurm.terminal:submit",
+            TERMINAL,
+            'A process of `rayslurm submit` without Ray, beside one that materializes an asset in mode "slurm" with its command.',
+            usual=False,
+        ),
+        Benchmark(
             "slurm.stdout",
             "slurm.streams:stdout",
             STREAMS,
@@ -234,4 +256,4 @@ BENCHMARKS = {
         Benchmark("messages", "here.messages:messages", HERE, "Pipes messages of a payload into the event log.", usual=False),
     )
 }
-SECTIONS = (COLD, ENVIRONMENTS, PHASES, WARM, SMALL, STREAMS, BURDEN, DAGSTER, HERE)
+SECTIONS = (COLD, ENVIRONMENTS, PHASES, WARM, SMALL, TERMINAL, STREAMS, BURDEN, DAGSTER, HERE)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         PreDeployedEnvironment,
         UvEnvironment,
     )
-    from .errors import CompletedRun, RunFailure, retry_policy_for
+    from .failures import CompletedRun, RunFailure, retry_policy_for
     from .launchers import BashLauncher, Launcher, RayLauncher
     from .runtime.ray.feasibility import feasible
     from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
@@ -48,7 +48,7 @@ __all__ = [
     "retry_policy_for",
 ]
 
-_MODULES = "compute", "config", "environments", "errors", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"
+_MODULES = "compute", "config", "environments", "failures", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"
 
 
 def __getattr__(name: str) -> Any:

@@ -15,9 +15,10 @@ from dagster_pipes import PipesExtras
 
 from . import __version__
 from .compute_fields import ComputeFields, Context, Payloads
-from .config import ExecutionMode, explain, has_variables
+from .config import ExecutionMode, has_variables
 from .environments import Environment, PreDeployedEnvironment, path_on_cluster
-from .errors import CompletedRun
+from .failures import CompletedRun
+from .fields import explain
 from .launchers import Launcher
 from .slurm.config import HetComponent, SlurmQueueConfig
 

@@ -9,8 +9,9 @@ from typing import Annotated, Optional, Union
 import dagster as dg
 from pydantic import Field
 
-from .config import ExecutionMode, SessionConfig, StrictResource, Topology, at_least, choice, plain_text
+from .config import ExecutionMode, SessionConfig, StrictResource, Topology
 from .environments import Environment, InheritedEnvironment
+from .fields import BASE, at_least, choice, plain_text
 from .launchers import BashLauncher, RayLauncher
 from .slurm.config import HetComponent, SlurmResource
 
@@ -59,7 +60,7 @@ class ComputeFields(StrictResource):
     local_resources: Annotated[str, choice("simulate", "strict")] = "simulate"
     """What local mode does when a launcher asks for more CPUs or GPUs than this machine has: "simulate" has Ray count them and
     says so in the log, "strict" refuses. Memory is never simulated."""
-    local_base: Annotated[str, plain_text] = "~/.dagster_rayslurm"
+    local_base: Annotated[str, plain_text] = BASE
     """Base directory on this machine: run directories of the local mode, outputs."""
     require_messages: bool = True
     """Fail a Pipes payload that never opened or never closed Pipes."""

@@ -1,33 +1,26 @@
 """Base classes and validators of all configuration classes; each mistake of a user raises an error of one sentence.
 
-The workarounds for enums, optional unions, subclasses, unknown keys and `EnvVar` were tested with Dagster 1.13.
+The workaround for subclasses was tested with Dagster 1.13.
 """
 
 from __future__ import annotations
 
-import difflib
-import linecache
-import os
 import re
 import signal
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from enum import Enum
+from collections.abc import Collection, Mapping
 from keyword import iskeyword
-from typing import Annotated, Any, Optional, TypeVar, get_args
+from typing import Annotated, Any, Optional, TypeVar
 
 import dagster as dg
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import ConfigDict
 
+from .fields import CONTROL, StrictModel, at_least, check_text, checked, choice, is_env_var, read_variable
 from .runtime.protocol.messages import TextEnum
 from .runtime.protocol.spec import RAY_COORDINATES, is_passable
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME_LIMIT = re.compile(r"^(UNLIMITED|INFINITE|\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2})$", re.IGNORECASE)
 _MEMORY = re.compile(r"^\d+[KMGT]?$", re.IGNORECASE)
-_DESCRIBED = re.compile(r'^    (\w+): .*\n    """((?s:.+?))"""$', re.MULTILINE)  # A field of a class, and the text below it.
 _SIGNAL = re.compile(r"^(?:(?P<name>[A-Z0-9]+)@)?(?P<seconds>[0-9]+)$")
 
 # Prefixes of environment variables that users may not set: the runtime and Dagster Pipes set them for every payload.
@@ -35,65 +28,6 @@ _RESERVED = ("RAYSLURM_", "DAGSTER_PIPES_")
 
 # Maximum bytes of one argument or environment variable of a process (MAX_ARG_STRLEN of Linux, which counts a final NUL).
 MAX_BYTES = 2**17 - 1
-
-# Classes of unresolved variables: `EnvVar`, and the class that `EnvVar.int` returns, which Dagster does not export.
-_ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
-
-_NO_PACKING = "use environment=UvEnvironment(…) or PackedEnvironment(…), which are sent when they have changed"
-_ON_CLUSTER = 'for a file on the cluster write payload_path=["python", "/path/there.py"]'
-_QUEUE = "use slurm=SlurmResource(queue=SlurmQueueConfig(…))"
-# By class or method: field and argument names of other tools, mainly dagster-slurm, and what to write instead.
-_INSTEAD = {
-    "SlurmQueueConfig": {
-        "cpus cpus_per_task ntasks": "use cpus_per_node",
-        "gpus": "use gpus_per_node",
-        "gres": "use gpus_per_node and gpu_type",
-        "memory": "use mem",
-        "nodes": "use num_nodes",
-        "time": "use time_limit",
-    },
-    "SlurmResource": {
-        "extra_slurm_opts": "use queue=SlurmQueueConfig(…), and its extra_sbatch for options without a field",
-        "status_poll_interval_seconds status_poll_max_interval_seconds": "use poll_interval",
-    },
-    "SSHConnectionResource": {
-        "extra_opts": 'use client="openssh", and write the options into ~/.ssh/config',
-        "key": "use key_path",
-        "post_login_command": "name what jobs need in SlurmResource(site={…}) or in the environment's activate.sh",
-        "username": "use user",
-    },
-    "ComputeResource": {
-        "allocation_scope run_allocation": 'use mode="slurm-session" with session=SessionConfig(scope="run")',
-        "default_environment_name pack_on_remote pack_platform": _NO_PACKING,
-        "cleanup_on_failure debug_mode": 'use keep_run_dirs="all", "failed" or "none"',
-        "default_extra_files": "use run(extra_files=[…])",
-        "extra_slurm_opts queue": _QUEUE,
-        "launcher": "use default_launcher",
-        "ssh": "use slurm=SlurmResource(ssh=…)",
-    },
-    "SessionConfig": {
-        "max_concurrent_jobs": "use max_concurrent_payloads",
-        "account constraint cpus_per_task gpus_per_node mem mem_per_cpu nodelist partition qos": _QUEUE,
-    },
-    "RayLauncher": {
-        "activate_sh pre_start_commands": "use ComputeResource(pre_deployed_env_path=…), a directory with an activate.sh",
-        "dashboard_host ray_start_args": 'use ray_args, such as ["--dashboard-host=…"]',
-        "dashboard_port port_config port_strategy ray_port": "use port_range",
-        "head_startup_timeout": "use startup_timeout",
-        "node_ip_address_command use_head_ip": "use network_interface or head_node_address",
-        "ray_address": "use BashLauncher for a payload that connects to a cluster of its own with ray.init(address=…)",
-    },
-    "run()": {
-        "config": "use queue=, launcher=, extra_env= and extras= instead",
-        "env": "use extra_env",
-        "environment_name": "use environment=PreDeployedEnvironment(path=…)",
-        "extra_slurm_opts resource_requirements": "use queue=SlurmQueueConfig(…); fields that it does not set stay as they are",
-        "force_env_push": _NO_PACKING,
-        "poll_timeout": "use ComputeResource(queue_timeout=…) for the wait in the queue, SlurmQueueConfig.time_limit for the run",
-        "remote_payload_path skip_payload_upload": _ON_CLUSTER,
-        "use_session": 'use ComputeResource(mode="slurm-session")',
-    },
-}
 
 C = TypeVar("C", bound=dg.Config)
 
@@ -114,65 +48,6 @@ class Topology(TextEnum):
     SEPARATE = "separate"
 
 
-def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") -> str:
-    """Returns an error message for an unknown field or argument: with the likely name, or else with all names that exist."""
-    names = sorted(known)
-    instead = next((text for others, text in _INSTEAD.get(owner, {}).items() if name in others.split()), None)
-    if instead is None:
-        close = difflib.get_close_matches(name, names, n=1)
-        instead = f"did you mean {close[0]}?" if close else f"{noun}s are {', '.join(names)}"
-    return f"{owner} has no {noun} {name!r}; {instead}"
-
-
-class StrictModel(BaseModel):
-    """Base class that refuses unknown fields, which Dagster would accept silently, and suggests the probable name.
-
-    The description of a field is the text below it, also in Dagster's user interface.
-    """
-
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, defer_build=True)
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        # pydantic could do this, too (`use_attribute_docstrings`), but would double the time to import the package.
-        own = cls.__module__.startswith(f"{__package__}.")
-        source = "".join(linecache.getlines(str(sys.modules[cls.__module__].__file__)) if own else ())
-        body = source.partition(f"\nclass {cls.__name__}(")[2].partition("\nclass ")[0]
-        for name, text in _DESCRIBED.findall(body):
-            cls.model_fields[name].description = " ".join(text.split())
-
-    def __init__(self, **values: Any) -> None:
-        """Create the object from its fields; raises `ValueError` if a field gets a class, or an object of a wrong class."""
-        # A validator would come too late: Dagster turns objects into dictionaries before validators see them.
-        for name, value in values.items():
-            field = type(self).model_fields.get(name)
-            wrong = None if field is None else _wrong_object(field, value)
-            if wrong:
-                raise ValueError(f"{type(self).__name__}.{name}: {wrong}")
-        super().__init__(**values)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_fields(cls, values: Any) -> Any:
-        for name in values if isinstance(values, dict) else ():
-            if name not in cls.model_fields:
-                raise ValueError(explain(cls.__name__, str(name), cls.model_fields))
-        return values
-
-
-def _wrong_object(field: FieldInfo, value: object) -> str | None:
-    """Returns the reason why a field cannot hold a value that is a class, or an object of the wrong class; else None."""
-    cls = type(value)
-    if isinstance(value, type):
-        return f"{value.__name__} is a class; write {value.__name__}(…)"
-    if cls.__module__.partition(".")[0] == "dagster_slurm":
-        return f"{cls.__name__} of dagster_slurm cannot be used here; use the class of dagster_rayslurm"
-    classes = get_args(field.annotation)
-    if field.discriminator is None or value is None or isinstance(value, (Mapping, *classes)):
-        return None
-    return f"{value!r} cannot be used; write {' or '.join(f'{each.__name__}(…)' for each in classes)}"
-
-
 class StrictConfig(StrictModel, dg.Config):
     """Base class of configuration objects, such as those inside a resource; refuses unknown fields."""
 
@@ -181,54 +56,6 @@ class StrictResource(StrictModel, dg.ConfigurableResource):
     """Base class of resources; refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True)
-
-
-def is_env_var(value: Any) -> bool:
-    """Returns True if a value is an unresolved `EnvVar`. An unresolved `EnvVar.int` is also an int, which is equal to 0."""
-    return isinstance(value, _ENV_VARS)
-
-
-def checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """Returns a pydantic validator that calls `check` for each value except None and an `EnvVar`, which has no value yet."""
-    return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
-
-
-def choice(*options: str) -> BeforeValidator:
-    """Returns a pydantic validator that accepts a string from `options` or an Enum member, and allows an `EnvVar` as well."""
-    names = tuple(map(str, options))
-
-    def check(value: object) -> str:
-        text = value.value if isinstance(value, Enum) else value
-        if text not in names:
-            raise ValueError(f"{text!r} is not one of {', '.join(map(repr, names))}")
-        return str(text)
-
-    return checked(check)
-
-
-def at_least(low: float, unit: str = "") -> BeforeValidator:
-    """Returns a pydantic validator for numbers that are not smaller than `low`."""
-    return checked(lambda value: check_at_least(value, low, unit))
-
-
-def check_at_least(value: Any, low: float, unit: str = "") -> Any:
-    """Returns the value if it is a finite number of at least `low`; else raises `ValueError`, as all checks of values here do."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
-        raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
-    return value
-
-
-def check_text(value: object) -> str:
-    """Returns the value if it is a string that is safe in a script, a job name or a command; else raises `ValueError`."""
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{value!r} contains a lone surrogate, for which UTF-8 has no bytes; remove it") from None
-    if found := _CONTROL.search(value):
-        raise ValueError(f"{value!r} contains the control character {found.group()!r}; remove it")
-    return value
 
 
 def check_list(value: object, of: str) -> list[Any]:
@@ -326,7 +153,7 @@ def check_line(value: str, what: str) -> str:
 
     `what` names the string in the error message, which does not show the string itself, as that may be a secret.
     """
-    if found := _CONTROL.search(value):
+    if found := CONTROL.search(value):
         raise ValueError(f"{what}: the value contains the control character {found.group()!r}; remove it")
     return value
 
@@ -344,7 +171,6 @@ def check_length(text: str, what: str) -> None:
         )
 
 
-plain_text = checked(check_text)
 slurm_time = checked(check_time_limit)
 slurm_memory = checked(check_memory)
 identifier = checked(check_identifier)
@@ -376,14 +202,7 @@ def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
 def _resolve(value: Any, where: str) -> Any:
     """Returns a value in which each `EnvVar`, at any depth, is replaced by its value; `where` names `value` in errors."""
     if is_env_var(value):
-        try:
-            resolved = value.get_value()
-        except ValueError:
-            found = os.environ.get(value.env_var_name)
-            raise ValueError(f"{where}: the environment variable {value.env_var_name} is {found!r}, not an integer") from None
-        if resolved is None:
-            raise ValueError(f"{where}: the environment variable {value.env_var_name} is not set")
-        return resolved
+        return read_variable(value.env_var_name, where, integer=isinstance(value, int))
     if isinstance(value, dg.Config):
         return resolve_variables(value, where)
     if isinstance(value, dict):

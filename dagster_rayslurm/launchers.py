@@ -8,19 +8,9 @@ from typing import Annotated, Any, Literal, Optional
 
 from pydantic import model_validator
 
-from .config import (
-    StrictConfig,
-    at_least,
-    check_list,
-    check_modules,
-    check_text,
-    checked,
-    choice,
-    identifier,
-    is_env_var,
-    plain_text,
-)
+from .config import StrictConfig, check_list, check_modules, identifier
 from .fabric import FABRICS
+from .fields import at_least, check_text, checked, choice, is_env_var, plain_text
 from .runtime.node.health import CHECKS, value_error
 from .runtime.node.network import parse_range
 from .runtime.node.resources import Footprint, Requirement, node_footprint

@@ -116,11 +116,6 @@ def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
     return f"{run_id[:8]}-{_UNSAFE.sub('_', step_key)[:40]}-{nonce}"
 
 
-def nonce_of(name: str) -> str:
-    """Returns the nonce of a payload, from the name of its run directory."""
-    return name.rpartition("-")[2]
-
-
 # ---- Files and commands
 
 

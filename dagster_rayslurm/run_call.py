@@ -16,11 +16,13 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesExtras
 
-from .backends.base import Backend, Layout
-from .backends.batch import BatchBackend, absolute, cancel_cluster
+from .backends.base import Backend
+from .backends.batch import BatchBackend, cancel_cluster
+from .backends.layout import Layout, absolute
 from .backends.local import LocalBackend
 from .backends.sessions import local as local_session
 from .backends.sessions.backend import SessionBackend, end_session
+from .backends.sessions.here import sessions_base
 from .backends.sessions.listing import IdleSessions, stop_sessions_of_run
 from .backends.sessions.local import LocalSessionBackend
 from .backends.sessions.matching import required_head
@@ -35,9 +37,10 @@ from .environments import (
     SentEnvironment,
     resolve_environment,
 )
-from .errors import CompletedRun, FailureKind, RunFailure, apply_retry_policy, one_sentence
+from .errors import FailureKind, one_sentence
 from .execution import terminal
 from .execution.run import execute, start_errors
+from .failures import CompletedRun, RunFailure, apply_retry_policy
 from .launchers import Launcher, RayLauncher
 from .plan import Plan, by_component, check_slurm_mode, make_plan, merge, session_queue
 from .requires import check_requires, nodes_of_job, nodes_of_machine
@@ -131,7 +134,7 @@ def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
         return
     try:
         if _mode(resource) == ExecutionMode.LOCAL:
-            stop_sessions_of_run(LocalConnection(), local_session.sessions_base(Layout.here(resource.local_base)), run.run_id)
+            stop_sessions_of_run(LocalConnection(), sessions_base(Layout.here(resource.local_base)), run.run_id)
         elif resource.slurm is not None:
             slurm = resolve_variables(resource.slurm, "slurm")
             connection = connection_to(slurm.ssh)

@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 
 import dagster as dg
 
-from .config import StrictConfig, explain
+from .config import StrictConfig
 from .errors import one_sentence
+from .fields import explain
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .plan import merge
 from .slurm.config import SlurmQueueConfig

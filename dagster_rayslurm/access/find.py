@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..backends.listing import Entry, access_in, is_running, json_object, named
-from ..backends.sessions.registry import MOST_BYTES, parse_announcement
+from ..backends.listing import Entry, Kind, access_in, is_running, json_object, named
+from ..backends.sessions.registry import MOST_BYTES, Generation, parse_announcement
 from ..runtime.protocol.record import SESSION, STATUS
 from ..runtime.protocol.spec import ClusterAccess
 from ..slurm.shared_queue import fetch_queue
@@ -29,6 +29,7 @@ class Found:
     entry: Entry
     path: str  # The file that says how to reach the cluster.
     access: ClusterAccess
+    session: Generation | None = None  # The session whose warm cluster it is; None for the cluster of a run.
 
     @property
     def title(self) -> str:
@@ -55,8 +56,9 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
         names = [each.name for each in entries if each.clusters]
         there = f"; running there: {_listed(names)}" if names else "; none runs there"
         raise NoCluster(f"no run, asset, session or Slurm job is called {ident!r}{there}")
+    sessions = {each.cluster_id: each.generation for each in entries if each.kind == Kind.SESSION}
     live = {
-        (way.cluster_id, way.dashboard_port): (Found(each, path, way), _name(each, path))
+        (way.cluster_id, way.dashboard_port): (Found(each, path, way, sessions.get(way.cluster_id)), _name(each, path))
         for each in matching
         for path, way in each.clusters.items()
         if not component or _name(each, path).endswith(f"/{component}")

@@ -17,7 +17,7 @@ from ..runtime.protocol import relay
 from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.rpc import call
 from ..runtime.protocol.spec import ClusterAccess
-from ..slurm.request import step_on_head
+from ..slurm.steps import step_on_head
 from ..ssh.base import Backoff, Connection, ConnectionFailed
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from dagster_pipes import PipesContextData
@@ -28,31 +27,13 @@ from ..runtime.protocol.spec import to_json
 from ..slurm.exclusion import Exclusion
 from ..slurm.shared_queue import fetch_queue
 from ..ssh.base import Connection
+from .layout import Layout
 from .ownership import UNCONTESTED, Ownership
 
 _INTERVAL = 1.0  # Seconds between two attempts to deliver a cancel request.
 # Seconds within which a further signal belongs to the same interrupt: Ctrl-C reaches a step process twice, from the terminal
 # and from Dagster's multiprocess executor.
 _REPEATED = 1.0
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The paths of the directories below a base directory, with the same names on this machine and on a cluster."""
-
-    base: Path
-
-    runs = property(lambda self: self.base / "runs")
-    outputs = property(lambda self: self.base / "outputs")
-    runtimes = property(lambda self: self.base / "runtime")
-    data = property(lambda self: self.base / "data")
-    queue = property(lambda self: self.base / "queue")
-    environments = property(lambda self: self.base / "environments")
-
-    @classmethod
-    def here(cls, local_base: str) -> Layout:
-        """Returns the layout below `local_base`, a directory of this machine; a tilde means the home directory."""
-        return cls(Path(os.path.abspath(os.path.expanduser(local_base))))
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,12 @@ from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_r
 from ..slurm.shared_queue import SlurmUnanswered, ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
-from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
+from ..ssh.base import Connection, check_no_variable, is_rooted
 from ..ssh.pool import connection_to
-from .base import Layout, Register, Step, deferred_interrupts, run_files, sweep_remote, write_cancel_request
+from .base import Register, Step, deferred_interrupts, run_files, sweep_remote, write_cancel_request
+from .layout import Layout, absolute, remote_base_errors
 from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
-from .payload_files import PayloadFiles, deliver, pack, remote_base_errors
+from .payload_files import PayloadFiles, deliver, pack
 from .slurm_job import BatchJob, MakeWay, SlurmJob
 
 # How often records on the cluster are read: each read costs a round trip over SSH, and load on the shared file system.
@@ -236,11 +237,6 @@ class BatchBackend(JobBackend):
         if self.components:
             return request_for(self.components, job_name=job_name, comment=comment)
         return make_request(self.queue, plan.footprint, job_name=job_name, comment=comment)
-
-
-def absolute(connection: Connection, path: str) -> str:
-    """Returns the absolute form of a path on the cluster; a tilde means the home directory on the cluster."""
-    return os.path.normpath(expand_home(connection, path))
 
 
 def data_dir_of(connection: Connection, layout: Layout, plan: Plan) -> str:

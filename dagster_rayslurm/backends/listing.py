@@ -10,20 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..edge import runs as edge_runs
-from ..plan import nonce_of
 from ..runtime.protocol.messages import TextEnum
 from ..runtime.protocol.record import JOURNAL, SESSION, STATUS, decode
 from ..runtime.protocol.spec import ClusterAccess, SpecError, from_fields
-from ..slurm.refusals import most_informative_row, waiting_text
-from ..slurm.request import parse_exit
+from ..slurm.pending import most_informative_row, waiting_text
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, SlurmUnanswered, parse_squeue, squeue_command
 from ..slurm.states import TERMINAL, WAITING
+from ..slurm.steps import parse_exit
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
-from .base import Layout
-from .sessions.listing import SessionState, job_of, state_of
-from .sessions.local import list_sessions
+from .layout import Layout, nonce_of
+from .sessions.here import list_sessions
 from .sessions.registry import Generation, generation_of
+from .sessions.state import SessionState, job_of, state_of
 
 _TIMEOUT = 120.0  # Seconds for squeue.
 _SHORTEST = 4  # Fewest characters of the beginning of a name that find an entry.

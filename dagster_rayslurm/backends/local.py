@@ -29,7 +29,8 @@ from ..runtime.process import processes
 from ..runtime.protocol.record import RUNTIME, RUNTIME_LOG, STATUS, tail_file
 from ..runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ..ssh.local import LocalConnection
-from .base import Layout, Register, RunningPayload, Step, run_files, write_cancel_request, write_run_dir
+from .base import Register, RunningPayload, Step, run_files, write_cancel_request, write_run_dir
+from .layout import Layout
 
 # How often records on this machine are read: often, because reads of local files cost next to nothing.
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)

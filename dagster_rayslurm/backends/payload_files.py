@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import FailureKind, StartError
 from ..plan import Plan
-from ..ssh.base import Connection, ConnectionFailed
+from ..ssh.base import Connection
 from ..upload.bundle import Bundle, bundle_directory, bundle_files
 from ..upload.deliver import install, log_progress, place_of, runtime_place
 
@@ -74,18 +73,3 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any) ->
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     log.debug(f"[rayslurm] delivered {', '.join(files.bundles) or 'nothing'} to {connection.place}")
     return runtime_place(base)
-
-
-@contextmanager
-def remote_base_errors(base: object) -> Iterator[None]:
-    """Turn an OSError raised in the block into a StartError about the cluster's base directory; let connection errors pass."""
-    try:
-        yield
-    except ConnectionFailed:
-        raise
-    except OSError as error:
-        raise StartError(
-            FailureKind.CONFIGURATION,
-            f"remote_base: {base} cannot be used: {error}; choose a directory of your own that the edge and the "
-            "compute nodes share",
-        ) from None

@@ -9,16 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import FailureKind, RunFailure
+from ..errors import FailureKind
+from ..failures import RunFailure
 from ..follow import Evidence
 from ..follow.follower import VISIBILITY_TIMEOUT
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, relevant_lines
-from ..slurm.refusals import most_informative_row, never_starts, partition_too_small, pending_reason, waiting_text
-from ..slurm.request import LOG, JobRequest, parse_exit
+from ..slurm.pending import most_informative_row, waiting_text
+from ..slurm.refusals import never_starts, partition_too_small, pending_reason
+from ..slurm.request import LOG, JobRequest
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, SharedQueue, fetch_queue, parse_count, run_slurm
 from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
+from ..slurm.steps import parse_exit
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import LocalConnection

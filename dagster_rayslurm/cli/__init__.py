@@ -59,6 +59,6 @@ class _Commands(click.Group):
 @click.pass_context
 def main(context: click.Context, base: str) -> None:
     """Run commands on a Slurm cluster, and look at what runs there: runs, sessions and jobs."""
-    from ..backends.base import Layout
+    from ..backends.layout import Layout
 
     context.obj = Layout(Path(base).expanduser())

@@ -22,7 +22,7 @@ from ..edge import slurm
 from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import JOURNAL, RUNTIME, STATUS, LineReader
 from ..runtime.protocol.rpc import derive_key
-from ..slurm.request import step_on_head
+from ..slurm.steps import step_on_head
 from ..ssh.base import Connection
 from ..ssh.terminal import has_terminal
 from .common import one_sentence_errors

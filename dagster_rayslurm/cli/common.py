@@ -8,11 +8,14 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RunFailure, StartError, one_sentence
+from ..errors import StartError, one_sentence
+
+if TYPE_CHECKING:
+    from ..failures import RunFailure
 
 _WIDE = 200  # Characters of a line that goes to a file or another program.
 
@@ -24,12 +27,18 @@ def one_sentence_errors() -> Iterator[None]:
     """Turn an expected error inside the block into a one-sentence error of the command, which exits with 1."""
     try:
         yield
-    except RunFailure as error:
-        raise click.ClickException(error.description or str(error)) from None
     except ValueError as error:
         raise click.ClickException(one_sentence(error)) from None
     except (OSError, StartError) as error:
         raise click.ClickException(str(error)) from None
+    except _run_failure() as error:
+        raise click.ClickException(error.description or str(error)) from None
+
+
+def _run_failure() -> tuple[type[RunFailure], ...]:
+    """Returns the class `RunFailure`, or nothing if its module is not loaded, which imports Dagster: then nobody can raise it."""
+    module = sys.modules.get("dagster_rayslurm.failures")
+    return () if module is None else (module.RunFailure,)
 
 
 def print_json(row: Mapping[str, Any]) -> None:

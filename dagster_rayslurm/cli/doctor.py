@@ -11,9 +11,10 @@ from ..doctor import Line, Verdict, Wanted, has_failure
 from ..doctor.collect import Report, examine
 from ..doctor.partitions import COLUMNS
 from ..environments import PreDeployedEnvironment
-from .cluster import changed, the_cluster
+from .cluster import the_cluster
 from .common import one_sentence_errors, print_json, print_table
 from .options import all_cluster_options
+from .resource import changed
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red", Verdict.SKIPPED: "dim"}
 _QUEUE = ("partition", "account", "qos", "reservation", "constraint", "gpu_type", "mem", "time_limit")

@@ -11,6 +11,7 @@ from functools import partial
 import click
 
 from ..backends.base import write_cancel_request
+from ..backends.layout import nonce_of
 from ..backends.listing import Entry, Kind, list_here
 from ..backends.sessions.listing import end_generations
 from ..backends.sessions.local import end_session
@@ -18,7 +19,6 @@ from ..edge import files as edge_files
 from ..execution.terminal import TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome import judge
-from ..plan import nonce_of
 from ..runtime.protocol.record import COMPONENTS, JOURNAL, LineReader, component_dir
 from ..slurm.shared_queue import fetch_queue
 from ..slurm.states import TERMINAL
@@ -47,7 +47,8 @@ def logs(ident: str, follow: bool) -> None:
                 raise ValueError(
                     f"{run.name} is a {run.kind}, and only runs have output; `rayslurm show {run.name}` shows its runs"
                 )
-            followed = [_follower(run, component, log) for component in _components(run)]
+            own_job = bool(run.job_id) and bool(run.connection.read(f"{run.directory}/job_id", 0, 64))
+            followed = [_follower(run, component, log, own_job) for component in _components(run)]
             if not follow:
                 for each in followed:
                     while each.read_once():
@@ -73,9 +74,11 @@ def _components(run: Entry) -> list[str | None]:
         return [None]
 
 
-def _follower(run: Entry, component: str | None, log: logging.Logger) -> Follower:
+def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: bool) -> Follower:
+    """Returns a follower of a run or of one component; Slurm may requeue a run that has a job of its own, and begin it anew."""
     directory = run.directory if component is None else component_dir(run.directory, component)
-    return Follower(run.connection, directory, nonce_of(run.name), TerminalPipes(log), log, _CADENCE, component=component)
+    pipes = TerminalPipes(log)
+    return Follower(run.connection, directory, nonce_of(run.name), pipes, log, _CADENCE, requeue=own_job, component=component)
 
 
 class _Job:
@@ -85,9 +88,13 @@ class _Job:
         self._run, self._asked_at = run, time.monotonic()
         self._over = "it has ended" if run.over else None
 
-    def exit(self) -> str | None:
-        """Returns how the runtime has ended, in words; None while it runs, as far as the last check shows."""
-        if self._over is None and time.monotonic() - self._asked_at > _ASK_INTERVAL:
+    def exit(self, ended: bool) -> str | None:
+        """Returns how the runtime has ended, in words; None while it runs, as far as the last check shows.
+
+        `ended` says that the record has an end, after which only Slurm knows whether the job is requeued.
+        """
+        interval = _CADENCE.idle if ended else _ASK_INTERVAL
+        if self._over is None and time.monotonic() - self._asked_at > interval:
             self._asked_at = time.monotonic()
             self._over = self._look()
         return self._over
@@ -104,9 +111,9 @@ class _Job:
         return f"Slurm calls the job {row.state}" if row.state in TERMINAL else None
 
 
-def _runtime_exit(job: _Job, evidence: Evidence) -> str | None:  # noqa: ARG001
+def _runtime_exit(job: _Job, evidence: Evidence) -> str | None:
     try:
-        return job.exit()
+        return job.exit(evidence.end is not None)
     except OSError:  # A lost link says nothing about the job; the follower reports it.
         return None
 

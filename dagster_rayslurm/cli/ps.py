@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ..backends.base import Layout
+from ..backends.layout import Layout
 from ..backends.listing import Entry, Kind, find, list_all, list_here
 from ..runtime.protocol.record import JOURNAL, LineReader, Record
 from ..ssh.local import LocalConnection
@@ -26,7 +26,7 @@ ident_argument = click.argument("ident", metavar="NAME")
 def entries() -> list[Entry]:
     """Returns all runs, sessions and jobs of the configured cluster, if any, and the runs and sessions of the local mode."""
     cluster, layout = find_cluster(), click.get_current_context().find_root().obj
-    base = str(layout.base) if isinstance(layout, Layout) else cluster.resource.local_base if cluster else ""
+    base = str(layout.base)
     found = list_here(base)
     if cluster is None:
         return found

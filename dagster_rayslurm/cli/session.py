@@ -10,25 +10,27 @@ from typing import Any
 
 import click
 
-from ..backends.base import Layout
-from ..backends.sessions.listing import SessionState, end_generations, job_of, state_of
+from ..backends.layout import Layout
+from ..backends.sessions.here import list_sessions as list_local_sessions
+from ..backends.sessions.listing import end_generations
 from ..backends.sessions.local import end_session
-from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..backends.sessions.registry import Generation, list_generations
 from ..backends.sessions.request import send_request
+from ..backends.sessions.state import SessionState, job_of, state_of
 from ..config import ExecutionMode
 from ..errors import StartError
 from ..execution.terminal import Finished
 from ..plan import merge
 from ..run_call import submit
 from ..runtime.protocol.messages import Operation
-from ..slurm.refusals import most_informative_row
+from ..slurm.pending import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
-from .cluster import changed, find_cluster, the_cluster
+from .cluster import find_cluster, the_cluster
 from .common import duration, json_option, one_sentence_errors, print_json, print_table, print_values, terminal_log
 from .options import all_cluster_options, cluster_options
+from .resource import changed
 from .submit import allocation_options, loaded, queue_of
 
 _THREADS = 8  # Maximum number of sessions that are asked for their description at the same time.
@@ -45,6 +47,7 @@ class Session:
     generation: Generation
     row: dict[str, Any]
     description: Mapping[str, Any] = field(default_factory=dict)  # The session's answer about itself; empty before `refresh`.
+    here: bool = False  # Whether it is a process of this machine, without Slurm.
 
     def refresh(self) -> None:
         """Asks the session for its description and updates `row`; does nothing if the session is not up."""
@@ -149,7 +152,7 @@ def stop(layout: Layout, ident: str, as_json: bool) -> None:
     with one_sentence_errors():
         one = _find(ident, _sessions(layout), alive=True)
         name = f"{one.row['key']} on {one.row['place']}"
-        if isinstance(one.connection, LocalConnection):
+        if one.here:
             end_session(one.generation)
         elif not end_generations(one.connection, [one.generation]):
             raise click.ClickException(f"the session {name} had ended already")
@@ -161,7 +164,10 @@ def stop(layout: Layout, ident: str, as_json: bool) -> None:
 def _sessions(layout: Layout) -> list[Session]:
     """Returns the sessions of this machine, and those of the cluster if one is configured."""
     here = LocalConnection()
-    found = [Session(here, each, {**_row(here, each, SessionState.UP), "job_id": None}) for each in list_local_sessions(layout)]
+    found = [
+        Session(here, each, {**_row(here, each, SessionState.UP), "job_id": None}, here=True)
+        for each in list_local_sessions(layout)
+    ]
     cluster = find_cluster()
     if cluster is None:
         return found

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any, TypeVar
 
 import click
@@ -23,17 +23,18 @@ from ..environments import (
     PreDeployedEnvironment,
     SentEnvironment,
 )
-from ..errors import RunFailure
 from ..execution.terminal import INTERRUPTED, NOT_THE_PAYLOAD, Detached
+from ..failures import RunFailure
 from ..launchers import BashLauncher, RayLauncher
 from ..plan import merge, parse_payload
 from ..run_call import submit as run
 from ..slurm.config import SlurmQueueConfig
 from ..slurm.request import make_request
 from ..slurm.standalone import activate_prefix, standalone_script
-from .cluster import Cluster, changed, find_cluster, the_cluster
+from .cluster import Cluster, find_cluster, the_cluster
 from .common import json_option, one_sentence_errors, print_json, terminal_log
 from .options import all_cluster_options, cluster_option
+from .resource import changed
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -95,6 +96,8 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
 
     The command's output is live, and its exit code becomes that of `submit`. Ctrl-C cancels the run, and a second Ctrl-C at once.
     Other exit codes: 2 for wrong options, 124 after the time limit, 125 if anything but the command has failed, 130 after Ctrl-C.
+
+    With --json standard output has one object, after the end; the command's output goes to standard error.
     """
 
     log = terminal_log(quiet)
@@ -103,7 +106,8 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
             cluster = find_cluster() if options["mode"] == ExecutionMode.LOCAL else the_cluster()
             job = _Job(cluster, options)
             arguments = {"outputs": list(outputs), **job.arguments}
-            done = run(job.resource, job.name, log, detach, **arguments)
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                done = run(job.resource, job.name, log, detach, **arguments)
     except KeyboardInterrupt as interrupt:
         sys.exit(_SIGTERM if interrupt.args else INTERRUPTED)
     except click.UsageError:

@@ -19,13 +19,10 @@ from ..access.find import Found
 from ..access.head import ClusterEnded
 from ..access.serve import served
 from ..access.watch import QUERIES, Node, Snapshot, state_counts
-from ..backends.listing import Kind
-from ..backends.sessions.request import send_request
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation
 from .common import duration, json_option, print_json
 from .options import cluster_options
-from .ps import entries
 from .ray import find_target, say, target_argument
 
 if TYPE_CHECKING:
@@ -120,12 +117,12 @@ def top(target: str, once: bool, as_json: bool) -> None:
 
 def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
     """Returns a function that asks a cluster's session for its payloads; None if the cluster does not belong to a session."""
-    own = [each for each in entries() if each.kind == Kind.SESSION and each.cluster_id == found.access.cluster_id]
-    session = own[-1].generation if own else None
+    session = found.session
     if session is None:
         return None
-    describe = {"op": Operation.DESCRIBE}
-    return lambda: send_request(found.connection, session, describe).get("payloads") or ()
+    from ..backends.sessions.request import send_request  # Imports Dagster.
+
+    return lambda: send_request(found.connection, session, {"op": Operation.DESCRIBE}).get("payloads") or ()
 
 
 def _print_once(watch: Watch, title: str, as_json: bool) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..backends.base import Layout
-from ..backends.batch import absolute
+from ..backends.layout import Layout, absolute
 from ..edge import site
 from ..environments import InheritedEnvironment, SentEnvironment
 from ..environments.check import facts_of

@@ -17,10 +17,12 @@ from ..errors import StartError
 from ..launchers import RayLauncher
 from ..runtime.protocol.record import EXIT
 from ..slurm.accounting import fetch_job_facts
-from ..slurm.refusals import never_starts, waiting_text
-from ..slurm.request import LOG, JobRequest, job_name, make_request, parse_exit, render_script
+from ..slurm.pending import waiting_text
+from ..slurm.refusals import never_starts
+from ..slurm.request import LOG, JobRequest, job_name, make_request, render_script
 from ..slurm.shared_queue import ClusterClock, QueueRow, SlurmUnanswered, fetch_queue
 from ..slurm.states import TERMINAL
+from ..slurm.steps import parse_exit
 from ..slurm.submit import JOB_SCRIPT, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection
 from . import Line, Wanted, failure, warning

@@ -10,8 +10,9 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal, Optional, Union
 
-from ..config import StrictConfig, check_list, check_modules, check_text, checked, choice, is_env_var, plain_text
+from ..config import StrictConfig, check_list, check_modules
 from ..edge.environment import ACTIVATE, find
+from ..fields import check_text, checked, choice, is_env_var, plain_text
 from ..ssh.base import check_no_variable, is_rooted
 
 # `activate.sh` of a `CommandEnvironment` prints this and the command, after the error output of a command that failed.

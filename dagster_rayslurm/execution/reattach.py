@@ -21,11 +21,12 @@ from pathlib import Path
 
 import dagster as dg
 
-from ..backends.base import Backend, CanReattach, Layout, Step
+from ..backends.base import Backend, CanReattach, Step
+from ..backends.layout import Layout, nonce_of
 from ..backends.ownership import FIRST_OWNER, Ownership, owner_file
 from ..edge.base_directory import BOOKMARK
 from ..follow import ReattachState
-from ..plan import Plan, nonce_of, run_dir_name
+from ..plan import Plan, run_dir_name
 from ..ssh.local import LocalConnection
 
 try:

@@ -15,12 +15,14 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesContextData
 
-from ..backends.base import Backend, Layout, Register, RunningPayload, deferred_interrupts, delayed_interrupts, noticed_interrupts
+from ..backends.base import Backend, Register, RunningPayload, deferred_interrupts, delayed_interrupts, noticed_interrupts
+from ..backends.layout import Layout
 from ..backends.ownership import Ownership
 from ..compute_fields import DETACH, ComputeFields
 from ..config import ExecutionMode
 from ..edge.base_directory import sweep_runs
-from ..errors import CompletedRun, FailureKind, RunFailure, StartError
+from ..errors import FailureKind, StartError
+from ..failures import CompletedRun, RunFailure
 from ..follow import Evidence, Follower, follow_all
 from ..follow.forward import RecordPipes
 from ..outcome import Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint

@@ -13,9 +13,11 @@ from typing import Any
 
 from dagster_pipes import PipesContextData
 
-from ..backends.base import Backend, Layout, RunningPayload, Step
+from ..backends.base import Backend, RunningPayload, Step
+from ..backends.layout import Layout
 from ..compute_fields import ComputeFields
-from ..errors import FailureKind, RunFailure
+from ..errors import FailureKind
+from ..failures import RunFailure
 from ..plan import Plan, run_dir_name
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import Record

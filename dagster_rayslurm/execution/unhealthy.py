@@ -7,7 +7,8 @@ from typing import Any
 
 from ..backends.base import Backend, CanExclude
 from ..compute_fields import EXCLUDE_AND_RETRY
-from ..errors import RunFailure, UnhealthyNode
+from ..errors import UnhealthyNode
+from ..failures import RunFailure
 
 
 def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str | None:

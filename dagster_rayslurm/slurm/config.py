@@ -7,19 +7,8 @@ from typing import Annotated, Any, Optional, Union
 
 from pydantic import Field
 
-from ..config import (
-    StrictConfig,
-    StrictResource,
-    at_least,
-    check_at_least,
-    check_sbatch_options,
-    check_signal,
-    checked,
-    identifier,
-    plain_text,
-    slurm_memory,
-    slurm_time,
-)
+from ..config import StrictConfig, StrictResource, check_sbatch_options, check_signal, identifier, slurm_memory, slurm_time
+from ..fields import BASE, at_least, check_at_least, checked, plain_text
 from ..launchers import BashLauncher, RayLauncher
 from ..ssh.config import SSHConnectionResource
 
@@ -88,7 +77,7 @@ class SlurmResource(StrictResource):
     """SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."""
     queue: SlurmQueueConfig = SlurmQueueConfig()
     """Default footprint of allocations."""
-    remote_base: Annotated[str, plain_text] = "~/.dagster_rayslurm"
+    remote_base: Annotated[str, plain_text] = BASE
     """Directory for run directories and caches, on a file system that the edge and the compute nodes share."""
     site: dict[str, str] = {}
     """Environment variables that every job at this site gets, such as proxies or NCCL settings."""

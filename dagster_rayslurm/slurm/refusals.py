@@ -8,11 +8,11 @@ time; 24.11 refuses too many nodes. Limits of a QOS let it wait unless the QOS h
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .config import SlurmQueueConfig
+from .pending import ASSOCIATIONS, LIMITS, NODES, RESERVATIONS, TIMES, impossible, most_informative_row, over_limit
 from .request import FIELD_OF_OPTION, SBATCH_FIELDS, JobRequest
 from .shared_queue import QueueRow
 
@@ -31,90 +31,41 @@ _TEMPORARY = re.compile(
     r"|MaxJobCount limit|job queue full|MaxSubmitJob|GrpSubmitJob"
 )
 
-# How a user finds out what the cluster has and allows; parts of the advice below.
-_NODES = '`sinfo -N -o "%N %P %c %m %G %f"` shows what each node has'
-_ASSOCIATIONS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours"
-_TIMES = '`sinfo -o "%P %l"` shows how long each partition allows'
-_RESERVATIONS = "`scontrol show reservation` lists them and who may use them"
-_LIMITS = "`sacctmgr show qos` and `sacctmgr show associations user=$USER` show the limits"
-_PARTITION = "`scontrol show partition` shows what it allows"
 _PARTITIONS = "set SlurmQueueConfig.partition to one that `sinfo -s` lists"
 
 # Advice for each error of sbatch, by a pattern of the error; the first match counts.
 _ADVICE = (
     (r"partition specified|\(inactive or drain\)|not permitted to use this partition|Access/permission denied", _PARTITIONS),
-    (r"reservation", f"check SlurmQueueConfig.reservation; {_RESERVATIONS}"),
-    (r"Invalid account", f"SlurmQueueConfig.account must be one that you may charge in this partition; {_ASSOCIATIONS}"),
-    (r"Invalid qos", f"SlurmQueueConfig.qos must be one that your account and the partition allow; {_ASSOCIATIONS}"),
-    (r"Invalid feature", f"SlurmQueueConfig.constraint names features that no node has; {_NODES}"),
+    (r"reservation", f"check SlurmQueueConfig.reservation; {RESERVATIONS}"),
+    (r"Invalid account", f"SlurmQueueConfig.account must be one that you may charge in this partition; {ASSOCIATIONS}"),
+    (r"Invalid qos", f"SlurmQueueConfig.qos must be one that your account and the partition allow; {ASSOCIATIONS}"),
+    (r"Invalid feature", f"SlurmQueueConfig.constraint names features that no node has; {NODES}"),
     (
         r"Invalid node (name|list)|Requested nodes not in this partition",
-        f"SlurmQueueConfig.nodelist and exclude must name nodes of the partition; {_NODES}",
+        f"SlurmQueueConfig.nodelist and exclude must name nodes of the partition; {NODES}",
     ),
     (
         r"number of nodes|Node count specification",
         "SlurmQueueConfig.num_nodes is not what nodelist and the partition allow; `sinfo -s` shows its nodes",
     ),
-    (r"CPU count|More processors", f"lower SlurmQueueConfig.cpus_per_node, or the CPUs that the launcher wants; {_NODES}"),
+    (r"CPU count|More processors", f"lower SlurmQueueConfig.cpus_per_node, or the CPUs that the launcher wants; {NODES}"),
     (
         r"Memory (specification|required)",
-        f"lower SlurmQueueConfig.mem or mem_per_cpu to what a node of the partition has; {_NODES}",
+        f"lower SlurmQueueConfig.mem or mem_per_cpu to what a node of the partition has; {NODES}",
     ),
-    (r"time limit is invalid|--time spec", f"SlurmQueueConfig.time_limit is not what the partition allows; {_TIMES}"),
+    (r"time limit is invalid|--time spec", f"SlurmQueueConfig.time_limit is not what the partition allows; {TIMES}"),
     (
         r"generic resource|Trackable RESource|--gpus-per-node",
-        f"check SlurmQueueConfig.gpus_per_node and gpu_type, and GPUs in extra_sbatch; {_NODES}",
+        f"check SlurmQueueConfig.gpus_per_node and gpu_type, and GPUs in extra_sbatch; {NODES}",
     ),
     (
         r"Requested (node|partition) configuration",
         "no node of the partition has what SlurmQueueConfig.cpus_per_node, gpus_per_node, gpu_type, mem, constraint, nodelist "
-        f"and exclude ask for together, or it has fewer than num_nodes of them; {_NODES}",
+        f"and exclude ask for together, or it has fewer than num_nodes of them; {NODES}",
     ),
-    (r"violates accounting/QOS policy", f"ask for less, or set SlurmQueueConfig.qos or account to others; {_LIMITS}"),
+    (r"violates accounting/QOS policy", f"ask for less, or set SlurmQueueConfig.qos or account to others; {LIMITS}"),
     (r"license|wckey|dependency|mutually exclusive|unrecognized option", "check SlurmQueueConfig.extra_sbatch"),
 )
-
-# By the word in Slurm's reason: what a limit counts, and the fields of `SlurmQueueConfig` that ask for it.
-_QUANTITIES = {
-    "Cpu": ("CPUs", "num_nodes or cpus_per_node"),
-    "GRES": ("GPUs", "num_nodes or gpus_per_node"),
-    "Mem": ("memory", "num_nodes, mem or mem_per_cpu"),
-    "Memory": ("memory", "num_nodes, mem or mem_per_cpu"),
-    "Node": ("nodes", "num_nodes"),
-    "WallDuration": ("time", "time_limit"),
-}
-# Pending reasons, and errors of sbatch, that name a limit on single jobs.
-_LIMIT = re.compile(r"(QOS|Assoc)(?:Max([A-Za-z]+?)(?:Minutes)?Per(?:Job|Node)(?:Limit)?|Min([A-Za-z]+?)(?:NotSatisfied)?)")
-
-# Sentences for pending reasons that stay true while the request and the limits stay as they are, by a pattern of the reason.
-_NEVER = (
-    (r"PartitionTimeLimit", f"SlurmQueueConfig.time_limit is longer than the partition allows; {_TIMES}"),
-    (
-        r"PartitionConfig",
-        f"SlurmQueueConfig.time_limit, cpus_per_node, num_nodes or account is not what the partition takes; {_PARTITION}",
-    ),
-    (r"MaxMemPerLimit", f"SlurmQueueConfig.mem or mem_per_cpu is more than the partition allows; {_PARTITION}"),
-    (
-        r"BadConstraints",
-        f"no nodes fit what SlurmQueueConfig.constraint, nodelist, exclude and the sizes ask for together; {_NODES}",
-    ),
-    (
-        r"InvalidAccount|AccountNotAllowed|Job's account not permitted.*",
-        f"the partition does not take this SlurmQueueConfig.account; choose another one, or another partition; {_ASSOCIATIONS}",
-    ),
-    (
-        r"InvalidQOS|QOSNotAllowed|Job's QOS not permitted.*",
-        f"the partition does not take this SlurmQueueConfig.qos; choose another one, or another partition; {_ASSOCIATIONS}",
-    ),
-    (r"uid \d+ not in group permitted.*", "you may not use this partition; choose another SlurmQueueConfig.partition"),
-    (r"Reservation(Deleted|Invalid)", f"the reservation in SlurmQueueConfig.reservation is gone; {_RESERVATIONS}"),
-    (r"DependencyNeverSatisfied", "what --dependency in SlurmQueueConfig.extra_sbatch waits for can no longer come"),
-)
-
-_UNINFORMATIVE = ("", "None", "Priority", "Resources")  # Reasons that say only that the job waits for its turn.
-# Beginnings of reasons that name what a job waits for; other reasons name what is wrong with it.
-_AWAITED = ("BeginTime", "Dependency", "Licenses", "Priority", "Reservation", "Resources")
-_TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time of day, without the date.
 
 
 def explain(stderr: str) -> str:
@@ -130,7 +81,7 @@ def explain(stderr: str) -> str:
 
 
 def _advice(stderr: str, errors: Sequence[str]) -> str:
-    if limit := next(filter(None, map(_over_limit, errors)), None):
+    if limit := next(filter(None, map(over_limit, errors)), None):
         return limit
     if advice := next((advice for pattern, advice in _ADVICE if re.search(pattern, stderr, re.IGNORECASE)), None):
         return advice
@@ -148,33 +99,6 @@ def is_temporary(stderr: str) -> bool:
     slurmctld may have taken the job although its answer was lost, so search for the job by its name first.
     """
     return bool(_TEMPORARY.search(stderr))
-
-
-def impossible(reason: str, partition: str | None = None) -> str | None:
-    """Returns a sentence if a pending job can never start for this `reason` of Slurm; None if the job may start later.
-
-    The reason is that of squeue, or of scontrol with its underscores. If `partition` names several, separated by commas, the
-    reason is that of the last one tried, and the job may start in another one.
-    """
-    if partition is not None and "," in partition:
-        return None
-    reason = reason.replace("_", " ").strip()
-    sentence = next((sentence for pattern, sentence in _NEVER if re.fullmatch(pattern, reason)), None)
-    return f"{sentence} ({reason})" if sentence else _over_limit(reason)
-
-
-def _over_limit(reason: str) -> str | None:
-    """Returns a sentence if Slurm's `reason` names a limit of the account or QOS on each job; None for any other reason."""
-    reason = reason.strip()
-    limit = _LIMIT.fullmatch(reason)
-    if not limit:
-        return None
-    owner = "QOS" if limit[1] == "QOS" else "account"
-    what, fields = _QUANTITIES.get(limit[2] or limit[3], ("of something", "num_nodes, its fields for each node, or extra_sbatch"))
-    if limit[3]:
-        return f"the job asks for less {what} than its {owner} demands; raise SlurmQueueConfig.{fields}; {_LIMITS} ({reason})"
-    fields += ", or time_limit" if "Minutes" in reason else ""
-    return f"the job asks for more {what} than its {owner} allows a job; lower SlurmQueueConfig.{fields}; {_LIMITS} ({reason})"
 
 
 def with_requested_values(sentence: str, request: JobRequest) -> str:
@@ -209,37 +133,10 @@ def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
     return request
 
 
-def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
-    """Returns the row of the component for which its job seems to wait longest; None if the rows are all alike."""
-    if len({(row.reason, row.start) for row in rows}) < 2:
-        return None
-
-    def rank(row: QueueRow) -> tuple[int, float]:
-        never = impossible(row.reason, row.partition) is not None
-        return (2 if never else int(row.reason not in _UNINFORMATIVE)), row.start or 0.0
-
-    return max(rows, key=rank)
-
-
 def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
     """Returns Slurm's reason why a job waits; of several components, the reason and name of the one that delays the job most."""
     row = most_informative_row(rows)
     return reason if row is None else f"{row.reason or row.state} (component {component_request(row, request).component_id})"
-
-
-def waiting_text(reason: str, start: float | None, now: float) -> str:
-    """Returns a phrase with Slurm's reason why a job waits, and the start that Slurm expects; "" if Slurm shows neither.
-
-    `start` and `now` are in seconds of the epoch.
-    """
-    if not reason and not start:
-        return ""
-    waiting = f"waiting for {reason}" if reason.startswith(_AWAITED) else f"waiting: {reason}" if reason else "waiting"
-    if not start:
-        return waiting
-    day = "%H:%M UTC" if start - now < _TODAY else "%Y-%m-%d %H:%M UTC"
-    # Jobs before it may end ahead of their time limits.
-    return f"{waiting}; Slurm expects a start at {time.strftime(day, time.gmtime(start))} at the latest"
 
 
 def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:

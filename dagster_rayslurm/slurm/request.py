@@ -14,7 +14,8 @@ from enum import Enum
 from operator import eq
 from typing import Any
 
-from ..config import check_environment, check_line, check_text, mebibytes, time_limit_seconds
+from ..config import check_environment, check_line, mebibytes, time_limit_seconds
+from ..fields import check_text
 from ..runtime.node.resources import SHARE_FOR_RAY, Footprint
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT
 from .config import SlurmQueueConfig, split_signal
@@ -319,20 +320,6 @@ def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
 LOG = "slurm.log"  # File in the run directory with the output of the batch script and of Slurm.
 
 
-def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str]:
-    """Returns an srun command that starts a task on the head node of a running job: on `node`, or if None on the first node."""
-    # Without --overlap the step would wait for the CPUs that the job's own step holds. Without --mem=0 it would request
-    # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
-    # (tried on Slurm 22.05 and 24.11).
-    return [
-        *("srun", "--overlap", f"--jobid={job_id}", *(["--het-group=0"] if heterogeneous else [])),
-        *("--nodes=1", "--ntasks=1", *([f"--nodelist={node}"] if node else [])),
-        *("--mem=0", "--cpu-bind=none", "--mpi=none", "--quiet"),
-    ]
-
-
-_EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")  # A line of the file `exit`: job id, restart count and exit code of srun.
-
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 _TASK = 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1'  # Shell command of each task of a heterogeneous job, see `_srun`.
@@ -404,17 +391,6 @@ def render_script(
         lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
     lines.append(_END.format(srun=_srun(request, command, srun_options), exit=EXIT, cancel=CANCEL, components=COMPONENTS))
     return "\n".join(lines)
-
-
-def parse_exit(data: bytes, job_id: int) -> int | None:
-    """Returns srun's exit code from the content of the file `exit`, if srun has ended since the job's last requeue; else None.
-
-    The batch script writes the file. Another job may have left lines too, if a submission was repeated after a lost answer.
-    """
-    lines = map(_EXIT.fullmatch, data.split(b"\n")[:-1])
-    ends = [(int(line[2]), int(line[3])) for line in lines if line and int(line[1]) == job_id]
-    last = max((restart for restart, _ in ends), default=0)
-    return next((code for restart, code in reversed(ends) if restart == last), None)
 
 
 def sbatch_options(request: JobRequest) -> Iterator[str]:

@@ -23,7 +23,7 @@ from .. import edge
 from ..edge.agent import Sender, command_line, messages, program
 from . import errors
 from .base import Backoff, Connection, ConnectionFailed, ConnectionGone, ConnectionLost, ServerBusy, Submit
-from .config import SSHConnectionResource
+from .fields import SSHLogin
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def agent_command(ssh: SSHConnectionResource) -> tuple[str, bytes]:
+def agent_command(ssh: SSHLogin) -> tuple[str, bytes]:
     """Returns the command that starts an agent, and the beginning of the agent's hello, the line that it prints first."""
     word = secrets.token_hex(8)
     return command_line(ssh.python, word), f"\n{word}{word} ".encode()
@@ -132,7 +132,7 @@ class AgentClient:
     Raises `Refused` or `ConnectionFailed` if the agent does not start; then no function was called.
     """
 
-    def __init__(self, ssh: SSHConnectionResource, stream: Stream, hello: bytes) -> None:
+    def __init__(self, ssh: SSHLogin, stream: Stream, hello: bytes) -> None:
         self._ssh, self._stream = ssh, stream
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Answer] = {}
@@ -266,7 +266,7 @@ class SSHConnection(Connection):
     `log_in` is the function of an SSH client that logs in to a server; it raises `ConnectionFailed`.
     """
 
-    def __init__(self, ssh: SSHConnectionResource, log_in: Callable[[SSHConnectionResource], Transport]) -> None:
+    def __init__(self, ssh: SSHLogin, log_in: Callable[[SSHLogin], Transport]) -> None:
         self.ssh = ssh
         self._log_in = log_in
         self._lock = threading.Lock()

@@ -10,14 +10,14 @@ import re
 from collections.abc import Callable
 
 from .base import ConnectionFailed, ConnectionGone, ConnectionLost, ServerBusy
-from .config import SSHConnectionResource, known_hosts_path
+from .fields import SSHLogin, known_hosts_path
 
 
-def address(ssh: SSHConnectionResource) -> str:
+def address(ssh: SSHLogin) -> str:
     return f"{ssh.user}@{ssh.host}:{ssh.port}" if ssh.user else f"{ssh.host}:{ssh.port}"
 
 
-def failed(ssh: SSHConnectionResource, sentence: str, temporary: bool = False, subject: str = "network") -> ConnectionFailed:
+def failed(ssh: SSHLogin, sentence: str, temporary: bool = False, subject: str = "network") -> ConnectionFailed:
     return ConnectionFailed(f"SSH to {address(ssh)}: {sentence}", temporary, subject)
 
 
@@ -26,7 +26,7 @@ def _failure(
 ) -> Callable[..., ConnectionFailed]:
     """Returns a function that creates an exception with the message `sentence`, in which it replaces names in braces."""
 
-    def make(ssh: SSHConnectionResource, detail: str = "", **more: str) -> ConnectionFailed:
+    def make(ssh: SSHLogin, detail: str = "", **more: str) -> ConnectionFailed:
         jump = address(ssh.jump_host or ssh)
         said = detail and f" ({detail})"
         text = sentence.format(ssh=ssh, detail=detail, said=said, file=known_hosts_path(ssh), jump=jump, **more)
@@ -99,12 +99,12 @@ no_python = _failure(
 no_client = _failure('client="openssh" needs the `ssh` program, which is not on PATH; install openssh-client')
 
 
-def unknown_host(ssh: SSHConnectionResource, detail: str = "") -> ConnectionFailed:  # noqa: ARG001
+def unknown_host(ssh: SSHLogin, detail: str = "") -> ConnectionFailed:  # noqa: ARG001
     hint = "" if ssh.client == "openssh" else '; an alias of ~/.ssh/config needs client="openssh"'
     return failed(ssh, f"no host is called {ssh.host!r}; check `host` and this machine's DNS or VPN{hint}", temporary=True)
 
 
-def not_started(ssh: SSHConnectionResource, code: int, said: str) -> ConnectionFailed:
+def not_started(ssh: SSHLogin, code: int, said: str) -> ConnectionFailed:
     """Returns the exception for a login shell that ended with exit code `code` and the output `said` before the agent ran."""
     reason = re.search(rf".*{re.escape(ssh.python)}: .*(not found|No such file|Permission denied).*|.*nknown option.*", said)
     if reason or code in (126, 127):

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives import serialization
 from paramiko.pkey import UnknownKeyType
 
 from . import errors
-from .config import SSHConnectionResource, certificate_path, key_path, known_hosts_path
+from .fields import SSHLogin, certificate_path, key_path, known_hosts_path
 from .local import locked
 
 # Number of logins to one SSH server that this user's processes on this machine may have in progress at once.
@@ -39,7 +39,7 @@ _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b"
 
 
 @contextlib.contextmanager
-def login_slot(ssh: SSHConnectionResource) -> Iterator[None]:
+def login_slot(ssh: SSHLogin) -> Iterator[None]:
     """Inside the block, hold one of `SLOTS` slots for logins to a server; raises `ConnectionFailed` if none is free in time."""
     target, limit = f"{ssh.host}:{ssh.port}", WAIT_FACTOR * ssh.connect_timeout
     with contextlib.ExitStack() as slot:
@@ -65,7 +65,7 @@ class Prompts:
     there is a single server, the prompt is answered all the same. `unanswered` is the first prompt that got no answer.
     """
 
-    servers: Sequence[SSHConnectionResource]
+    servers: Sequence[SSHLogin]
     unanswered: str = ""
     _given: set[tuple[int, str]] = field(default_factory=set)
 
@@ -80,7 +80,7 @@ class Prompts:
         self.unanswered = self.unanswered or prompt.strip()
         return None
 
-    def _secret(self, ssh: SSHConnectionResource, prompt: str) -> str | None:
+    def _secret(self, ssh: SSHLogin, prompt: str) -> str | None:
         if "passphrase for" in prompt.lower():
             return ssh.key_passphrase if f"'{key_path(ssh) or ''}'" in prompt else None
         named = prompt.startswith((f"{login_name(ssh)}'s password", f"({login_name(ssh)}) "))
@@ -88,7 +88,7 @@ class Prompts:
         return ssh.password if clear and asks_password(prompt) else None
 
 
-def login_name(ssh: SSHConnectionResource) -> str:
+def login_name(ssh: SSHLogin) -> str:
     """Returns the user and host of a login as ssh(1) writes them, such as "dev@edge"."""
     return f"{ssh.user or getpass.getuser()}@{ssh.host}"
 
@@ -96,7 +96,7 @@ def login_name(ssh: SSHConnectionResource) -> str:
 # -- keys ----------------------------------------------------------------------------------------------------------------
 
 
-def check_files(ssh: SSHConnectionResource) -> None:
+def check_files(ssh: SSHLogin) -> None:
     """Check that the configured key, certificate and known hosts files can be read, for the server and its jump hosts.
 
     Raises `ConnectionFailed` if a file cannot be read, or if other users can read a private key.
@@ -118,7 +118,7 @@ def check_files(ssh: SSHConnectionResource) -> None:
             _check_readable(hop, known_hosts, "known_hosts_file")
 
 
-def _check_readable(ssh: SSHConnectionResource, path: str, name: str) -> None:
+def _check_readable(ssh: SSHLogin, path: str, name: str) -> None:
     subject = "host key" if name == "known_hosts_file" else "authentication"
     try:
         _text(path, 1)
@@ -135,7 +135,7 @@ def _text(path: str, size: int = -1) -> str:
         return file.read(size)
 
 
-def load_key(ssh: SSHConnectionResource, path: str) -> Any | None:
+def load_key(ssh: SSHLogin, path: str) -> Any | None:
     """Returns a private key with its certificate as a key object of paramiko; None for a kind of key that paramiko does not know.
 
     If the key is locked and no passphrase is configured, the object is the agent's, if the agent holds the key. Raises
@@ -159,7 +159,7 @@ def load_key(ssh: SSHConnectionResource, path: str) -> Any | None:
     return key
 
 
-def _unlock(ssh: SSHConnectionResource, path: str, passphrase: str | None) -> Any | None:
+def _unlock(ssh: SSHLogin, path: str, passphrase: str | None) -> Any | None:
     try:
         return paramiko.PKey.from_path(path, passphrase.encode() if passphrase else None)
     except TypeError:  # cryptography: a passphrase for an unlocked key, or none for a locked one.
@@ -183,7 +183,7 @@ def _unlock(ssh: SSHConnectionResource, path: str, passphrase: str | None) -> An
         ) from None
 
 
-def check_keys(ssh: SSHConnectionResource) -> None:
+def check_keys(ssh: SSHLogin) -> None:
     """Raise `ConnectionFailed` if a key of the server or a jump host cannot be used; `ssh` itself says little about the cause."""
     for hop in ssh.hops():
         path = key_path(hop)
@@ -269,7 +269,7 @@ def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
     return Trust.CHANGED if any(not known.revoked for known in keys) else Trust.NEW
 
 
-def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
+def expected_keys(ssh: SSHLogin) -> list[KnownKey]:
     """Returns the known host keys of a server: its configured `host_key`, or else its keys in the files of known hosts."""
     if ssh.host_key:
         key_type, key = ssh.host_key.split()
@@ -287,7 +287,7 @@ def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
     return keys
 
 
-def check_host_key(ssh: SSHConnectionResource, key_type: str, key: str) -> None:
+def check_host_key(ssh: SSHLogin, key_type: str, key: str) -> None:
     """Raise `ConnectionFailed` for a host key that the configuration does not trust; "accept-new" adds a new key to the file."""
     shown = f"{key_type} {key}"
     with locked("known-hosts"):  # Another process may be about to add this key.
@@ -305,7 +305,7 @@ def check_host_key(ssh: SSHConnectionResource, key_type: str, key: str) -> None:
     raise errors.host_key_unknown(ssh, f": {shown}")
 
 
-def _learn(ssh: SSHConnectionResource, shown: str) -> None:
+def _learn(ssh: SSHLogin, shown: str) -> None:
     """Add a host's key to the file of known hosts; raises `ConnectionFailed` if the file cannot be written."""
     path = known_hosts_path(ssh)
     try:

@@ -25,8 +25,8 @@ from typing import Any
 
 from . import errors
 from .base import ConnectionGone
-from .config import SSHConnectionResource, certificate_path, key_path, known_hosts_path
 from .connection import Refused
+from .fields import SSHLogin, certificate_path, key_path, known_hosts_path
 from .local import locked, private_dir
 from .login import Prompts, asks_password, check_files, check_keys, login_slot
 from .terminal import has_terminal
@@ -52,7 +52,7 @@ printf %s "$1" > {0}/prompt
 """
 
 
-def log_in(ssh: SSHConnectionResource) -> OpenSSHTransport:
+def log_in(ssh: SSHLogin) -> OpenSSHTransport:
     """Find or open a master connection to a server, and return the login. Raises `ConnectionFailed`.
 
     The user's ssh_config applies where the resource leaves a field open.
@@ -71,7 +71,7 @@ def log_in(ssh: SSHConnectionResource) -> OpenSSHTransport:
 class OpenSSHStream:
     """A remote command, run by an `ssh` process as a multiplexing client."""
 
-    def __init__(self, ssh: SSHConnectionResource, path: str, command: str) -> None:
+    def __init__(self, ssh: SSHLogin, path: str, command: str) -> None:
         self._ssh = ssh
         self._socket, other = socket.socketpair()
         self._stderr = tempfile.TemporaryFile()
@@ -99,7 +99,7 @@ def _start(path: str, arguments: tuple[str, ...], stream: socket.socket, stderr:
     return subprocess.Popen(command, stdin=fd, stdout=fd, stderr=stderr, start_new_session=True)
 
 
-def _start_failure(ssh: SSHConnectionResource, said: str) -> Exception | None:
+def _start_failure(ssh: SSHLogin, said: str) -> Exception | None:
     """Returns the exception for a multiplexing client whose error output shows that it started nothing; None otherwise."""
     if _REFUSED.search(said):
         return Refused()
@@ -114,7 +114,7 @@ def _text(file: Any) -> str:
 class OpenSSHTransport:
     """A login by the `ssh` program: starts commands through the master at `path`, or a further master when that is full."""
 
-    def __init__(self, ssh: SSHConnectionResource, path: str) -> None:
+    def __init__(self, ssh: SSHLogin, path: str) -> None:
         self.ssh = ssh
         self.path = path
 
@@ -147,7 +147,7 @@ class OpenSSHTransport:
 # -- options -------------------------------------------------------------------------------------------------------------
 
 
-def options(ssh: SSHConnectionResource, scratch: str = "") -> list[str]:
+def options(ssh: SSHLogin, scratch: str = "") -> list[str]:
     """Returns the `-o` options of `ssh` for a server and its jump hosts; without `scratch`, only those that a person has to type.
 
     `scratch` is a directory that has a known hosts file for each configured `host_key`, and gets the log of the jump hosts'
@@ -210,7 +210,7 @@ def _file(path: str) -> str:
     return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
-def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
+def control_path(ssh: SSHLogin, number: int = 0) -> str:
     """Returns the path of the control socket of a master; equal SSH configurations give equal paths in all processes.
 
     The masters to one server differ in `number`.
@@ -227,7 +227,7 @@ def multiplexed(path: str, *words: str) -> list[str]:
     return ["ssh", "-F", "none", "-S", path, *guard, *words]
 
 
-def master_command(ssh: SSHConnectionResource) -> str:
+def master_command(ssh: SSHLogin) -> str:
     """Returns the command with which a person opens the master that `require_existing_master` needs."""
     alive = ["-o", f"ServerAliveInterval={ssh.keepalive}", "-o", "ServerAliveCountMax=1"]
     return shlex.join(["ssh", "-M", "-S", control_path(ssh), "-fN", *alive, *options(ssh), "--", ssh.host])
@@ -236,7 +236,7 @@ def master_command(ssh: SSHConnectionResource) -> str:
 # -- masters -------------------------------------------------------------------------------------------------------------
 
 
-def existing_master(ssh: SSHConnectionResource) -> str:
+def existing_master(ssh: SSHLogin) -> str:
     """Returns the path of the control socket of a running master that a person opened; raises `ConnectionFailed` without one."""
     login = [*(["-l", ssh.user] if ssh.user else []), *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
     configuration = _ask(["ssh", "-G", *login, "--", ssh.host]) or ""
@@ -259,7 +259,7 @@ def _ask(command: list[str]) -> str | None:
     return None
 
 
-def ensure_master(ssh: SSHConnectionResource, path: str) -> None:
+def ensure_master(ssh: SSHLogin, path: str) -> None:
     """Open a master with the control socket `path`, unless it runs already. Other processes that need the same master wait."""
     with locked(os.path.basename(path)):
         if not _master_runs(path):
@@ -269,7 +269,7 @@ def ensure_master(ssh: SSHConnectionResource, path: str) -> None:
                 _open_master(ssh, path, scratch)
 
 
-def _open_master(ssh: SSHConnectionResource, path: str, scratch: str) -> None:
+def _open_master(ssh: SSHLogin, path: str, scratch: str) -> None:
     hops, askpass = ssh.hops(), os.path.join(scratch, "askpass")
     for number, hop in enumerate(hops, 1):
         if hop.host_key:
@@ -313,7 +313,7 @@ def _write(path: str, text: str, mode: int = 0o600) -> None:
         file.write(text)
 
 
-def explain(ssh: SSHConnectionResource, output: str) -> Exception:
+def explain(ssh: SSHLogin, output: str) -> Exception:
     """Returns the exception for a failed login, from the output of ssh(1) in the C locale."""
     hops = ssh.hops()
     # The server or jump host that failed: the ssh of the first one prints its message first, with the name of its host.
@@ -327,20 +327,20 @@ def explain(ssh: SSHConnectionResource, output: str) -> Exception:
     return errors.failed(ssh, f"ssh failed: {words or 'it said nothing'}", temporary=True)
 
 
-def _host_key(ssh: SSHConnectionResource, said: str) -> Exception:
+def _host_key(ssh: SSHLogin, said: str) -> Exception:
     if ssh.host_key:
         return errors.host_key_not_pinned(ssh)
     return errors.host_key_unknown(ssh) if said.startswith("Host key verification") else errors.host_key_changed(ssh)
 
 
-def _login_refused(ssh: SSHConnectionResource, methods: str) -> Exception:
+def _login_refused(ssh: SSHLogin, methods: str) -> Exception:
     key = f"the key {key_path(ssh)}" if ssh.key_path else "the keys that ssh finds"
     tried = key if ssh.password is None else f"{key} and the password"
     return errors.login_refused(ssh, tried, offered=f"; it takes {methods.replace(',', ', ')}")
 
 
 # What ssh(1) prints, and the exception for it: of the server that failed, and of the group of the pattern or its match.
-_FAILURES: dict[str, Callable[[SSHConnectionResource, str], Exception]] = {
+_FAILURES: dict[str, Callable[[SSHLogin, str], Exception]] = {
     "(?i)REVOKED HOST KEY|is marked as revoked": errors.host_key_revoked,
     "HOST IDENTIFICATION HAS CHANGED|No matching host key": _host_key,
     "Host key verification failed": _host_key,

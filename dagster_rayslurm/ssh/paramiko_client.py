@@ -18,8 +18,8 @@ import paramiko
 
 from . import errors, login, terminal
 from .base import ConnectionFailed
-from .config import SSHConnectionResource, key_path
 from .connection import Refused
+from .fields import SSHLogin, key_path
 from .openssh import master_command
 
 _LOG = "dagster_rayslurm.paramiko"  # Name of paramiko's logger, which is silenced.
@@ -39,7 +39,7 @@ _MAX_AGENT_KEYS = 4
 _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
-def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
+def log_in(ssh: SSHLogin) -> ParamikoTransport:
     """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`.
 
     Returns the login to the server. Raises `ConnectionFailed`.
@@ -57,7 +57,7 @@ def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
     return transport
 
 
-def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> ParamikoTransport:
+def _log_in_to(ssh: SSHLogin, jump: ParamikoTransport | None) -> ParamikoTransport:
     """Log in to one server, directly or through the login to its jump host; returns the new login."""
     deadline = time.monotonic() + ssh.connect_timeout
     transport: Any = None
@@ -91,7 +91,7 @@ def _left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
+def _connect(ssh: SSHLogin, deadline: float) -> socket.socket:
     while True:
         try:
             stream = socket.create_connection((ssh.host, ssh.port), timeout=min(_ATTEMPT, _left(deadline)))
@@ -102,7 +102,7 @@ def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
                 raise
 
 
-def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> ConnectionFailed:
+def _explain(ssh: SSHLogin, error: Exception, deadline: float) -> ConnectionFailed:
     """Returns a `ConnectionFailed`, with a sentence for the user, in place of an exception raised during a login."""
     text = str(error) or type(error).__name__
     if isinstance(error, (socket.gaierror, UnicodeError)):
@@ -122,7 +122,7 @@ def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> C
     return errors.failed(ssh, f"the login broke off ({text})", temporary=True)
 
 
-def _prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
+def _prefer_known_types(transport: Any, ssh: SSHLogin) -> None:
     """Make the transport ask for a known host key first: another key of a host with several keys would look like a change."""
     types = [key.key_type for key in login.expected_keys(ssh) if not key.revoked]
     known = [name for each in types for name in _SIGNATURES.get(each, (each,))]
@@ -133,7 +133,7 @@ def _prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
 # -- authentication ------------------------------------------------------------------------------------------------------
 
 
-def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None:
+def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
     """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them.
 
     Raises `ConnectionFailed` if the server does not accept the login.
@@ -186,7 +186,7 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
     raise errors.login_refused(ssh, " and ".join(tried) or nothing, offered=takes or "")
 
 
-def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
+def _keys(ssh: SSHLogin) -> Iterator[tuple[str, Any]]:
     """Yields the private keys to try in a login, in order: a name for messages, and the key object of paramiko."""
     path = key_path(ssh)
     if path:
@@ -232,7 +232,7 @@ class ParamikoStream:
 class ParamikoTransport:
     """One login by paramiko: an authenticated SSH transport. Closing it also closes the login to its jump host."""
 
-    def __init__(self, ssh: SSHConnectionResource, transport: Any, jump: ParamikoTransport | None) -> None:
+    def __init__(self, ssh: SSHLogin, transport: Any, jump: ParamikoTransport | None) -> None:
         self.ssh = ssh
         self._transport = transport
         self._jump = jump
@@ -285,7 +285,7 @@ class ParamikoTransport:
         except (paramiko.SSHException, EOFError) as error:
             raise errors.gone(self.ssh, str(error)) from None
 
-    def open_tcp(self, target: SSHConnectionResource) -> Any:
+    def open_tcp(self, target: SSHLogin) -> Any:
         """Returns a channel through this jump host to the SSH server behind it; raises `ConnectionFailed`."""
         try:
             return self._open("direct-tcpip", (target.host, target.port), ("127.0.0.1", 0), target.connect_timeout)

@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from .base import Connection
-from .config import SSHConnectionResource
+from .fields import SSHLogin
 from .local import LocalConnection
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _lock = threading.Lock()
 _connections: dict[str, Connection] = {}
 
 
-def connection_to(ssh: SSHConnectionResource | None) -> Connection:
+def connection_to(ssh: SSHLogin | None) -> Connection:
     """Returns the shared connection to an edge node, or to this machine if `ssh` is None. It logs in at its first use."""
     if ssh is None:
         return _local
@@ -31,7 +31,7 @@ def connection_to(ssh: SSHConnectionResource | None) -> Connection:
         return _connections[key]
 
 
-def connect_early(ssh: SSHConnectionResource | None) -> None:
+def connect_early(ssh: SSHLogin | None) -> None:
     """Log in to an edge node in a background thread. A failed login is reported only at the first use of the connection."""
 
     def log_in() -> None:
@@ -41,7 +41,7 @@ def connect_early(ssh: SSHConnectionResource | None) -> None:
     threading.Thread(target=log_in, name="rayslurm-connect", daemon=True).start()
 
 
-def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
+def new_connection(ssh: SSHLogin) -> SSHConnection:
     """Returns a new SSH connection that is not shared with other callers. The caller closes it."""
     # Imported here, so that local runs save the third of a second that the import of paramiko takes.
     from . import openssh, paramiko_client

@@ -271,7 +271,8 @@ def test_the_stack_is_as_its_readme_says() -> None:
 
 
 def test_the_kinds_of_failure_are_all_explained() -> None:
-    from dagster_rayslurm.errors import FailureKind, RunFailure
+    from dagster_rayslurm.errors import FailureKind
+    from dagster_rayslurm.failures import RunFailure
 
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| .* \| (yes|no) \|$", README, re.MULTILINE))
     assert set(rows) == set(FailureKind)

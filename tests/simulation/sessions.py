@@ -28,9 +28,9 @@ from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.backends.sessions.request import AnswerLost, Unreachable
 from dagster_rayslurm.edge import files, processes
 from dagster_rayslurm.environments import Interpreter, PreDeployedEnvironment
-from dagster_rayslurm.errors import RunFailure
 from dagster_rayslurm.execution import reattach
 from dagster_rayslurm.execution import run as execution
+from dagster_rayslurm.failures import RunFailure
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.protocol.messages import End, EndReason
 from dagster_rayslurm.runtime.protocol.record import EXIT, PAYLOAD, RUNTIME, RunRecord

@@ -29,10 +29,10 @@ from dagster_rayslurm.backends.payload_files import PayloadFiles
 from dagster_rayslurm.compute_fields import ComputeFields
 from dagster_rayslurm.edge import processes
 from dagster_rayslurm.environments import Interpreter, PreDeployedEnvironment
-from dagster_rayslurm.errors import RunFailure
 from dagster_rayslurm.execution import reattach
 from dagster_rayslurm.execution import run as execution
 from dagster_rayslurm.execution.run import PayloadRun, start_errors
+from dagster_rayslurm.failures import RunFailure
 from dagster_rayslurm.outcome import Verdict
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.protocol.record import CANCEL, EXIT, RunRecord

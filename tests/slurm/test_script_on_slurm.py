@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.runtime.protocol.record import EXIT
-from dagster_rayslurm.slurm.refusals import explain, impossible
+from dagster_rayslurm.slurm.pending import impossible
+from dagster_rayslurm.slurm.refusals import explain
 from dagster_rayslurm.slurm.request import FIELD_OF_OPTION, LOG, JobRequest, make_request, render_script
 
 from ..fake_slurm import job_request

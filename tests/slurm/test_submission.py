@@ -11,8 +11,9 @@ import pytest
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.slurm import submit as submit_module
 from dagster_rayslurm.slurm.accounting import fetch_job_facts
-from dagster_rayslurm.slurm.request import parse_exit, render_script
+from dagster_rayslurm.slurm.request import render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue, run_slurm
+from dagster_rayslurm.slurm.steps import parse_exit
 from dagster_rayslurm.slurm.submit import SubmissionRefused, SubmittedJob, submit
 from dagster_rayslurm.ssh.base import Completed, Connection
 

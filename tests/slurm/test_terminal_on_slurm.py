@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ..conftest import wait_until
 from .fixtures import Site
+from .test_dashboard import dashboard, get
 
 SIZE = ("--nodes", "2", "--mem", "2G", "--time", "5")
 WAITS = """
@@ -47,6 +50,20 @@ def test_a_session_for_interactive_work(site: Site) -> None:
     ended = site.rayslurm("cancel", "work")
     assert ended.returncode == 0 and ended.stdout.startswith("ended the session work-"), ended
     assert not listed(site) and not site.jobs()
+
+
+def test_the_programs_of_openssh_lead_there_too(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_EDGE_NODE_CLIENT", "openssh")
+    started = site.rayslurm("session", "start", *SIZE, "--name", "work", "--json")
+    assert started.returncode == 0, started.stderr
+    entered = site.rayslurm("attach", "work", "--", "python", "-c", COUNT)
+    assert (entered.returncode, entered.stdout) == (5, "2 nodes\n"), entered
+    with dashboard(site, "work", tmp_path) as (url, process, said):
+        assert get(f"{url}api/version")["ray_version"]
+        assert site.rayslurm("session", "stop", "work").returncode == 0
+        assert wait_until(lambda: process.poll() == 0, 30), said.read_text()
+    examined = json.loads(site.rayslurm("doctor", "--json").stdout)
+    assert not [line for line in examined["lines"] if line["verdict"] in ("failure", "warning")], examined
 
 
 def test_a_job_that_waits_says_why_and_is_cancelled(site: Site, tmp_path: Path) -> None:

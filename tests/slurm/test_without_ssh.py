@@ -19,6 +19,14 @@ pytestmark = pytest.mark.timeout(300)
 
 PYTHON = "/opt/ray/bin/python"
 
+RAYSLURM = f"{PYTHON} -m dagster_rayslurm.cli"
+TOML = """
+[clusters.here]
+pre_deployed_env_path = "/opt/ray"
+default_launcher = { kind = "ray", object_store_memory_gb = 0.1 }
+slurm.queue = { partition = "compute", mem = "2500M", cpus_per_node = 2, time_limit = "00:05:00" }
+"""
+
 DEFINITIONS = """
 import json, sys
 import dagster as dg
@@ -99,6 +107,19 @@ class Host:
         assert done.returncode == 0 and mark, done.stdout + done.stderr
         print(done.stderr)  # Shown if the test fails.
         return Report(**json.loads(report), stdout=said)
+
+    def rayslurm(self, script: str) -> str:
+        """What a shell script prints there, in a directory with a `rayslurm.toml` for the Slurm of that machine.
+
+        `$R` is the command `rayslurm`.
+        """
+        self._send(archive({"rayslurm.toml": TOML.encode()}))
+        variables = {"HOME": self.home, "PYTHONPATH": self.code, "PYTHONDONTWRITEBYTECODE": "1", "R": RAYSLURM}
+        settings = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+        command = ["docker", "exec", "--user", "dev", "--workdir", self.code, *settings, self.site.stack.container("edge")]
+        done = subprocess.run([*command, "bash", "-ec", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def handed_over(self, job_id: str) -> dict[str, str]:
         """The environment that sbatch gave to slurmctld."""
@@ -263,3 +284,22 @@ def test_an_environment_that_the_nodes_do_not_see(host: Host) -> None:
     (failure,) = report.failures
     assert failure["kind"] == "environment"
     assert f"cannot start {prefix}/bin/python" in failure["sentence"] and "the compute nodes see" in failure["sentence"]
+
+
+TERMINAL = """
+$R session start --name work --json
+$R attach work -- python -c "import ray; ray.init(logging_level='error'); print('NODES', len(ray.nodes()))"
+$R dashboard work >url 2>said & pid=$!
+for _ in $(seq 100); do [ -s url ] && break; sleep 0.1; done
+python3 -c "import urllib.request; print('VERSION', urllib.request.urlopen(open('url').read().strip() + 'api/version').read())"
+$R session stop work
+wait $pid; echo "DASHBOARD $? $(grep -c 'has ended' said)"
+$R doctor --json >doctor.json; echo DOCTOR $?
+"""
+
+
+def test_the_terminal_of_the_edge_node(host: Host) -> None:
+    """A session is a job of Slurm there too: it is stopped as one, entered by srun, and its dashboard is served."""
+    said = host.rayslurm(TERMINAL)
+    assert "NODES 1" in said and "ray_version" in said and "DASHBOARD 0 1" in said and "DOCTOR 0" in said, said
+    assert "ended the session work-" in said and not host.site.jobs(), said

@@ -1,6 +1,7 @@
 """Which cluster the commands of `rayslurm` work on: options, environment variables, rayslurm.toml, the user's definitions."""
 
 import os
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from click.testing import CliRunner
 
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.cli.cluster import Cluster, find_cluster
+from dagster_rayslurm.cli.common import one_sentence_errors
 from dagster_rayslurm.cli.options import all_cluster_options
+from dagster_rayslurm.ssh.pool import connection_to
 
 TOML = """
 default = "small"
@@ -81,7 +84,10 @@ def find() -> Find:
         @group.command()
         @all_cluster_options
         def command() -> None:
-            found.append(find_cluster())
+            with one_sentence_errors():
+                cluster = find_cluster()
+                found.append(cluster)
+                assert cluster is None or cluster.resource  # Made when it is asked for.
 
         done = CliRunner().invoke(group, list(arguments))
         assert isinstance(done.exception, (SystemExit, type(None))), done.exception
@@ -133,6 +139,23 @@ def test_a_file_names_clusters(find: Find, project: Path, monkeypatch: pytest.Mo
     assert find("--cluster", "here", "command").slurm.ssh is None
     monkeypatch.setenv("RAYSLURM_CLUSTER", "here")
     assert find("command").slurm.ssh is None and host(find("command", "--cluster", "small")) == "small.example"
+
+
+def test_the_file_of_the_documentation_is_valid(find: Find, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "terminal.md").read_text()
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    project.write_text(text)
+    monkeypatch.setenv("KEY_PASSPHRASE", "s3cret")
+    found = find("command")
+    assert found.ssh.host == "login.example.org" and found.ssh.key_passphrase == "s3cret" and found.remote_base.startswith("/")
+    assert found.slurm.queue.account == "study" and found.resource.environment.kind == "uv"
+    assert find("--cluster", "here", "command").resource.pre_deployed_env_path == "/opt/ray"
+
+
+def test_the_way_to_a_cluster_and_its_resource_share_a_connection(find: Find, project: Path) -> None:
+    project.write_text("[clusters.a]\nslurm.ssh = { host = 'a', port = 2222, jump_host = { host = 'gate', user = 'me' } }\n")
+    found = find("command")
+    assert connection_to(found.slurm.ssh) is found.connection
 
 
 def test_the_users_own_file_counts_last(find: Find, tmp_path: Path) -> None:

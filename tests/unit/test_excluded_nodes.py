@@ -15,8 +15,9 @@ from dagster_rayslurm.backends.batch import BatchBackend
 from dagster_rayslurm.edge import unhealthy
 from dagster_rayslurm.edge.base_directory import sweep
 from dagster_rayslurm.environments import InheritedEnvironment
-from dagster_rayslurm.errors import FailureKind, RunFailure, UnhealthyNode
+from dagster_rayslurm.errors import FailureKind, UnhealthyNode
 from dagster_rayslurm.execution.reattach import Launch
+from dagster_rayslurm.failures import RunFailure
 from dagster_rayslurm.plan import make_plan
 from dagster_rayslurm.slurm.config import SlurmQueueConfig
 from dagster_rayslurm.slurm.exclusion import Exclusion, choose, excluding, parse_partitions

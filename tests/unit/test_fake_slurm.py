@@ -8,8 +8,9 @@ import pytest
 
 from dagster_rayslurm.slurm.accounting import SACCT_FIELDS, JobFacts, fetch_job_facts, merge_facts, parse_sacct, parse_scontrol
 from dagster_rayslurm.slurm.refusals import explain
-from dagster_rayslurm.slurm.request import parse_exit, render_script
+from dagster_rayslurm.slurm.request import render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue, run_slurm
+from dagster_rayslurm.slurm.steps import parse_exit
 from dagster_rayslurm.slurm.submit import SubmissionRefused, submit, wait_until_gone
 
 from ..conftest import wait_until

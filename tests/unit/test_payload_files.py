@@ -7,6 +7,7 @@ import pytest
 
 from dagster_rayslurm import BashLauncher
 from dagster_rayslurm.backends import payload_files
+from dagster_rayslurm.backends.layout import remote_base_errors
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.plan import make_plan
 
@@ -29,7 +30,7 @@ def test_an_unreadable_local_file_is_a_configuration_error(tmp_path: Path, monke
     monkeypatch.setattr(payload_files, "bundle_files", unreadable)
     with (
         pytest.raises(StartError, match=f"cannot be read on this machine: .*{script}") as caught,
-        payload_files.remote_base_errors("/base"),
+        remote_base_errors("/base"),
     ):
         payload_files.pack(plan, "/base", "/base/data")
     assert caught.value.kind == "configuration" and "remote_base" not in str(caught.value)

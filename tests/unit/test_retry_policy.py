@@ -7,7 +7,8 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, retry_policy_for
-from dagster_rayslurm.errors import FailureKind, apply_retry_policy
+from dagster_rayslurm.errors import FailureKind
+from dagster_rayslurm.failures import apply_retry_policy
 
 
 @pytest.mark.parametrize(

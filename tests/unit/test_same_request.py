@@ -12,8 +12,9 @@ from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.batch import BatchBackend
 from dagster_rayslurm.backends.ownership import REQUEST_FILE, reattachable_job
 from dagster_rayslurm.environments import InheritedEnvironment, PreDeployedEnvironment
-from dagster_rayslurm.errors import FailureKind, RunFailure
+from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.execution.run import start_errors
+from dagster_rayslurm.failures import RunFailure
 from dagster_rayslurm.plan import make_plan
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, encode
 from dagster_rayslurm.ssh.local import LocalConnection

@@ -21,9 +21,10 @@ from dagster_rayslurm.backends.base import Layout, Step
 from dagster_rayslurm.components import Component, arrange, component_specs, request_for
 from dagster_rayslurm.compute_fields import ComputeFields
 from dagster_rayslurm.environments import Interpreter
-from dagster_rayslurm.errors import FailureKind, RunFailure, may_retry
+from dagster_rayslurm.errors import FailureKind, may_retry
 from dagster_rayslurm.execution.reattach import Launch
 from dagster_rayslurm.execution.run import PayloadRun
+from dagster_rayslurm.failures import RunFailure
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
 from dagster_rayslurm.follow.forward import OutputWriter, RecordPipes
 from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge

@@ -9,10 +9,11 @@ import pytest
 
 from dagster_rayslurm import RayLauncher, SlurmQueueConfig
 from dagster_rayslurm.backends.sessions import listing as session_listing
-from dagster_rayslurm.backends.sessions.listing import end_generations, job_of, state_of
+from dagster_rayslurm.backends.sessions.listing import end_generations
 from dagster_rayslurm.backends.sessions.matching import Requirements
 from dagster_rayslurm.backends.sessions.registry import Generation, SessionManifest, list_generations
 from dagster_rayslurm.backends.sessions.request import Unreachable
+from dagster_rayslurm.backends.sessions.state import job_of, state_of
 from dagster_rayslurm.components import Component
 from dagster_rayslurm.runtime.protocol.rpc import AnswerLost
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm.slurm.pending import most_informative_row, waiting_text
 from dagster_rayslurm.slurm.refusals import (
     component_request,
-    most_informative_row,
     never_starts,
     partition_too_small,
     pending_reason,
-    waiting_text,
     with_requested_values,
 )
 from dagster_rayslurm.slurm.request import JobRequest

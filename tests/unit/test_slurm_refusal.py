@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm import SlurmQueueConfig
-from dagster_rayslurm.slurm.refusals import explain, impossible, is_temporary
+from dagster_rayslurm.slurm.pending import impossible
+from dagster_rayslurm.slurm.refusals import explain, is_temporary
 
 FAILED = "sbatch: error: Batch job submission failed: "
 POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"

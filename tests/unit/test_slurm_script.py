@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm.backends.base import cancel_request_json
 from dagster_rayslurm.runtime.protocol.record import CANCEL, COMPONENTS, EXIT, node_log
-from dagster_rayslurm.slurm.request import LOG, escape_pattern, parse_exit, render_script, sbatch_quote
+from dagster_rayslurm.slurm.request import LOG, escape_pattern, render_script, sbatch_quote
+from dagster_rayslurm.slurm.steps import parse_exit
 
 from ..conftest import wait_until
 from ..fake_slurm import job_request

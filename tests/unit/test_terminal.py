@@ -120,6 +120,38 @@ def test_a_run_that_is_left_is_found_again(rayslurm: Rayslurm, cluster: Path, fa
     assert again.exit_code == 1 and "has ended already" in again.stderr
 
 
+def test_json_stands_alone_on_standard_output(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
+    done = rayslurm("submit", "--json", *NO_RAY, "--", "sh", "-c", "echo said; exit 4")
+    shown = json.loads(done.stdout)
+    assert done.exit_code == shown["exit_code"] == 4 and shown["failure"] == "payload" and shown["job_id"] == "1"
+    assert "said\n" in done.stderr and shown["message"] in done.stderr
+
+
+def test_the_output_of_a_requeued_run_is_followed(rayslurm: Rayslurm, cluster: Path, fake_slurm: FakeSlurm) -> None:
+    toml = Path("rayslurm.toml").read_text().replace("queue = {", "queue = { requeue = true,")
+    Path("rayslurm.toml").write_text(toml)
+    code = f"""echo "$SLURM_RESTART_COUNT begins"; until [ -e {cluster}/go ]; do sleep 0.05; done; exit 3"""
+    name = rayslurm("submit", "--detach", *NO_RAY, "--", "sh", "-c", code).stdout.strip()
+    command = [sys.executable, "-m", "dagster_rayslurm.cli", "logs", "-f", name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline().endswith("begins\n")
+    fake_slurm.end(1, "REQUEUED")
+    assert process.stdout.readline() == "1 begins\n", process.communicate(timeout=30)
+    (cluster / "go").write_text("")
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 3 and "Slurm has requeued the job: attempt 2 begins" in said, said
+
+
+def test_following_a_run_ends_when_slurm_ends_its_job(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
+    name = rayslurm("submit", "--detach", *NO_RAY, "--", "sh", "-c", "echo begun; exec sleep 100").stdout.strip()
+    command = [sys.executable, "-m", "dagster_rayslurm.cli", "logs", "-f", name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    fake_slurm.end(1, "CANCELLED")
+    _, said = process.communicate(timeout=12)
+    assert process.returncode == 125 and said.count("Error: ") == 1, said
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_cancels_the_run(cluster: Path, fake_slurm: FakeSlurm, signum: int, code: int) -> None:
     command = [sys.executable, "-m", "dagster_rayslurm.cli", "submit", *NO_RAY, "--", "sh", "-c", "echo begun; exec sleep 100"]
@@ -178,6 +210,18 @@ def test_two_hundred_runs_are_listed_by_one_squeue(rayslurm: Rayslurm, fake_slur
     assert [row["name"] for row in rows if row["kind"] == "job"] == ["another"]
     assert len(rows) == 101 and all(row["state"] == "running" for row in rows)
     assert len([row for row in runs(rayslurm, "--all") if row["state"] == "lost"]) == 100
+
+
+def test_a_listing_does_not_import_dagster(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    """Importing Dagster takes longer than all the rest of `ps`."""
+    for directory in ("runs/0000aaaa-train-1", "sessions/default-0123/1"):
+        (cluster / directory).mkdir(parents=True)
+    (cluster / "sessions/default-0123/1/manifest.json").write_text("{}")
+    command = [sys.executable, "-X", "importtime", "-m", "dagster_rayslurm.cli", "ps", "--all", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(done.stdout.splitlines()) == 2
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "dagster_rayslurm.backends.listing" in imported and not imported & {"dagster", "paramiko", "ray"}
 
 
 def test_a_queue_that_does_not_answer_is_one_sentence(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 import dagster_rayslurm
 from dagster_rayslurm import ComputeResource, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource, SSHConnectionResource
-from dagster_rayslurm.config import _INSTEAD
+from dagster_rayslurm.fields import _INSTEAD
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, TypeVar
 
 from dagster_pipes import PipesContextData
 
-from ...errors import FailureKind, RunFailure, UnhealthyNode
+from ...errors import FailureKind, UnhealthyNode
+from ...failures import RunFailure
 from ...follow import Cadence, Evidence
 from ...outcome import judge, judge_job, unhealthy_nodes
 from ...outcome.metadata import failure_metadata
@@ -26,9 +27,9 @@ from ...slurm.accounting import relevant_lines
 from ...slurm.shared_queue import ask_patiently
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.base import Connection
-from ...ssh.local import LocalConnection
 from ..base import Register, RunningPayload, Step, deferred_interrupts
 from ..slurm_job import SlurmJob
+from .here import is_alive
 from .matching import Target
 from .registry import TOUCH_INTERVAL, Generation, LiveSession, SessionRegistry
 
@@ -37,19 +38,6 @@ _CLAIM_INTERVAL = 0.5  # Seconds between two reads of a generation whose job ano
 _FINAL_STATE_TIMEOUT = 5.0  # Seconds in which the job of a session that has ended reaches its final state.
 
 T = TypeVar("T")
-
-
-def is_alive(pid: int | None, directory: str) -> bool:
-    """Whether the process `pid` lives and is the runtime of a session's directory, and not another process that got its id."""
-    if pid is None:
-        return False
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return os.fsencode(directory) in file.read().split(b"\0")
-    except OSError:
-        if os.path.exists("/proc/self/cmdline"):
-            return False
-    return directory in LocalConnection().run(["ps", "-ww", "-o", "args=", "-p", str(pid)]).stdout.decode("utf-8", "replace")
 
 
 @dataclass(eq=False)

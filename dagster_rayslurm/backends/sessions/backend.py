@@ -32,15 +32,17 @@ from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, 
 from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec, to_json
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from ...slurm.exclusion import Exclusion
-from ...slurm.request import JobRequest, is_job_of, job_comment, job_name, parse_exit
+from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
+from ...slurm.steps import parse_exit
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.pool import connection_to
 from .. import batch
 from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files, write_cancel_request
+from ..layout import absolute, remote_base_errors
 from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
-from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors
+from ..payload_files import PayloadFiles, deliver, pack
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
 from .listing import IdleSessions, end_generations
@@ -411,6 +413,6 @@ def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
     if nonce is None:
         return False
     connection = connection_to(slurm.ssh)
-    generations = list_generations(connection, batch.absolute(connection, slurm.remote_base))
+    generations = list_generations(connection, absolute(connection, slurm.remote_base))
     own = [each for each in generations if is_job_of(each.job_name, nonce)]
     return bool(own) and end_generations(connection, own)

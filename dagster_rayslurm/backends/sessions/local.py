@@ -11,7 +11,6 @@ import fcntl
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +31,12 @@ from ...runtime.protocol.record import LOCK, RUNTIME, SESSION
 from ...runtime.protocol.rpc import AnswerLost
 from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ...ssh.local import LocalConnection
-from ..base import Layout, Register, RunningPayload, Step, delayed_interrupts
+from ..base import Register, RunningPayload, Step, delayed_interrupts
+from ..layout import Layout
 from ..local import LocalBackend, reap_later, runtime_command, start_process
-from .acquire import Allocation, LocalProcess, Site, is_alive
+from .acquire import Allocation, LocalProcess, Site
 from .backend import start_in_session
+from .here import is_alive, list_sessions, sessions_base
 from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
 from .payload import SessionPayload
 from .registry import Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
@@ -100,11 +101,6 @@ class LocalSessionBackend(LocalBackend):
             with contextlib.suppress(OSError):
                 if os.stat(each.directory).st_mtime < oldest and not is_alive(each.job_id, each.directory):
                     shutil.rmtree(each.directory, ignore_errors=True)
-
-
-def sessions_base(layout: Layout) -> str:
-    """Returns the base directory of this host's sessions."""
-    return str(layout.base / "local" / socket.gethostname())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -178,12 +174,6 @@ class LocalSessionPayload(SessionPayload):
     def release(self, evidence: Evidence) -> None:  # noqa: ARG002
         assert isinstance(self.site, LocalSite)
         self.site.lock.close()
-
-
-def list_sessions(layout: Layout) -> list[Generation]:
-    """Returns the sessions on this machine that have announced themselves and whose process lives."""
-    generations = list_generations(LocalConnection(), sessions_base(layout))
-    return [each for each in generations if each.announcement is not None and is_alive(each.job_id, each.directory)]
 
 
 def end_session(generation: Generation) -> None:

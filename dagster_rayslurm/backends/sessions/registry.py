@@ -12,16 +12,19 @@ import json
 import os
 import re
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from ...edge import sessions
 from ...edge.sessions import ABANDONED, CREATOR, JOB_ID, MANIFEST
 from ...runtime.protocol.record import EXIT, SESSION
 from ...runtime.protocol.spec import PROTOCOL_VERSION, Announcement, from_fields
-from ...slurm.request import parse_exit
+from ...slurm.steps import parse_exit
 from ...ssh.base import Connection
-from ..payload_files import remote_base_errors
-from .matching import Capacity, capacity_from_json
+from ..layout import remote_base_errors
+
+if TYPE_CHECKING:
+    from .matching import Capacity
 
 # Seconds between two confirmations that a process waits; one that is silent three times as long counts as gone.
 TOUCH_INTERVAL = 60.0
@@ -45,6 +48,8 @@ class SessionManifest:
 
 def parse_manifest(data: bytes | str) -> SessionManifest | None:
     """Returns the manifest in a file's content; None if the content is empty, damaged or of another version."""
+    from .matching import capacity_from_json  # Imports Dagster, which lists of sessions do without.
+
     try:
         found = json.loads(data)
         if found["protocol"] != PROTOCOL_VERSION:
@@ -85,9 +90,14 @@ class Generation:
     job_name: str = ""  # Name of the job that the creator submits.
     ended: bool = False  # Whether the batch script of the job has ended.
     announcement: Announcement | None = None
-    manifest: SessionManifest | None = None
+    manifest_text: str = ""  # Content of the manifest's file.
     abandoned: bool = False  # Whether the generation was given up; its creator then cancels its job.
     age: float = 0.0  # Seconds since the generation was claimed; 0 if the session has announced itself.
+
+    @cached_property
+    def manifest(self) -> SessionManifest | None:
+        """The manifest; None if it was not written yet, is damaged or of another version."""
+        return parse_manifest(self.manifest_text)
 
     @property
     def live(self) -> LiveSession | None:
@@ -127,7 +137,7 @@ def generation_of(base: str, found: dict[str, Any]) -> Generation:
         job_name=files[CREATOR].partition("\n")[0].strip()[:300],
         ended=job_id is not None and parse_exit(files[EXIT].encode(), job_id) is not None,
         announcement=announcement,
-        manifest=parse_manifest(files[MANIFEST]),
+        manifest_text=files[MANIFEST],
         abandoned=found["abandoned"],
         age=found["age"],
     )

@@ -18,8 +18,8 @@ from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import JOURNAL, SECRETS, SESSION, LineReader
 from ...runtime.protocol.rpc import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
 from ...runtime.protocol.spec import Announcement
-from ...slurm.request import step_on_head
 from ...slurm.shared_queue import run_slurm
+from ...slurm.steps import step_on_head
 from ...ssh.base import Connection, ConnectionFailed, ConnectionLost
 from ..base import delayed_interrupts
 from .acquire import Site

@@ -1,0 +1,46 @@
+"""The state of a session, by its files and Slurm's queue. Pure."""
+
+from __future__ import annotations
+
+from ...runtime.protocol.messages import TextEnum
+from ...slurm.shared_queue import QueueRow, QueueSnapshot
+from ...slurm.states import TERMINAL, WAITING
+from .registry import Generation
+
+
+class SessionState(TextEnum):
+    """The state of a session, derived from its files, Slurm's queue, and the session's answer to a request for a description."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    UP = "up"  # The session has announced itself, and may not be ready yet.
+    READY = "ready"
+    DRAINING = "draining"  # The session runs its payloads to their end, and accepts no more.
+    SILENT = "silent"  # The session announces itself but does not answer.
+    ENDED = "ended"
+    DEAD = "dead"  # The session's job ended without withdrawing the announcement.
+
+
+def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
+    """Returns the row in the queue of a generation's job, or of its first component; None if the job has ended or has no row."""
+    if generation.ended:
+        return None
+    if generation.job_id is not None:
+        row = snapshot.job(generation.job_id)
+    else:
+        named = [row for row in snapshot.rows if row.name == generation.job_name and row.is_leader]
+        row = named[-1] if generation.job_name and named else None
+    return None if row is None or row.state in TERMINAL else row
+
+
+def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
+    """Returns the state of a session, derived from its files and the row of its job in the queue (see `job_of`)."""
+    announcement = generation.announcement
+    if row is None:
+        dead = not generation.ended and announcement is not None and announcement.closing is None
+        return SessionState.DEAD if dead else SessionState.ENDED
+    if row.state in WAITING:
+        return SessionState.PENDING
+    if announcement is None:
+        return SessionState.STARTING
+    return SessionState.DRAINING if announcement.closing else SessionState.UP

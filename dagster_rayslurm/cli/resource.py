@@ -1,0 +1,145 @@
+"""The `ComputeResource` of a cluster: made from the fields of a `rayslurm.toml`, or taken from the user's own definitions."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, get_args
+
+import dagster as dg
+
+from ..compute import ComputeResource
+from ..config import ExecutionMode, resolve_variables
+from ..slurm.config import HetComponent, SlurmResource
+from ..ssh.config import SSHConnectionResource
+from ..ssh.fields import SSHLogin
+from .cluster import Cluster, given_base, listed
+
+C = TypeVar("C", bound=dg.Config)
+
+
+def changed(config: C, **fields: Any) -> C:
+    """Returns a copy of a resource or configuration with new values of `fields`; other fields stay set or unset as they are."""
+    return type(config)(**{**{name: getattr(config, name) for name in config.model_fields_set}, **fields})
+
+
+def make_resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResource:
+    """Returns the resource of a cluster whose other fields are `fields`, as a `rayslurm.toml` has them.
+
+    Raises TypeError or `ValueError` if one of them is wrong.
+    """
+    # Dagster turns tables into resources and configurations; `slurm` may be absent for a Slurm on this machine.
+    slurm = {**fields.get("slurm", {}), "remote_base": cluster.remote_base, "ssh": _ssh_resource(cluster.ssh)}
+    chosen = {"mode": ExecutionMode.SLURM.value, **_chosen(ComputeResource, fields)}
+    chosen["components"] = [HetComponent(**_chosen(HetComponent, each)) for each in fields.get("components", [])]
+    return _at_base(ComputeResource(**{**chosen, "slurm": SlurmResource(**slurm)}))
+
+
+def _at_base(resource: ComputeResource) -> ComputeResource:
+    base = given_base()
+    return resource if base is None else changed(resource, local_base=base)
+
+
+def _ssh_resource(login: SSHLogin | None) -> SSHConnectionResource | None:
+    if login is None:
+        return None
+    fields = {name: getattr(login, name) for name in login.model_fields_set}
+    return SSHConnectionResource(**{**fields, "jump_host": _ssh_resource(login.jump_host)})
+
+
+def _chosen(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields for an object of class `cls`; a table with a `kind`, such as a launcher, is replaced by an object."""
+    made = dict(fields)
+    for name, value in fields.items():
+        field = cls.model_fields.get(name)
+        if field is not None and field.discriminator is not None and isinstance(value, dict):
+            kinds = {each.model_fields["kind"].default: each for each in get_args(field.annotation)}
+            kind = value.get("kind", field.default.kind)
+            if kind not in kinds:
+                raise ValueError(f"{name}.kind: {kind!r} is not one of {listed(kinds)}")
+            made[name] = kinds[kind](**value)
+    return made
+
+
+# ---- The user's own definitions
+
+
+def load_cluster(source: str) -> Cluster:
+    """Returns the cluster of the `ComputeResource` that MODULE:RESOURCE names; raises `ValueError` if it has none."""
+    where = f"--from {source}"
+    found = load_resource(source)
+    if found.slurm is None:
+        raise ValueError(f"{where}: the resource has no cluster; set ComputeResource(slurm=SlurmResource(…))")
+    found = resolve_variables(found, "ComputeResource")
+    assert found.slurm is not None
+
+    def make(cluster: Cluster) -> ComputeResource:
+        assert found.slurm is not None
+        return _at_base(changed(found, slurm=changed(found.slurm, remote_base=cluster.remote_base)))
+
+    return Cluster(found.slurm.ssh, found.slurm.remote_base, where, make)
+
+
+def load_resource(source: str) -> ComputeResource:
+    """Returns the `ComputeResource` that MODULE:RESOURCE names: an object of a module, or a resource of its `Definitions`.
+
+    MODULE is a dotted name or a file, as for `dagster dev`. Without RESOURCE the definitions must have a single one. Raises
+    `ValueError` if the resource is not found, or the module cannot be imported.
+    """
+    module_name, _, name = source.partition(":")
+    module = _module(module_name)
+    named = getattr(module, name.partition(".")[0], None) if name else None
+    if isinstance(named, ComputeResource):
+        return named
+    if named is None:
+        objects, key = list(vars(module).values()), name
+    else:
+        objects, key = [named], name.partition(".")[2]
+        if _definitions(named) is None:
+            raise ValueError(f"--from {source}: {type(named).__name__} is neither a ComputeResource nor Definitions")
+    found: dict[str, ComputeResource] = {}
+    for definitions in filter(None, map(_definitions, objects)):
+        found.update((each, value) for each, value in (definitions.resources or {}).items() if isinstance(value, ComputeResource))
+    if key in found:
+        return found[key]
+    if len(found) == 1 and not key:
+        return next(iter(found.values()))
+    there = f"there are {listed(found)}" if found else "no Definitions there has a ComputeResource"
+    raise ValueError(f"--from {source}: {f'there is no resource {key!r}' if key else 'name one resource'}; {there}")
+
+
+def _definitions(value: Any) -> dg.Definitions | None:
+    """Returns `value` if it is `Definitions`, or calls it if it has the decorator `dg.definitions`; None for another value."""
+    if isinstance(value, dg.Definitions):
+        return value
+    if type(value).__name__ == "LazyDefinitions":
+        made = value()
+        return made if isinstance(made, dg.Definitions) else None
+    return None
+
+
+def _module(name: str) -> ModuleType:
+    """Imports and returns a module, given its dotted name (also in the current directory) or the path of its file."""
+    try:
+        if not name.endswith(".py"):
+            if (here := os.getcwd()) not in sys.path:
+                sys.path.insert(0, here)
+            return importlib.import_module(name)
+        path = Path(name).expanduser().resolve()
+        if not path.is_file():
+            raise ValueError(f"--from: there is no file {path}")
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except ValueError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's module may raise anything
+        raise ValueError(f"--from: {name} cannot be imported: {type(error).__name__}: {error}") from None

@@ -1,0 +1,115 @@
+"""The result of a run that succeeded, the exception of a failed run, and retry policies for kinds of failure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from .errors import FailureKind, UnhealthyNode, may_retry, without_colours
+
+_NEVER = ("cancelled", "superseded")  # Kinds that nobody can want to retry.
+
+
+class RunFailure(dg.Failure):
+    """Raised when a run did not succeed.
+
+    Attributes:
+        kind: the part of the run that failed; compares equal to its name, as in `error.kind == "payload"`.
+        unhealthy: the nodes whose failed health checks are the cause; empty for any other cause.
+    """
+
+    def __init__(
+        self,
+        kind: FailureKind,
+        sentence: str,
+        metadata: Mapping[str, Any] | None = None,
+        retry: bool | None = None,
+        unhealthy: Sequence[UnhealthyNode] = (),
+    ) -> None:
+        """Create a failure; `retry` says whether a `RetryPolicy` may retry the step, None for the default of the kind."""
+        self.kind = FailureKind(kind)
+        self.unhealthy = tuple(unhealthy)
+        if unhealthy:
+            metadata = {"Unhealthy nodes": "; ".join(map(str, unhealthy)), **(metadata or {})}
+        super().__init__(
+            description=without_colours(sentence),
+            metadata={"Failure kind": self.kind.value, **(metadata or {})},
+            allow_retries=may_retry(self.kind, retry),
+        )
+
+
+class _RetryPolicyForKinds(dg.RetryPolicy):
+    """A `RetryPolicy` for some kinds of `RunFailure`. Dagster does not know these kinds; `apply_retry_policy` reads them."""
+
+    kinds: frozenset[FailureKind]
+
+
+def retry_policy_for(
+    *kinds: str,
+    max_retries: int = 1,
+    delay: float | None = None,
+    backoff: dg.Backoff | None = None,
+    jitter: dg.Jitter | None = None,
+) -> dg.RetryPolicy:
+    """Returns a `RetryPolicy` that retries a `RunFailure` only if it is of these kinds. Other exceptions are retried as usual.
+
+    A failure after which another attempt cannot succeed, such as one of the kind `allocation` for a time limit, is not retried. A
+    kind that no policy retries by default, such as `submission`, is retried if it is named.
+
+    Example:
+        ```python
+        import dagster as dg
+        from dagster_rayslurm import retry_policy_for
+
+
+        @dg.asset(retry_policy=retry_policy_for("allocation", "cluster-lost", max_retries=3, delay=60))
+        def model(): ...
+        ```
+
+    Args:
+        kinds: values of `RunFailure.kind`.
+        max_retries: as for `RetryPolicy`, like `delay`, `backoff` and `jitter`.
+
+    Raises:
+        ValueError: no kind is given, a kind does not exist, or it is "cancelled" or "superseded", which are never retried.
+    """
+    known = [kind.value for kind in FailureKind if kind not in _NEVER]
+    if not kinds:
+        raise ValueError(f"retry_policy_for: name at least one kind of failure, of {', '.join(known)}")
+    for kind in kinds:
+        if kind not in known:
+            close = difflib.get_close_matches(str(kind), known, n=1)
+            instead = f"did you mean {close[0]!r}?" if close else f"kinds are {', '.join(known)}"
+            raise ValueError(f"retry_policy_for: {str(kind)!r} is no kind of failure that can be retried; {instead}")
+    policy = _RetryPolicyForKinds(max_retries=max_retries, delay=delay, backoff=backoff, jitter=jitter)
+    policy.kinds = frozenset(map(FailureKind, kinds))
+    return policy
+
+
+def apply_retry_policy(failure: RunFailure, policy: dg.RetryPolicy | None) -> None:
+    """Set `failure.allow_retries` by the step's retry policy if `retry_policy_for` returned that policy; else do nothing."""
+    if isinstance(policy, _RetryPolicyForKinds):
+        failure.allow_retries = failure.kind in policy.kinds and (failure.allow_retries or not may_retry(failure.kind))
+
+
+class CompletedRun(dg.PipesClientCompletedInvocation):
+    """The result of a payload that succeeded.
+
+    `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` return what the payload
+    reported; Dagster results also have the run's `metadata`.
+
+    Attributes:
+        cluster_id: id of the Ray cluster, for `ComputeResource.cleanup_cluster`.
+        job_id: Slurm's job id; None in local mode.
+        outputs: paths on this machine of the files that `outputs=` selected.
+    """
+
+    def __init__(
+        self, session: Any, metadata: Mapping[str, Any], cluster_id: str, job_id: str | None, outputs: list[Path]
+    ) -> None:
+        super().__init__(session, metadata=metadata)
+        self.cluster_id, self.job_id, self.outputs = cluster_id, job_id, outputs
