@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import click
 import dagster as dg
@@ -23,8 +23,8 @@ from ..backends.base import Layout
 from ..backends.batch import absolute
 from ..compute import ComputeResource
 from ..config import ExecutionMode, resolve_variables
-from ..errors import one_sentence
-from ..slurm.config import HetComponent, SlurmResource
+from ..resource_table import resource_from
+from ..slurm.config import SlurmResource
 from ..ssh.base import Connection, check_no_variable, is_rooted
 from ..ssh.config import SSHConnectionResource
 from ..ssh.pool import connection_to
@@ -195,47 +195,9 @@ def from_file(path: Path, name: str | None) -> tuple[ComputeResource, str]:
     chosen = chosen or next(iter(clusters))
     if chosen not in clusters:
         raise ValueError(f"{path} has no cluster {chosen!r}; there are {_listed(clusters)}")
-    where, fields = f"cluster {chosen!r} in {path}", _variables(clusters[chosen])
-    try:
-        # Dagster turns tables into resources and configurations; `slurm` may be absent for a Slurm on this machine.
-        slurm = fields.pop("slurm", {})
-        ssh = slurm.pop("ssh", None) if isinstance(slurm, dict) else None
-        login = None if ssh is None else _login(ssh)
-        fields = _chosen(ComputeResource, fields)
-        fields["components"] = [HetComponent(**_chosen(HetComponent, each)) for each in fields.get("components", [])]
-        return ComputeResource(**{"mode": ExecutionMode.SLURM.value, **fields, "slurm": SlurmResource(ssh=login, **slurm)}), where
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: {one_sentence(error)}") from None
-
-
-def _login(fields: Mapping[str, Any]) -> SSHConnectionResource:
-    jump = fields.get("jump_host")
-    return SSHConnectionResource(**{**fields, **({"jump_host": _login(jump)} if isinstance(jump, Mapping) else {})})
-
-
-def _chosen(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a class; tables that choose a class by their `kind`, such as launchers, become objects of it."""
-    made = dict(fields)
-    for name, value in fields.items():
-        field = cls.model_fields.get(name)
-        if field is not None and field.discriminator is not None and isinstance(value, dict):
-            kinds = {each.model_fields["kind"].default: each for each in get_args(field.annotation)}
-            kind = value.get("kind", field.default.kind)
-            if kind not in kinds:
-                raise ValueError(f"{name}.kind: {kind!r} is not one of {_listed(kinds)}")
-            made[name] = kinds[kind](**value)
-    return made
-
-
-def _variables(value: Any) -> Any:
-    """Returns a value of the file with a `dg.EnvVar` for each {env = "NAME"}, the form of Dagster's own configuration files."""
-    if isinstance(value, dict):
-        if set(value) == {"env"} and isinstance(value["env"], str):
-            return dg.EnvVar(value["env"])
-        return {name: _variables(each) for name, each in value.items()}
-    return [_variables(each) for each in value] if isinstance(value, list) else value
+    where = f"cluster {chosen!r} in {path}"
+    # `slurm` may be absent for a Slurm on this machine.
+    return resource_from({"mode": ExecutionMode.SLURM.value, "slurm": {}, **clusters[chosen]}, where), where
 
 
 def _listed(names: Mapping[str, Any]) -> str:
