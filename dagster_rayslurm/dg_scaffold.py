@@ -7,25 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from dagster.components import scaffold_component
 from pydantic import BaseModel, Field
 
-_RESOURCE = "dagster_rayslurm.ComputeResourceComponent"
-_RESOURCE_YAML = f"""\
-type: {_RESOURCE}
+_RESOURCE_YAML = """\
+type: dagster_rayslurm.ComputeResourceComponent
 
 attributes:
   resource_key: compute
   resource:
     # RAYSLURM_MODE=slurm runs payloads on the cluster; then name it, and an environment there, as below.
-    mode: "{{{{ env('RAYSLURM_MODE', 'local') }}}}"
+    mode: "{{ env('RAYSLURM_MODE', 'local') }}"
     # slurm:
-    #   ssh: {{host: login.example.org, user: me}}
-    #   queue: {{partition: compute, time_limit: "01:00:00"}}
+    #   ssh: {host: login.example.org, user: me}
+    #   queue: {partition: compute, time_limit: "01:00:00"}
     # pre_deployed_env_path: ~/envs/study
 """
+_RESOURCE_PYTHON = """\
+import dagster as dg
+from dagster_rayslurm import ComputeResourceComponent
+
+
+@dg.component_instance
+def load(context: dg.ComponentLoadContext) -> ComputeResourceComponent:
+    return ComputeResourceComponent(resource_key="compute", resource={"mode": "local"})
+"""
 _SCRIPT_YAML = """\
-type: TYPE
+type: dagster_rayslurm.RaySlurmScriptComponent
 
 attributes:
   script: SCRIPT
@@ -34,6 +41,15 @@ attributes:
   # Fields of the launcher and the queue, over those of the resource:
   # launcher: {num_cpus_per_node: 8}
   # queue: {num_nodes: 2, mem: 16G}
+"""
+_SCRIPT_PYTHON = """\
+import dagster as dg
+from dagster_rayslurm import RaySlurmScriptComponent
+
+
+@dg.component_instance
+def load(context: dg.ComponentLoadContext) -> RaySlurmScriptComponent:
+    return RaySlurmScriptComponent(script="SCRIPT", assets=[dg.AssetSpec("KEY")])
 """
 _PAYLOAD = '''\
 """Makes the asset KEY, with a Ray cluster of its own, on this machine or in a Slurm job."""
@@ -71,18 +87,12 @@ class ScriptScaffolder(dg.Scaffolder[ScriptParams]):
 
     def scaffold(self, request: dg.ScaffoldRequest[ScriptParams]) -> None:
         """Write the files into the directory of the request."""
-        target = request.target_path
-        directory = target.parent if request.append else target
+        directory = request.target_path
         key = request.params.asset_key or re.sub(r"\W", "_", directory.name)
-        script = directory / (re.sub(r"\W", "_", key) + ".py")
-        if script.exists():
-            raise ValueError(f"{script} exists already; name another asset with --asset-key")
-        if request.append or request.scaffold_format == "python":
-            scaffold_component(request, {"script": script.name, "assets": [{"key": key}]})
-        else:
-            text = _SCRIPT_YAML.replace("TYPE", request.type_name).replace("SCRIPT", script.name).replace("KEY", key)
-            (target / "defs.yaml").write_text(text)
-        script.write_text(_PAYLOAD.replace("KEY", key))
+        script = re.sub(r"\W", "_", key) + ".py"
+        name, text = ("defs.yaml", _SCRIPT_YAML) if request.scaffold_format == "yaml" else ("component.py", _SCRIPT_PYTHON)
+        (directory / name).write_text(text.replace("KEY", key).replace("SCRIPT", script))
+        (directory / script).write_text(_PAYLOAD.replace("KEY", key))
         defs = next((each for each in directory.parents if each.name == "defs"), directory.parent)
         if not _has_resource(defs):
             resource = defs / "compute_resource"
@@ -95,10 +105,9 @@ class ResourceScaffolder(dg.Scaffolder[Any]):
 
     def scaffold(self, request: dg.ScaffoldRequest[Any]) -> None:
         """Write the file into the directory of the request."""
-        if request.append or request.scaffold_format == "python":
-            scaffold_component(request, {"resource_key": "compute", "resource": {"mode": "local"}})
-        else:
-            (request.target_path / "defs.yaml").write_text(_RESOURCE_YAML)
+        yaml = request.scaffold_format == "yaml"
+        name, text = ("defs.yaml", _RESOURCE_YAML) if yaml else ("component.py", _RESOURCE_PYTHON)
+        (request.target_path / name).write_text(text)
 
 
 def _has_resource(defs: Path) -> bool:
