@@ -5,7 +5,7 @@ Only `dg` and projects that use these components import this module.
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -168,14 +168,14 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
         if not self.assets:
 
             @dg.multi_asset_check(specs=self.checks, **options)
-            def script_checks(context: dg.AssetCheckExecutionContext) -> Any:
-                return run(context)
+            def script_checks(context: dg.AssetCheckExecutionContext) -> Iterator[Any]:
+                yield from run(context)
 
             return dg.Definitions(asset_checks=[script_checks])
 
         @dg.multi_asset(specs=self.assets, check_specs=self.checks, **options)
-        def script_assets(context: dg.AssetExecutionContext) -> Any:
-            return run(context)
+        def script_assets(context: dg.AssetExecutionContext) -> Iterator[Any]:
+            yield from run(context)
 
         return dg.Definitions(assets=[script_assets])
 

@@ -49,13 +49,14 @@ from dagster_rayslurm import RaySlurmScriptComponent
 
 @dg.component_instance
 def load(context: dg.ComponentLoadContext) -> RaySlurmScriptComponent:
-    return RaySlurmScriptComponent(script="SCRIPT", assets=[dg.AssetSpec("KEY")])
+    return RaySlurmScriptComponent(script="SCRIPT", assets=[dg.AssetSpec(dg.AssetKey.from_user_string("KEY"))])
 """
+# With a component in Python, Dagster imports this file when definitions load.
 _PAYLOAD = '''\
 """Makes the asset KEY, with a Ray cluster of its own, on this machine or in a Slurm job."""
 
 import ray
-from dagster_pipes import open_dagster_pipes
+from dagster_pipes import PipesContext, open_dagster_pipes
 
 
 @ray.remote
@@ -63,11 +64,16 @@ def square(number: int) -> int:
     return number * number
 
 
-with open_dagster_pipes() as pipes:
+def main(pipes: PipesContext) -> None:
     ray.init()
     total = sum(ray.get([square.remote(number) for number in range(100)]))
     pipes.log.info(f"the sum of 100 squares is {total}")
     pipes.report_asset_materialization(metadata={"total": total})
+
+
+if __name__ == "__main__":
+    with open_dagster_pipes() as context:
+        main(context)
 '''
 
 

@@ -21,13 +21,13 @@ from dagster_rayslurm.doctor import Line, Verdict, Wanted
 from dagster_rayslurm.doctor.account import forbids, parse_associations
 from dagster_rayslurm.doctor.collect import examine
 from dagster_rayslurm.doctor.machine_lines import edge_lines
-from dagster_rayslurm.doctor.partitions import parse_partitions
 from dagster_rayslurm.doctor.probe_lines import NO_PYTHON, ended_lines, probe_lines
 from dagster_rayslurm.doctor.resource import resource_text
 from dagster_rayslurm.doctor.slurm_lines import Slurm, slurm_lines
 from dagster_rayslurm.edge import machine, site
 from dagster_rayslurm.edge.environment import PROBE
 from dagster_rayslurm.environments import InheritedEnvironment
+from dagster_rayslurm.slurm.partitions import parse_partitions
 
 from ..conftest import wait_until
 
