@@ -42,7 +42,8 @@ class Answer(NamedTuple):
 def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any]]:
     """Returns the commands that the edge node runs, by name: each with its standard input and the variables that it may see.
 
-    `script` is the batch script of a job as it would be submitted, "" for no test submission, and `login_variables` are the `SBATCH_*` variables for sbatch.
+    `script` is the batch script of a job as it would be submitted, "" for no test submission; `login_variables` are the
+    `SBATCH_*` variables for sbatch.
     """
     commands: dict[str, Sequence[str]] = {
         "ping": ("scontrol", "ping"),

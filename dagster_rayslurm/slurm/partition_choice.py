@@ -12,7 +12,7 @@ from ..ssh.base import Connection
 from .config import AUTO, SlurmQueueConfig
 from .exclusion import listed
 from .partitions import NODES, Node, Partition, objections, parse_partitions
-from .request import JobRequest
+from .request import JobRequest, granted_gpus
 from .shared_queue import run_slurm, unanswered
 
 # Without `--all`, scontrol leaves out partitions that are hidden or closed to the user's groups (scontrol(1), Slurm 22.05).
@@ -37,8 +37,8 @@ def is_auto(request: JobRequest) -> bool:
 def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
     """Returns a job request with the first partition that fits and has enough free nodes; raises `ValueError` if none fits. Pure.
 
-    The cluster's default partition comes first, and partitions with GPUs last if the job requests none. If no partition has enough
-    free nodes, the job waits in all that fit; a component of a heterogeneous job waits in the first one.
+    The cluster's default partition comes first, and partitions with GPUs last if the job requests none. If no partition has
+    enough free nodes, the job waits in all that fit; a component of a heterogeneous job waits in the first one.
     """
     taken: Counter[str] = Counter()  # Each component gets nodes of its own.
     reasons, parts = [], []
@@ -53,13 +53,13 @@ def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
             reasons.append(f"{which}{reason}")
         taken[part.queue.partition or ""] += part.queue.num_nodes
         parts.append(part)
-    return Placement(replace(parts[0], further_components=tuple(replace(each) for each in parts[1:])), tuple(reasons))
+    return Placement(replace(parts[0], further_components=tuple(parts[1:])), tuple(reasons))
 
 
 def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken: Counter[str], alone: bool) -> tuple[str, str]:
     """Returns the partition for a job or component, or with `alone` several with commas, and the reason as a sentence."""
     fit, passed_over = [], []
-    for each in sorted(partitions, key=lambda one: (bool(one.gpus) and not queue.gpus_per_node, not one.is_default)):
+    for each in sorted(partitions, key=lambda one: (bool(one.gpus) and not _gpus(queue), not one.is_default)):
         nodes = [node for node in each.usable if _fits(node, queue)]
         if problem := _problem(each, nodes, queue, taken[each.name]):
             passed_over.append(f"{each.name}: {problem}")
@@ -100,13 +100,19 @@ def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
     memory = mebibytes(queue.mem) if queue.mem else mebibytes(queue.mem_per_cpu) * cpus if queue.mem_per_cpu else 0.0
     gpus = node.gpus[queue.gpu_type] if queue.gpu_type else node.gpus.total()
     features = queue.constraint.split("&") if queue.constraint and _SIMPLE.fullmatch(queue.constraint) else ()
-    large = cpus <= node.cpus and memory <= node.memory and (queue.gpus_per_node or 0) <= gpus
+    large = cpus <= node.cpus and memory <= node.memory and _gpus(queue) <= gpus
     return large and set(features) <= set(node.features) and node.name not in listed(queue.exclude)
+
+
+def _gpus(queue: SlurmQueueConfig) -> int:
+    """Returns how many GPUs a queue asks for on each node; 1 if `extra_sbatch` asks for an unknown number."""
+    granted = granted_gpus(queue.model_dump())
+    return 1 if granted is None else granted
 
 
 def _is_free(node: Node, queue: SlurmQueueConfig) -> bool:
     """Returns whether a node could start the job now; of a node that runs others, sinfo shows the idle CPUs but no idle GPUs."""
-    shared = node.state.startswith("mix") and not queue.exclusive and not queue.gpus_per_node
+    shared = node.state.startswith("mix") and not queue.exclusive and not _gpus(queue)
     return node.idle or (shared and node.idle_cpus >= (queue.cpus_per_node or 1))
 
 
