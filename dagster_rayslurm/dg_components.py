@@ -3,7 +3,6 @@
 Only `dg` and projects that use these components import this module.
 """
 
-import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,22 +21,19 @@ from .resource_table import resource_from, with_kinds, with_variables
 from .settings import KEY, parse
 from .slurm.config import SlurmQueueConfig
 
-_UNSAFE = re.compile(r"\W+")
-
-
 # ---- From YAML to values
 
 
 def _rendered(context: dg.ResolutionContext, value: Any) -> Any:
     """Returns a value of the YAML file with its templates rendered; other text stays as it is.
 
-    Dagster's own resolver makes a number of text such as "1.10".
+    Dagster's own resolver makes numbers and tables of text such as "1.10" and "{}".
     """
     if isinstance(value, Mapping):
         return {name: _rendered(context.at_path(name), each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_rendered(context.at_path(index), each) for index, each in enumerate(value)]
-    return context.resolve_value(value) if isinstance(value, str) and "{" in value else value
+    return context.resolve_value(value) if isinstance(value, str) and ("{{" in value or "{%" in value) else value
 
 
 def _resolver(
@@ -142,10 +138,10 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
         payload = self._payload(directory)
         if not self.assets and not self.checks:
             raise ValueError("RaySlurmScriptComponent: assets and checks are empty; list at least one")
-        first = "_".join(self.assets[0].key.path) if self.assets else self.checks[0].get_python_identifier()
+        first = self.assets[0].key.to_python_identifier() if self.assets else self.checks[0].get_python_identifier()
         sections = {name: table for name, table in (("queue", self.queue), ("launcher", self.launcher)) if table}
         options: dict[str, Any] = {
-            "name": self.name or _UNSAFE.sub("_", first),
+            "name": self.name or first,
             "required_resource_keys": {self.resource_key},
             "op_tags": {KEY: sections} if sections else {},
             "retry_policy": self.retry_policy,

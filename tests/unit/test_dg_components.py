@@ -85,7 +85,7 @@ def test_a_script_gets_what_its_component_says(
     monkeypatch.setenv("REGION", "north west")
     monkeypatch.setenv("PASS", "hidden")
     directory = write(
-        args=["--rows", 10, "1.10", "{{ env.REGION }}"],
+        args=["--rows", 10, "1.10", "{{ env.REGION }}", '{"a": 1}'],
         assets=[{"key": key, "partitions_def": {"type": "static", "partition_keys": ["a", "b"]}} for key in ("model", "report")],
         checks=[{"name": "good", "asset": "model"}],
         queue={"num_nodes": 2},
@@ -97,7 +97,7 @@ def test_a_script_gets_what_its_component_says(
     (directory / "data.txt").write_text("")
     result = materialize(sandbox, partition_key="b")
     found = told(result)
-    assert found["args"] == ["--rows", "10", "1.10", "north west"]
+    assert found["args"] == ["--rows", "10", "1.10", "north west", '{"a": 1}']
     assert (found["partition"], found["PLAIN"], found["SECRET"]) == ("b", "1", "hidden")
     assert told(result, "report")["partition"] == "b"
     assert [each.passed for each in result.get_asset_check_evaluations()] == [True]
