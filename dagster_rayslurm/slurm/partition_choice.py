@@ -58,7 +58,8 @@ def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
 
 def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken: Counter[str], alone: bool) -> tuple[str, str]:
     """Returns the partition for a job or component, or with `alone` several with commas, and the reason as a sentence."""
-    fit, passed_over = [], []
+    busy: dict[str, str] = {}
+    passed_over: list[str] = []
     for each in sorted(partitions, key=lambda one: (bool(one.gpus) and not _gpus(queue), not one.is_default)):
         nodes = [node for node in each.usable if _fits(node, queue)]
         if problem := _problem(each, nodes, queue, taken[each.name]):
@@ -68,14 +69,15 @@ def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken:
         if free >= queue.num_nodes:
             before = f"; passed over {', '.join(passed_over)}" if passed_over else ""
             return each.name, f'partition="auto" is {each.name}, the first that fits and is free: {_count(free)} free{before}'
-        fit.append(each.name)
-        passed_over.append(f"{each.name}: {max(free, 0)} of {_count(len(nodes))} free")
-    if not fit:
+        busy[each.name] = f"{each.name}: {max(free, 0)} of {_count(len(nodes))} free"
+        passed_over.append(busy[each.name])
+    if not busy:
         why = "; ".join(passed_over[:5]) or "sinfo shows none"
         more = f"; and {len(passed_over) - 5} more" if len(passed_over) > 5 else ""
         raise ValueError(f'partition="auto": no partition fits ({why}{more})')
-    names = fit if alone else fit[:1]
-    return ",".join(names), f'partition="auto" is {" or ".join(names)}, where the job waits: {", ".join(passed_over)}'
+    names = list(busy)[: None if alone else 1]
+    waits = ", ".join(busy[name] for name in names)
+    return ",".join(names), f'partition="auto" is {" or ".join(names)}, where the job waits ({waits})'
 
 
 def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfig, taken: int) -> str | None:

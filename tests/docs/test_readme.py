@@ -224,7 +224,9 @@ def test_the_commands_and_modules_that_are_named_exist() -> None:
         assert (ROOT / "dagster_rayslurm" / module).exists(), module
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/architecture.md", "docs/faults.md", "docs/memory.md", "docs/recipes.md", "stack/README.md"])
+@pytest.mark.parametrize(
+    "page", [*PAGES, "docs/architecture.md", "docs/faults.md", "docs/memory.md", "docs/recipes.md", "stack/README.md"]
+)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     headings = {

@@ -48,9 +48,7 @@ def test_a_job_runs_where_it_fits_and_nodes_are_free(
     site.sh('scancel "$1"', blocker)
 
 
-def test_a_session_is_where_its_nodes_were_free(
-    session_compute: Callable[..., ComputeResource], site: Site, script: Any
-) -> None:
+def test_a_session_is_where_its_nodes_were_free(session_compute: Callable[..., ComputeResource], site: Site, script: Any) -> None:
     compute = session_compute({"partition": "auto", "mem": "500M", "gpus_per_node": 1})
     assert where(compute, script) == where(compute, script) == "gpu"
     assert len(site.submitted()) == 1

@@ -86,7 +86,7 @@ def test_the_reason_is_told() -> None:
         'partition="auto" is long, the first that fits and is free: 1 node free; passed over work: 0 of 2 nodes free'
     )
     (reason,) = choose(auto(gpus_per_node=2, num_nodes=2), partitions()).reasons
-    assert reason.startswith('partition="auto" is gpu, where the job waits: ') and reason.endswith("gpu: 1 of 2 nodes free")
+    assert reason == 'partition="auto" is gpu, where the job waits (gpu: 1 of 2 nodes free)'
 
 
 def test_where_nothing_is_free_the_job_waits_in_all_that_fit() -> None:
