@@ -31,7 +31,8 @@ TELL = """
     with open_dagster_pipes() as pipes:
         told = {"args": sys.argv[1:], "partition": pipes.partition_key if pipes.is_partition_step else "", **{
             name: os.environ.get(name, "") for name in ("PLAIN", "SECRET")}}
-        open("told.txt", "w").write(os.path.basename(os.readlink("data.txt")) if os.path.islink("data.txt") else "")
+        if os.path.exists("data.txt"):
+            open("told.txt", "w").write(open("data.txt").read())
         for key in pipes.asset_keys:
             pipes.report_asset_materialization(metadata=told, asset_key=key)
         pipes.report_asset_check("good", True, asset_key=pipes.asset_keys[0])
@@ -94,14 +95,14 @@ def test_a_script_gets_what_its_component_says(
         extra_files=["data.txt"],
         outputs=["told.txt"],
     )
-    (directory / "data.txt").write_text("")
+    (directory / "data.txt").write_text("some")
     result = materialize(sandbox, partition_key="b")
     found = told(result)
     assert found["args"] == ["--rows", "10", "1.10", "north west", '{"a": 1}']
     assert (found["partition"], found["PLAIN"], found["SECRET"]) == ("b", "1", "hidden")
     assert told(result, "report")["partition"] == "b"
     assert [each.passed for each in result.get_asset_check_evaluations()] == [True]
-    assert next(base.rglob("outputs/**/told.txt")).read_text() == "data.txt"
+    assert {path.read_text() for path in base.rglob("told.txt")} == {"some"}
 
 
 def test_fields_of_queue_and_launcher_are_settings_of_the_step(sandbox: DefsFolderSandbox, write: Callable[..., Path]) -> None:
@@ -115,7 +116,7 @@ def test_a_module_and_checks_alone(sandbox: DefsFolderSandbox, write: Callable[.
     checks = [{"name": "good", "asset": "elsewhere"}]
     write(script=None, module="json.tool", args=["--help"], assets=[], checks=checks, uses_pipes=False)
     (check,) = load(sandbox).asset_checks or ()
-    assert check.required_resource_keys == {"compute"}
+    assert "compute" in check.required_resource_keys
     assert check.op.name == "elsewhere_good"
 
 
@@ -133,7 +134,7 @@ def test_two_clusters_in_one_project(sandbox: DefsFolderSandbox, write: Callable
     defs = load(sandbox)
     resources = defs.resources or {}
     assert resources["compute"].local_base != resources["far"].local_base == str(tmp_path / "far")
-    assert defs.get_assets_def("on_far").required_resource_keys == {"far"}
+    assert defs.get_assets_def("on_far").required_resource_keys - {"io_manager"} == {"far"}
 
 
 @pytest.mark.parametrize(
