@@ -41,7 +41,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dg.
 
 
 def run(defs: dg.Definitions, **arguments: Any) -> dg.ExecuteInProcessResult:
-    return defs.get_implicit_global_asset_job_def().execute_in_process(raise_on_error=False, **arguments)
+    return defs.resolve_implicit_global_asset_job_def().execute_in_process(raise_on_error=False, **arguments)
 
 
 def where(result: dg.ExecuteInProcessResult, asset: str) -> str:

@@ -71,7 +71,7 @@ def load(sandbox: DefsFolderSandbox) -> dg.Definitions:
 
 
 def materialize(sandbox: DefsFolderSandbox, **arguments: Any) -> dg.ExecuteInProcessResult:
-    return load(sandbox).get_implicit_global_asset_job_def().execute_in_process(**arguments)
+    return load(sandbox).resolve_implicit_global_asset_job_def().execute_in_process(**arguments)
 
 
 def told(result: dg.ExecuteInProcessResult, key: str = "model") -> dict[str, Any]:

@@ -1,13 +1,17 @@
 """Which partition a job with partition="auto" gets: the first that fits and is free, by one answer of Slurm."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dagster_rayslurm import RayLauncher, SlurmQueueConfig, SlurmResource
+from dagster_rayslurm import BashLauncher, ComputeResource, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.batch import BatchBackend, example_script
+from dagster_rayslurm.backends.sessions.matching import Requirements, misfit
+from dagster_rayslurm.backends.sessions.registry import parse_manifest
+from dagster_rayslurm.edge.sessions import MANIFEST
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.errors import FailureKind, StartError
 from dagster_rayslurm.slurm.partition_choice import choose
@@ -15,6 +19,7 @@ from dagster_rayslurm.slurm.partitions import Partition, parse_partitions
 from dagster_rayslurm.slurm.request import JobRequest, srun_command
 from dagster_rayslurm.slurm.standalone import standalone_script
 
+from ..conftest import run_asset
 from ..fake_slurm import FakeSlurm, job_request
 from .lines import Log
 from .test_excluded_nodes import het
@@ -136,6 +141,26 @@ def test_slurm_is_asked_at_submission(tmp_path: Path, fake_slurm: FakeSlurm) -> 
     with pytest.raises(StartError, match=r'SlurmQueueConfig: partition="auto": no partition fits .* name a partition') as caught:
         one.placed(auto(gpus_per_node=100), step)
     assert caught.value.kind == FailureKind.CONFIGURATION
+
+
+def test_a_session_keeps_the_partition_that_it_got(tmp_path: Path, fake_slurm: FakeSlurm, script: Callable[..., Path]) -> None:
+    """A later payload takes the session where it is, whether it asks for "auto" or for that partition."""
+    queue = SlurmQueueConfig(partition="auto")
+    fake_slurm.set(node_states={"c1": "down", "c2": "drained"})
+    compute = ComputeResource(
+        mode="slurm-session",
+        slurm=SlurmResource(remote_base=str(tmp_path / "base"), poll_interval=1, queue=queue),
+        default_launcher=BashLauncher(),
+        session=SessionConfig(name="one", idle_timeout=60),
+    )
+    payload = script("import os; print('ran in', os.environ['SLURM_JOB_PARTITION'])")
+    jobs = {run_asset(compute, payload, uses_pipes=False, queue=own).completed[0].job_id for own in ({}, {"partition": "auto"})}
+    assert len(jobs) == len(fake_slurm.jobs()) == 1
+    (path,) = (tmp_path / "base" / "sessions").rglob(MANIFEST)
+    manifest = parse_manifest(path.read_bytes())
+    assert manifest is not None and manifest.capacity.queues[None]["partition"] == "gpu"
+    for own, fits in (("auto", True), ("gpu", True), ("compute", False)):
+        assert (misfit(Requirements(None, (), queue.having(partition=own)), manifest.capacity) is None) == fits
 
 
 def test_a_script_for_a_person_names_no_partition(tmp_path: Path) -> None:
