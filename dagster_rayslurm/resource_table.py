@@ -39,7 +39,7 @@ def _login(fields: Mapping[str, Any]) -> SSHConnectionResource:
 
 
 def with_kinds(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a class; tables that choose a class by their `kind`, such as launchers, become objects of it."""
+    """Returns the fields for an object of class `cls`; a table with a `kind`, such as a launcher, is replaced by an object."""
     made = dict(fields)
     for name, value in fields.items():
         field = cls.model_fields.get(name)
