@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compute import ComputeResource
     from .config import ExecutionMode, SessionConfig
+    from .dg_components import ComputeResourceComponent, RaySlurmScriptComponent
     from .environments import (
         CommandEnvironment,
         ContainerEnvironment,
@@ -28,6 +29,7 @@ __all__ = [
     "CommandEnvironment",
     "CompletedRun",
     "ComputeResource",
+    "ComputeResourceComponent",
     "ContainerEnvironment",
     "ExecutionMode",
     "HetComponent",
@@ -37,6 +39,7 @@ __all__ = [
     "PixiEnvironment",
     "PreDeployedEnvironment",
     "RayLauncher",
+    "RaySlurmScriptComponent",
     "RunFailure",
     "SSHConnectionResource",
     "SessionConfig",
@@ -51,10 +54,19 @@ __all__ = [
 _MODULES = "compute", "config", "environments", "failures", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"
 
 
+_COMPONENTS = "ComputeResourceComponent", "RaySlurmScriptComponent"  # Of a module that only `dg` and its projects import.
+
+
 def __getattr__(name: str) -> Any:
     """Returns a public class or function; the package imports its modules at the first such access, not before (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for each in map(import_module, (f"{__name__}.{module}" for module in _MODULES)):
-        globals().update({public: vars(each)[public] for public in __all__ if public in vars(each)})
+    for module in ("dg_components",) if name in _COMPONENTS else _MODULES:
+        each = vars(import_module(f"{__name__}.{module}"))
+        globals().update({public: each[public] for public in __all__ if public in each})
     return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, among which `dg list components` looks for components."""
+    return sorted(__all__)

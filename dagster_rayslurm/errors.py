@@ -48,8 +48,11 @@ def one_sentence(error: ValueError) -> str:
     """Returns the message of an error in one line; a pydantic error becomes a list of fields and their problems."""
     if not isinstance(error, ValidationError):
         return str(error)
-    problems = [(".".join([error.title, *map(str, each["loc"])]), each["msg"]) for each in error.errors(include_input=False)]
-    return "; ".join(f"{field}: {problem.removeprefix('Value error, ')}" for field, problem in problems)
+    sentences = []
+    for each in error.errors(include_input=False):
+        field, problem = ".".join([error.title, *map(str, each["loc"])]), each["msg"].removeprefix("Value error, ")
+        sentences.append(problem if problem.startswith(f"{field} ") else f"{field}: {problem}")
+    return "; ".join(sentences)
 
 
 class UnhealthyNode(NamedTuple):

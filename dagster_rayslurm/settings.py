@@ -95,8 +95,7 @@ def _make(cls: type[C], fields: Mapping[str, Any], place: str) -> C:
         return cls(**fields)
     except (ValueError, TypeError) as error:  # A TypeError if a key is no string.
         problem = one_sentence(error) if isinstance(error, ValueError) else str(error)
-        name = cls.__name__  # Which pydantic puts before a sentence that may begin with it.
-        raise ValueError(f"{KEY} in {place}: {problem.replace(f'{name}: {name} ', f'{name} ')}") from None
+        raise ValueError(f"{KEY} in {place}: {problem}") from None
 
 
 def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settings]]:

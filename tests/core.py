@@ -124,6 +124,7 @@ CORE = {
         "test_the_time_limit",
     ),
     "slurm/test_hetjob_separate.py": ("test_a_payload_and_a_cluster_each", "test_the_first_failure_ends_all[gpu]"),
+    "slurm/test_partition_auto.py": ("test_a_job_runs_where_it_fits_and_nodes_are_free",),
     "slurm/test_pixi_on_slurm.py": ("test_ray_in_an_environment_of_pixi",),
     "slurm/test_queue_on_slurm.py": (
         "test_a_job_from_the_queue_to_its_end",
@@ -199,6 +200,7 @@ SLOW = {
         "test_two_clusters_at_once_on_the_same_nodes",
     ),
     "runtime/test_unschedulable.py": ("test_feasible_says_what_ray_does",),
+    "unit/test_dg_components.py": ("test_a_project_of_create_dagster",),
     "runtime/test_components.py": (
         "test_clusters_of_payloads_own_have_the_components_too",
         "test_one_cluster_across_two_components_of_one_host",

@@ -28,8 +28,9 @@ from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, EXIT, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.membership import nodes_expected
-from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
+from ..slurm.config import AUTO, SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.exclusion import Exclusion, excluding, exclusion_for, remember
+from ..slurm.partition_choice import is_auto, placement_for
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request, render_script
 from ..slurm.shared_queue import SlurmUnanswered, ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
@@ -74,7 +75,24 @@ class ClusterBackend:
         """
         return exclusion_for(self.connection, str(self.layout.base), request) if self.avoids_unhealthy else Exclusion()
 
-    def avoiding(self, request: JobRequest, step: Step) -> JobRequest:
+    def placed(self, request: JobRequest, step: Step) -> JobRequest:
+        """Returns the job request with a partition in place of "auto", and without the nodes that failed a health check.
+
+        Logs the choice of the partition. Raises StartError if no partition fits, and OSError if the cluster does not answer.
+        """
+        if is_auto(request):
+            try:
+                placement = placement_for(self.connection, request)
+            except ValueError as error:
+                raise StartError(
+                    FailureKind.CONFIGURATION, f"SlurmQueueConfig: {error}; ask for less, or name a partition"
+                ) from None
+            for reason in placement.reasons:
+                step.log.info(f"[rayslurm] {reason}")
+            request = placement.request
+        return self._avoiding(request, step)
+
+    def _avoiding(self, request: JobRequest, step: Step) -> JobRequest:
         """Returns the job request, changed to exclude the nodes that failed a health check, and logs the names of these nodes."""
         try:
             exclusion = self.exclusion(request)
@@ -218,7 +236,7 @@ class BatchBackend(JobBackend):
         lasting = replace(spec, control_key="", control_ports=[])
         asked = job_script(replace(request, comment=""), interpreter, runtime, run_dir, self.slurm)
         if submits:
-            request = self.avoiding(request, step)
+            request = self.placed(request, step)
         files = {
             RUNTIME: to_json(spec).encode("utf-8"),
             JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
@@ -319,5 +337,10 @@ def job_script(
 def example_script(request: JobRequest, slurm: SlurmResource, role: str = "node", directory: str = "runs/RUN_DIR") -> str:
     """Returns the batch script of a job request for display, with words in capitals for values known only at submission."""
     base = slurm.remote_base
+    parts = [
+        replace(each, queue=each.queue.having(partition="PARTITION") if each.queue.partition == AUTO else each.queue)
+        for each in request.components
+    ]
+    request = replace(parts[0], further_components=tuple(parts[1:]))
     python, runtime = Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz"
     return job_script(request, python, runtime, f"{base}/{directory}", slurm, role)

@@ -196,7 +196,8 @@ def from_file(path: Path, name: str | None) -> Cluster:
 
     def make(cluster: Cluster) -> ComputeResource:
         with _named(where):
-            return _resource(cluster, _resolved(fields, ""))
+            resolved = _resolved(fields, "")
+        return _resource(cluster, resolved)
 
     with _named(where):
         slurm = fields.get("slurm", {})

@@ -9,8 +9,8 @@ import click
 
 from ..doctor import Line, Verdict, Wanted, has_failure
 from ..doctor.collect import Report, examine
-from ..doctor.partitions import COLUMNS
 from ..environments import PreDeployedEnvironment
+from ..slurm.partitions import COLUMNS
 from .cluster import the_cluster
 from .common import one_sentence_errors, print_json, print_table
 from .options import all_cluster_options

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import dagster as dg
 
 from ..compute import ComputeResource
 from ..config import ExecutionMode, resolve_variables
-from ..slurm.config import HetComponent, SlurmResource
+from ..resource_table import resource_from
 from ..ssh.config import SSHConnectionResource
 from ..ssh.fields import SSHLogin
 from .cluster import Cluster, given_base, listed
@@ -31,13 +31,11 @@ def changed(config: C, **fields: Any) -> C:
 def make_resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResource:
     """Returns the resource of a cluster whose other fields are `fields`, as a `rayslurm.toml` has them.
 
-    Raises TypeError or `ValueError` if one of them is wrong.
+    Raises `ValueError`, which names the origin of the cluster, if one of them is wrong.
     """
-    # Dagster turns tables into resources and configurations; `slurm` may be absent for a Slurm on this machine.
+    # `slurm` may be absent for a Slurm on this machine.
     slurm = {**fields.get("slurm", {}), "remote_base": cluster.remote_base, "ssh": _ssh_resource(cluster.ssh)}
-    chosen = {"mode": ExecutionMode.SLURM.value, **_chosen(ComputeResource, fields)}
-    chosen["components"] = [HetComponent(**_chosen(HetComponent, each)) for each in fields.get("components", [])]
-    return _at_base(ComputeResource(**{**chosen, "slurm": SlurmResource(**slurm)}))
+    return _at_base(resource_from({"mode": ExecutionMode.SLURM.value, **fields, "slurm": slurm}, cluster.source))
 
 
 def _at_base(resource: ComputeResource) -> ComputeResource:
@@ -50,20 +48,6 @@ def _ssh_resource(login: SSHLogin | None) -> SSHConnectionResource | None:
         return None
     fields = {name: getattr(login, name) for name in login.model_fields_set}
     return SSHConnectionResource(**{**fields, "jump_host": _ssh_resource(login.jump_host)})
-
-
-def _chosen(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields for an object of class `cls`; a table with a `kind`, such as a launcher, is replaced by an object."""
-    made = dict(fields)
-    for name, value in fields.items():
-        field = cls.model_fields.get(name)
-        if field is not None and field.discriminator is not None and isinstance(value, dict):
-            kinds = {each.model_fields["kind"].default: each for each in get_args(field.annotation)}
-            kind = value.get("kind", field.default.kind)
-            if kind not in kinds:
-                raise ValueError(f"{name}.kind: {kind!r} is not one of {listed(kinds)}")
-            made[name] = kinds[kind](**value)
-    return made
 
 
 # ---- The user's own definitions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..slurm.config import SlurmQueueConfig
-from .partitions import limit_seconds
+from ..slurm.partitions import limit_seconds
 
 _ASSOCIATION = ("cluster", "account", "user", "partition", "qos", "defaultqos", "maxjobs", "maxsubmit", "maxwall", "maxtres")
 _QOS = ("name", "maxwall", "maxtres", "maxtrespu", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmit", "grptres")

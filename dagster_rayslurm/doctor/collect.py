@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..backends.layout import Layout, absolute
@@ -12,15 +12,16 @@ from ..environments import InheritedEnvironment, SentEnvironment
 from ..environments.check import facts_of
 from ..errors import StartError
 from ..launchers import RayLauncher
+from ..slurm.config import AUTO
+from ..slurm.partitions import Partition
 from ..slurm.request import JobRequest, make_request, render_script
 from ..ssh.base import Connection
 from . import Line, Wanted, failure, has_failure, ok, skipped
 from .login import log_in
 from .machine_lines import edge_lines
-from .partitions import Partition
 from .probe import run_probe
 from .resource import resource_text
-from .slurm_lines import Slurm, questions, slurm_lines
+from .slurm_lines import Slurm, chosen_partition, questions, slurm_lines
 
 _TIMEOUT = 30.0  # Seconds for each of Slurm's programs.
 _MARGIN = 120.0  # Further seconds for the whole call on the edge node, for the start-up files of shells.
@@ -51,6 +52,13 @@ def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[st
     asked = _questions(wanted)
     facts = connection.call(site.survey, base, asked, _TIMEOUT, repeat=True, timeout=_TIMEOUT + _MARGIN)
     slurm = Slurm(facts, wanted)
+    if wanted.queue.partition == AUTO and slurm.partitions:
+        try:
+            queue = wanted.queue.having(partition=chosen_partition(slurm))
+        except ValueError as error:
+            return Report([*login.lines, failure("partition", str(error), "ask for less, or name a partition")], slurm.partitions)
+        wanted = replace(wanted, slurm=wanted.slurm.model_copy(update={"queue": queue}))
+        slurm = Slurm(facts, wanted)
     report = Report([*login.lines, *edge_lines(facts, login.skew, login.margin)], slurm.partitions)
     report.lines += slurm_lines(facts, wanted)
     interpreter = _environment(connection, wanted, base, report.lines)
@@ -67,7 +75,8 @@ def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[st
 
 def _questions(wanted: Wanted) -> dict[str, list[Any]]:
     request = make_request(wanted.queue, RayLauncher().footprint(), job_name="rayslurm-doctor", comment="rayslurm doctor")
-    return questions(_script(request), request.login_variables)
+    # Which partition "auto" means is known only from the answers.
+    return questions("" if wanted.queue.partition == AUTO else _script(request), request.login_variables)
 
 
 def _script(request: JobRequest) -> str:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from ..config import mebibytes, time_limit_seconds
 from ..edge.slurm import BACK_OFF
+from ..slurm.partition_choice import choose
+from ..slurm.partitions import NODES, PARTITIONS, Node, Partition, objections, parse_partitions
 from ..slurm.refusals import explain, is_temporary, with_requested_values
 from ..slurm.request import SBATCH_FIELDS, JobRequest
 from . import Line, Wanted, failure, has_failure, ok, skipped, warning
 from .account import ASSOCIATIONS, QOS, SHOW, Row, forbids, parse_associations, parse_qos, qos_of
-from .partitions import NODES, PARTITIONS, Node, Partition, parse_partitions
 
 _NEEDED = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 _OLDEST = (22, 5)  # The oldest Slurm on which this project is tested.
@@ -41,7 +42,8 @@ class Answer(NamedTuple):
 def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any]]:
     """Returns the commands that the edge node runs, by name: each with its standard input and the variables that it may see.
 
-    `script` is the batch script of a job as it would be submitted, and `login_variables` are the `SBATCH_*` variables for sbatch.
+    `script` is the batch script of a job as it would be submitted, "" for no test submission; `login_variables` are the
+    `SBATCH_*` variables for sbatch.
     """
     commands: dict[str, Sequence[str]] = {
         "ping": ("scontrol", "ping"),
@@ -52,7 +54,9 @@ def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any
         "qos": QOS,
     }
     asked: dict[str, list[Any]] = {name: [["env", "LC_ALL=C", *command], "", []] for name, command in commands.items()}
-    return asked | {"test": [["env", "LC_ALL=C", "sbatch", "--test-only"], script, list(login_variables)]}
+    return (
+        asked if not script else asked | {"test": [["env", "LC_ALL=C", "sbatch", "--test-only"], script, list(login_variables)]}
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,13 @@ def slurm_lines(facts: Mapping[str, Any], wanted: Wanted) -> list[Line]:
         return [*lines, skipped("partition", "not checked, because Slurm does not answer")]
     lines += [*_version(slurm), *_accounting(slurm), *_job_age(slurm), *_partition(slurm)]
     # sbatch names only one objection, which after a failure may be the same one.
-    return lines if has_failure(lines) else [*lines, _test(slurm)]
+    return lines if has_failure(lines) or "test" not in facts["answers"] else [*lines, _test(slurm)]
+
+
+def chosen_partition(slurm: Slurm) -> str:
+    """Returns the partition that a job with `partition="auto"` would get now; raises `ValueError` if none fits."""
+    takes_jobs = [each for each in slurm.partitions if not any(_objections(each, slurm))]
+    return str(choose(JobRequest("", "", slurm.wanted.queue), takes_jobs or slurm.partitions).request.queue.partition)
 
 
 def _programs(slurm: Slurm) -> Line:
@@ -240,28 +250,13 @@ def _partition(slurm: Slurm) -> Iterator[Line]:
 
 def _objections(partition: Partition, slurm: Slurm) -> Iterator[str]:
     """Yields each reason why a partition takes none of this user's jobs; nothing if the partition takes them."""
-    groups, accounts = partition.names("AllowGroups"), partition.names("AllowAccounts")
-    account, qos, queue = slurm.value("account"), slurm.value("qos"), slurm.wanted.queue
-    if partition.state != "UP":
-        yield f"its state is {partition.state}"
+    given = {name: slurm.value(name) for name in ("account", "qos", "reservation")}
+    yield from objections(partition, slurm.wanted.queue.having(**given))
+    groups, submitters = partition.names("AllowGroups"), partition.names("AllocNodes")
     if groups and not set(groups) & set(slurm.facts["groups"]):
         yield f"it is for the groups {', '.join(groups)}, and you are in none of them"
-    if account and accounts and account not in accounts:
-        yield f"it is for the accounts {', '.join(accounts)}"
-    if account and account in partition.names("DenyAccounts"):
-        yield f"it does not take the account {account}"
-    if qos and partition.names("AllowQos") and qos not in partition.names("AllowQos"):
-        yield f"it is for the QOS {', '.join(partition.names('AllowQos'))}"
-    if partition.settings.get("RootOnly") == "YES":
-        yield "only root may use it"
-    if partition.settings.get("ReqResv") == "YES" and not slurm.value("reservation"):
-        yield "it takes jobs of reservations only"
-    submitters = partition.names("AllocNodes")
     if submitters and slurm.facts["machine"]["host"].partition(".")[0] not in submitters and "[" not in ",".join(submitters):
         yield f"it takes jobs from {', '.join(submitters)} only, and this edge node is {slurm.facts['machine']['host']}"
-    most = partition.limit("MaxNodes")
-    if most is not None and queue.num_nodes > most:
-        yield f"it gives a job {most:g} nodes at most, and num_nodes is {queue.num_nodes}"
 
 
 def _nodes(slurm: Slurm, nodes: Sequence[Node]) -> Iterator[Line]:

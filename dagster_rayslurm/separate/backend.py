@@ -129,7 +129,7 @@ class SeparateBatchBackend(JobBackend):
         nonce = next(iter(plans.values())).payload.nonce
         comment = job_comment(step.run_id, step.step_key, step.partition_key)
         request = request_for(self.components, job_name=job_name(step.step_key, nonce), comment=comment)
-        request = self.avoiding(request, step)
+        request = self.placed(request, step)
         cluster_id = f"{CLUSTER}{nonce}"
         files = {
             RUNTIME: to_json(RuntimeSpec(cluster_id, components=component_specs(request))).encode("utf-8"),

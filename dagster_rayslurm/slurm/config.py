@@ -12,6 +12,8 @@ from ..fields import BASE, at_least, check_at_least, checked, plain_text
 from ..launchers import BashLauncher, RayLauncher
 from ..ssh.config import SSHConnectionResource
 
+AUTO = "auto"  # The partition is chosen when the job is submitted; see `partition_choice`.
+
 
 def _check_gpus(value: object) -> Any:
     typed = re.fullmatch(r"(?:gpu:)?([A-Za-z]\w*):(\d+)", value) if isinstance(value, str) else None
@@ -24,7 +26,8 @@ class SlurmQueueConfig(StrictConfig):
     """An allocation: its size, and where to request it. None leaves a choice to Slurm or the launcher."""
 
     partition: Annotated[Optional[str], plain_text] = None
-    """Partition (`--partition`); None for the cluster's default."""
+    """Partition (`--partition`); None for the cluster's default, "auto" for the first one that fits and has free nodes when the
+    job is submitted. With "auto", an environment that is sent is made for the nodes of the default partition."""
     account: Annotated[Optional[str], plain_text] = None
     """Account that is charged (`--account`)."""
     qos: Annotated[Optional[str], plain_text] = None

@@ -9,6 +9,7 @@ from ..edge.unhealthy import known, note
 from ..errors import UnhealthyNode
 from ..runtime.node.allocation import expand_nodelist
 from ..ssh.base import Connection
+from .config import AUTO
 from .request import JobRequest
 from .shared_queue import run_slurm, unanswered
 
@@ -42,11 +43,13 @@ def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: 
     """Returns which unhealthy nodes in the job's partitions to exclude: as many as leave enough other nodes for the job."""
     exclusion = Exclusion()
     for each in unhealthy:
-        if not any(each.node in partitions.get(name, ()) for part in request.components for name in _partitions(part)):
+        if not any(
+            each.node in partitions.get(name, ()) for part in request.components for name in _partitions(part, partitions)
+        ):
             continue
         out = {each.node, *(other.node for other in exclusion.nodes)}
         problem = next((why for part in request.components if (why := _too_few(request, part, out, partitions))), None)
-        if problem is None and any(each.node in _listed(part.queue.nodelist) for part in request.components):
+        if problem is None and any(each.node in listed(part.queue.nodelist) for part in request.components):
             problem = "SlurmQueueConfig.nodelist asks for it"
         if problem is None:
             exclusion = replace(exclusion, nodes=(*exclusion.nodes, each))
@@ -59,7 +62,7 @@ def excluding(request: JobRequest, nodes: Sequence[str]) -> JobRequest:
     """Returns the request with further nodes that no component may get, in addition to those that the user excludes."""
 
     def one(part: JobRequest) -> JobRequest:
-        own = _listed(part.queue.exclude)
+        own = listed(part.queue.exclude)
         words = [*([part.queue.exclude] if part.queue.exclude else []), *(node for node in nodes if node not in own)]
         return replace(part, queue=part.queue.having(exclude=",".join(words) or None))
 
@@ -85,8 +88,12 @@ def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: P
     Each component gets nodes of its own, so the components in one partition count together.
     """
     wanted = sum(each.queue.num_nodes for each in request.components if each.queue.partition == part.queue.partition)
-    out = out | set(_listed(part.queue.exclude))
-    left = {name: [node for node in partitions[name] if node not in out] for name in _partitions(part) if name in partitions}
+    out = out | set(listed(part.queue.exclude))
+    left = {
+        name: [node for node in partitions[name] if node not in out]
+        for name in _partitions(part, partitions)
+        if name in partitions
+    }
     if not left or any(len(nodes) >= wanted for nodes in left.values()):
         return None
     name, nodes = max(left.items(), key=lambda item: len(item[1]))
@@ -94,12 +101,13 @@ def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: P
     return f"{what} would have {len(nodes)} usable node{'' if len(nodes) == 1 else 's'} left, and the job needs {wanted}"
 
 
-def _partitions(part: JobRequest) -> list[str]:
+def _partitions(part: JobRequest, partitions: Partitions) -> Sequence[str]:
     """Returns the partitions in which a component may run; "" stands for the default one."""
-    return (part.queue.partition or "").split(",")
+    return list(partitions) if part.queue.partition == AUTO else (part.queue.partition or "").split(",")
 
 
-def _listed(nodes: str | None) -> list[str]:
+def listed(nodes: str | None) -> list[str]:
+    """Returns the names of the nodes in a list as Slurm writes it; an empty list for None, or a list that Slurm would refuse."""
     try:
         return expand_nodelist(nodes or "")
     except ValueError:  # Slurm says what is wrong with it.

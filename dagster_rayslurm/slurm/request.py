@@ -18,7 +18,7 @@ from ..config import check_environment, check_line, mebibytes, time_limit_second
 from ..fields import check_text
 from ..runtime.node.resources import SHARE_FOR_RAY, Footprint
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT
-from .config import SlurmQueueConfig, split_signal
+from .config import AUTO, SlurmQueueConfig, split_signal
 
 # Options that request GPUs, other than --gpus-per-node with its own field.
 _GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])?gpu([:=,]|$))")
@@ -77,13 +77,17 @@ def _time(wanted: str, granted: str) -> bool:
     return whole is None or (own is not None and own <= whole)
 
 
+def _partition(wanted: str | None, granted: str | None) -> bool:
+    return wanted in (AUTO, granted)
+
+
 def _contained(wanted: list[str], granted: list[str]) -> bool:
     return set(wanted) <= set(granted)
 
 
 # Every field of `SlurmQueueConfig`, in the order in which the job script lists their options.
 SBATCH_FIELDS = (
-    SbatchField("partition", eq, "partition", login_variable=True),
+    SbatchField("partition", _partition, "partition", login_variable=True),
     SbatchField("account", eq, "account", inheritance=Inheritance.INHERITED, login_variable=True),
     SbatchField("qos", eq, "qos", inheritance=Inheritance.INHERITED, login_variable=True),
     SbatchField("reservation", eq, "reservation", inheritance=Inheritance.INHERITED, login_variable=True),
@@ -299,6 +303,7 @@ def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
     srun fails if Slurm has no such CPU within `patience` seconds; None lets it wait without limit.
     """
     fields = [each for each in SBATCH_FIELDS if each.name in _PLACE]
+    queue = queue.having(partition=None) if queue.partition == AUTO else queue
     own = [f"--{each.option}={getattr(queue, each.name)}" for each in fields if getattr(queue, each.name) is not None]
     names = [each.name for each in fields if each.login_variable and getattr(queue, each.name) is None]
     variables = " ".join(f'${{SBATCH_{name.upper()}:+"--{name}=$SBATCH_{name.upper()}"}}' for name in names)

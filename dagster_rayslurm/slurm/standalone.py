@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from ..config import check_environment, check_line
 from ..runtime.protocol.spec import RaySpec
+from .config import AUTO
 from .request import JobRequest, sbatch_options, sbatch_quote
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -102,10 +103,12 @@ def standalone_script(
     """Returns a batch script that runs `command`, in a Ray cluster unless `ray` is None, and needs only Slurm, bash and Ray.
 
     `commands` are shell commands that make Python and Ray available; `variables` and `site` are environment variables. Raises
-    ValueError for values with control characters, and for a heterogeneous job.
+    ValueError for values with control characters, for a heterogeneous job, and for partition="auto".
     """
     if request.further_components:
         raise ValueError("--standalone: a heterogeneous job needs this package; leave it out")
+    if request.queue.partition == AUTO:
+        raise ValueError('--standalone: partition="auto" is chosen where this package submits a job; name a partition')
     name = _UNSAFE.sub("_", request.job_name) or "run"
     lines = [f"#SBATCH --job-name={sbatch_quote(name)}", f"#SBATCH --output={name}-%j.log", "#SBATCH --export=ALL"]
     lines += [f"#SBATCH {option}" for option in sbatch_options(request)]

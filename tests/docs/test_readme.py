@@ -20,7 +20,7 @@ from ..stack.access import Stack
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *("README.md", "docs/sessions.md", "docs/components.md", "docs/containers.md", "docs/edge_node.md"),
+    *("README.md", "docs/sessions.md", "docs/components.md", "docs/containers.md", "docs/dg.md", "docs/edge_node.md"),
     *("docs/feasibility.md", "docs/node_health.md", "docs/pixi.md", "docs/settings.md", "docs/terminal.md"),
 )
 README = "".join((ROOT / page).read_text() for page in PAGES)
@@ -224,7 +224,9 @@ def test_the_commands_and_modules_that_are_named_exist() -> None:
         assert (ROOT / "dagster_rayslurm" / module).exists(), module
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/architecture.md", "docs/faults.md", "docs/memory.md", "stack/README.md"])
+@pytest.mark.parametrize(
+    "page", [*PAGES, "docs/architecture.md", "docs/faults.md", "docs/memory.md", "docs/recipes.md", "stack/README.md"]
+)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     headings = {

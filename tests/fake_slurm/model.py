@@ -262,6 +262,10 @@ def scontrol(state: State, words: list[str], caller: Caller, now: float) -> Answ
     _, words = options_of(words)
     if words[:2] == ["show", "config"]:
         return Answer(out="JobAcctGatherParams     = (null)\n")
+    if words[:2] == ["show", "partition"]:
+        default = next(iter(state["partitions"]))
+        names = ((name, "YES" if name == default else "NO") for name in state["partitions"])
+        return Answer(out="".join(f"PartitionName={name} Default={flag} MaxTime=UNLIMITED State=UP\n" for name, flag in names))
     job_id = int(words[-1])
     jobs = [job for job in _remembered(state, now) if job_id in (job["id"], job["leader"])]
     if not jobs:
@@ -295,8 +299,13 @@ def sinfo(state: State, words: list[str], caller: Caller, now: float) -> Answer:
     lines = ""
     for number, (name, nodes) in enumerate(state["partitions"].items()):
         columns = {"R": name, "P": name + "*" * (number == 0), "D": str(len(nodes)), "l": "infinite"}
+        cpus, gpus = state["cpus"], state["gpus"].get(name, 0)
+        columns |= {"C": f"0/{cpus}/0/{cpus}", "m": "4096", "G": f"gpu:{gpus}" if gpus else "(null)", "f": "(null)"}
         if "Node" in options:
-            lines += "".join(f"{node}|{columns['P']}|{state['node_states'].get(node, 'idle')}\n" for node in nodes)
+            for node in nodes:
+                word = state["node_states"].get(node, "idle")
+                own = {**columns, "N": node, "T": word, "t": word}
+                lines += re.sub(r"%([A-Za-z])", lambda match, own=own: own[match[1]], options["format"]) + "\n"
             continue
         lines += re.sub(r"%([A-Za-z])", lambda match, columns=columns: columns[match[1]], options["format"]) + "\n"
     return Answer(out=lines)

@@ -21,14 +21,14 @@ from dagster_rayslurm.doctor import Line, Verdict, Wanted, probe
 from dagster_rayslurm.doctor.account import forbids, parse_associations
 from dagster_rayslurm.doctor.collect import examine
 from dagster_rayslurm.doctor.machine_lines import edge_lines
-from dagster_rayslurm.doctor.partitions import parse_partitions
 from dagster_rayslurm.doctor.probe_lines import NO_PYTHON, ended_lines, probe_lines
 from dagster_rayslurm.doctor.resource import resource_text
-from dagster_rayslurm.doctor.slurm_lines import Slurm, slurm_lines
+from dagster_rayslurm.doctor.slurm_lines import Slurm, chosen_partition, slurm_lines
 from dagster_rayslurm.edge import machine, site
 from dagster_rayslurm.edge.environment import PROBE
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.slurm import submit
+from dagster_rayslurm.slurm.partitions import parse_partitions
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import wait_until
@@ -154,6 +154,22 @@ def test_a_variable_of_the_login_names_the_partition() -> None:
     assert complaints(slurm_lines(facts, wanted())) == [("partition", "failure")]
     assert complaints(slurm_lines(facts, wanted(partition="gpu"))) == []
     assert complaints(edge_lines(facts, 0.0, 0.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("queue", "partition"),
+    [({}, "compute"), ({"gpus_per_node": 1}, "gpu"), ({"num_nodes": 3}, "all"), ({"exclude": "c1,c2"}, "gpu")],
+)
+def test_partition_auto_is_what_a_job_would_get_now(queue: dict[str, Any], partition: str) -> None:
+    assert chosen_partition(Slurm(SURVEY, wanted(partition="auto", **queue))) == partition
+
+
+def test_partition_auto_avoids_partitions_of_others() -> None:
+    facts = copy.deepcopy(SURVEY)
+    replaced("partitions", "PartitionName=compute AllowGroups=ALL", "PartitionName=compute AllowGroups=root")(facts)
+    assert chosen_partition(Slurm(facts, wanted(partition="auto"))) == "gpu"
+    with pytest.raises(ValueError, match="no partition fits"):
+        chosen_partition(Slurm(facts, wanted(partition="auto", cpus_per_node=5)))
 
 
 def test_partitions_of_large_clusters() -> None:

@@ -161,19 +161,19 @@ def step() -> Step:
 
 def test_a_job_avoids_nodes_that_failed_elsewhere(tmp_path: Path, fake_slurm: FakeSlurm, step: Step) -> None:
     one, request = backend(tmp_path), job_request("j", "c", partition="gpu")
-    assert one.avoiding(request, step) == request and fake_slurm.calls("sinfo") == []
+    assert one.placed(request, step) == request and fake_slurm.calls("sinfo") == []
     one.remember_unhealthy([node("g1")])
-    assert one.avoiding(request, step).queue.exclude == "g1"
+    assert one.placed(request, step).queue.exclude == "g1"
     said = "[rayslurm] excluded for a failed health check: g1 (gpu-count: 1 of 2 GPUs are there; 0 min ago)"
     assert step.log.lines == [said]
-    assert backend(tmp_path, avoids=False).avoiding(request, step) == request
+    assert backend(tmp_path, avoids=False).placed(request, step) == request
 
 
 def test_a_job_that_would_have_too_few_nodes_excludes_none(tmp_path: Path, fake_slurm: FakeSlurm, step: Step) -> None:
     one, request = backend(tmp_path), job_request("j", "c", partition="gpu")
     one.remember_unhealthy([node("g1")])
     fake_slurm.set(node_states={"g2": "drained"})
-    assert one.avoiding(request, step) == request
+    assert one.placed(request, step) == request
     assert "failed a health check and is not excluded: partition gpu would have 0 usable nodes left" in step.log.lines[0]
 
 
@@ -181,7 +181,7 @@ def test_a_controller_that_is_away_excludes_none(tmp_path: Path, fake_slurm: Fak
     one, request = backend(tmp_path), job_request("j", "c", partition="gpu")
     one.remember_unhealthy([node("g1")])
     fake_slurm.fault("sinfo", "slurm_load_partitions: Unable to contact slurm controller (connect failure)")
-    assert one.avoiding(request, step) == request
+    assert one.placed(request, step) == request
     assert "no node is excluded for a failed health check: " in step.log.lines[0] and "Unable to contact" in step.log.lines[0]
 
 

@@ -337,11 +337,11 @@ class SlurmSite(Site):
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{backend.name}", nonce)
         request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
-        request = backend.avoiding(request, step)
+        request = backend.placed(request, step)
         directory = registry.generation_dir(number)
         script = batch.job_script(request, interpreter, runtime, directory, backend.slurm, "session")
         ask = (*interpreter.srun, *interpreter.start("-I", runtime, "ask"))
-        manifest = SessionManifest(number, created_with.capacity(backend.reuse), ask)
+        manifest = SessionManifest(number, created_with.capacity(backend.reuse).placed(request), ask)
         files = {
             RUNTIME: to_json(backend.runtime_spec(f"{batch.CLUSTER}{nonce}", created_with, request, self.plan)).encode("utf-8"),
             JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),

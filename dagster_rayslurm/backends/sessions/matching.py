@@ -98,6 +98,11 @@ class Capacity:
             return [name for name in self.queues if name is not None]
         return [each.component_id for each in self.ray.components] if self.ray is not None else []
 
+    def placed(self, request: JobRequest) -> Capacity:
+        """Returns the capacity with the partitions of the job request that was submitted, in place of "auto"."""
+        partitions = {part.component_id: part.queue.partition for part in request.components}
+        return replace(self, queues={name: {**queue, "partition": partitions[name]} for name, queue in self.queues.items()})
+
     def to_json(self) -> dict[str, Any]:
         """Returns the capacity as a dictionary for a session's manifest; `capacity_from_json` reads the dictionary."""
         return {"ray": self.ray and asdict(self.ray), "reuse": self.reuse, "queues": list(self.queues.items())}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..config import time_limit_seconds
+from .config import SlurmQueueConfig
 
 PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 # Partition, node, state, CPUs allocated/idle/other/total, memory in MiB, generic resources, features (sinfo(1), Slurm 22.05).
@@ -31,6 +32,7 @@ class Node:
     memory: int  # MiB.
     gpus: Counter[str]  # Number by type; "" is the type of GPUs without one.
     features: tuple[str, ...]
+    idle_cpus: int = 0
 
     @property
     def usable(self) -> bool:
@@ -99,6 +101,26 @@ class Partition:
         ]
 
 
+def objections(partition: Partition, queue: SlurmQueueConfig) -> Iterator[str]:
+    """Yields each reason in a partition's settings why it takes no job with this queue; nothing if the partition takes it."""
+    accounts, qos = partition.names("AllowAccounts"), partition.names("AllowQos")
+    if partition.state != "UP":
+        yield f"its state is {partition.state}"
+    if queue.account and accounts and queue.account not in accounts:
+        yield f"it is for the accounts {', '.join(accounts)}"
+    if queue.account and queue.account in partition.names("DenyAccounts"):
+        yield f"it does not take the account {queue.account}"
+    if queue.qos and qos and queue.qos not in qos:
+        yield f"it is for the QOS {', '.join(qos)}"
+    if partition.settings.get("RootOnly") == "YES":
+        yield "only root may use it"
+    if partition.settings.get("ReqResv") == "YES" and not queue.reservation:
+        yield "it takes jobs of reservations only"
+    most = partition.limit("MaxNodes")
+    if most is not None and queue.num_nodes > most:
+        yield f"it gives a job {most:g} nodes at most, and num_nodes is {queue.num_nodes}"
+
+
 def limit_seconds(text: str) -> float | None:
     """Returns the seconds of a time limit as Slurm prints it; None if there is no limit."""
     return None if text in ("", "(null)", "NONE", "N/A", "Partition_Limit") else time_limit_seconds(text)
@@ -128,6 +150,7 @@ def _node(cells: Sequence[str]) -> Node:
     gpus: Counter[str] = Counter()
     for match in _GPU.finditer(gres):
         gpus[match["type"] or ""] += int(match["count"])
-    total = cpus.rpartition("/")[2]
     given = () if features in ("", "(null)") else tuple(features.split(","))
-    return Node(name, state, int(total) if total.isdigit() else 0, int(re.sub(r"\D", "", memory) or 0), gpus, given)
+    counts = [int(each) if each.isdigit() else 0 for each in cpus.split("/")]
+    idle = counts[1] if len(counts) == 4 else 0
+    return Node(name, state, counts[-1], int(re.sub(r"\D", "", memory) or 0), gpus, given, idle)

@@ -1,0 +1,61 @@
+"""Makes a `ComputeResource` from a table, a dictionary with its fields as files in TOML or YAML have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import dagster as dg
+
+from .compute import ComputeResource
+from .errors import one_sentence
+from .slurm.config import HetComponent, SlurmResource
+from .ssh.config import SSHConnectionResource
+
+
+def resource_from(table: Mapping[str, Any], where: str) -> ComputeResource:
+    """Returns the resource with the fields in a table; raises `ValueError`, which names the place `where`, for invalid ones.
+
+    `{"env": "NAME"}` stands for `dg.EnvVar("NAME")`, and `kind` in a table chooses among launchers and environments.
+    """
+    fields = with_variables(dict(table))
+    try:
+        # Dagster turns tables into resources and configurations.
+        if isinstance(slurm := fields.get("slurm"), dict):
+            ssh = slurm.get("ssh")
+            fields["slurm"] = SlurmResource(**{**slurm, "ssh": _login(ssh) if isinstance(ssh, dict) else ssh})
+        fields = with_kinds(ComputeResource, fields)
+        fields["components"] = [HetComponent(**with_kinds(HetComponent, each)) for each in fields.get("components", [])]
+        return ComputeResource(**fields)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {one_sentence(error)}") from None
+
+
+def _login(fields: Mapping[str, Any]) -> SSHConnectionResource:
+    jump = fields.get("jump_host")
+    return SSHConnectionResource(**{**fields, **({"jump_host": _login(jump)} if isinstance(jump, Mapping) else {})})
+
+
+def with_kinds(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields for an object of class `cls`; a table with a `kind`, such as a launcher, is replaced by an object."""
+    made = dict(fields)
+    for name, value in fields.items():
+        field = cls.model_fields.get(name)
+        if field is not None and field.discriminator is not None and isinstance(value, dict):
+            kinds = {each.model_fields["kind"].default: each for each in get_args(field.annotation)}
+            kind = value.get("kind", field.default.kind)
+            if kind not in kinds:
+                raise ValueError(f"{name}.kind: {kind!r} is not one of {', '.join(map(repr, kinds))}")
+            made[name] = kinds[kind](**value)
+    return made
+
+
+def with_variables(value: Any) -> Any:
+    """Returns a value of a file with a `dg.EnvVar` for each {"env": "NAME"}, the form of Dagster's own configuration files."""
+    if isinstance(value, dict):
+        if set(value) == {"env"} and isinstance(value["env"], str):
+            return dg.EnvVar(value["env"])
+        return {name: with_variables(each) for name, each in value.items()}
+    return [with_variables(each) for each in value] if isinstance(value, list) else value

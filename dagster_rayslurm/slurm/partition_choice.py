@@ -1,0 +1,134 @@
+"""Chooses the partition of a job whose queue has `partition="auto"`: the first one that fits and has free nodes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..config import mebibytes, time_limit_seconds
+from ..ssh.base import Connection
+from .config import AUTO, SlurmQueueConfig
+from .exclusion import listed
+from .partitions import NODES, Node, Partition, objections, parse_partitions
+from .request import JobRequest, granted_gpus
+from .shared_queue import run_slurm, unanswered
+
+# Without `--all`, scontrol leaves out partitions that are hidden or closed to the user's groups (scontrol(1), Slurm 22.05).
+_QUESTION = ("sh", "-c", 'scontrol --oneliner show partition && exec "$@"', "sh", *NODES)
+_TIMEOUT = 60.0
+_SIMPLE = re.compile(r"[\w.-]+(&[\w.-]+)*")  # A constraint that is a list of features, all of which a node must have.
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A job request with a partition in place of each "auto", and a sentence on each choice, for the log."""
+
+    request: JobRequest
+    reasons: tuple[str, ...]
+
+
+def is_auto(request: JobRequest) -> bool:
+    """Returns whether a job, or a component of it, leaves the partition to `choose`."""
+    return any(each.queue.partition == AUTO for each in request.components)
+
+
+def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
+    """Returns a job request with the first partition that fits and has enough free nodes; raises `ValueError` if none fits. Pure.
+
+    The cluster's default partition comes first, and partitions with GPUs last if the job requests none. If no partition has
+    enough free nodes, the job waits in all that fit; a component of a heterogeneous job waits in the first one.
+    """
+    taken: Counter[str] = Counter()  # Each component gets nodes of its own.
+    reasons, parts = [], []
+    for part in request.components:
+        if part.queue.partition == AUTO:
+            which = f"component {part.component_id}: " if part.component_id else ""
+            try:
+                name, reason = _choose_one(part.queue, partitions, taken, alone=not request.further_components)
+            except ValueError as error:
+                raise ValueError(f"{which}{error}") from None
+            part = replace(part, queue=part.queue.having(partition=name))
+            reasons.append(f"{which}{reason}")
+        taken[part.queue.partition or ""] += part.queue.num_nodes
+        parts.append(part)
+    return Placement(replace(parts[0], further_components=tuple(parts[1:])), tuple(reasons))
+
+
+def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken: Counter[str], alone: bool) -> tuple[str, str]:
+    """Returns the partition for a job or component, or with `alone` several with commas, and the reason as a sentence."""
+    busy: dict[str, str] = {}
+    passed_over: list[str] = []
+    for each in sorted(partitions, key=lambda one: (bool(one.gpus) and not _gpus(queue), not one.is_default)):
+        nodes = [node for node in each.usable if _fits(node, queue)]
+        if problem := _problem(each, nodes, queue, taken[each.name]):
+            passed_over.append(f"{each.name}: {problem}")
+            continue
+        free = sum(_is_free(node, queue) for node in nodes) - taken[each.name]
+        if free >= queue.num_nodes:
+            before = f"; passed over {', '.join(passed_over)}" if passed_over else ""
+            return each.name, f'partition="auto" is {each.name}, the first that fits and is free: {_count(free)} free{before}'
+        busy[each.name] = f"{each.name}: {max(free, 0)} of {_count(len(nodes))} free"
+        passed_over.append(busy[each.name])
+    if not busy:
+        why = "; ".join(passed_over[:5]) or "sinfo shows none"
+        more = f"; and {len(passed_over) - 5} more" if len(passed_over) > 5 else ""
+        raise ValueError(f'partition="auto": no partition fits ({why}{more})')
+    names = list(busy)[: None if alone else 1]
+    waits = ", ".join(busy[name] for name in names)
+    return ",".join(names), f'partition="auto" is {" or ".join(names)}, where the job waits ({waits})'
+
+
+def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfig, taken: int) -> str | None:
+    """Returns why a partition cannot run a job on `nodes`, those of its nodes that fit, less `taken` ones; None if it can."""
+    objection = next(objections(partition, queue), None)
+    if objection is not None:
+        return objection
+    most, seconds = partition.limit("MaxTime"), time_limit_seconds(queue.time_limit)
+    if most is not None and (seconds is None or seconds > most):
+        return f"its limit of {partition.settings['MaxTime']} is less than time_limit={queue.time_limit}"
+    wanted = set(listed(queue.nodelist))
+    if wanted and not wanted <= {node.name for node in nodes}:
+        return f"it lacks nodes of nodelist={queue.nodelist}, or they do not fit"
+    if len(nodes) - taken < queue.num_nodes:
+        return f"{len(nodes) - taken} of {_count(len(partition.nodes))} work and are large enough"
+    return None
+
+
+def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
+    """Returns whether a node is as large as a queue asks, and is not excluded."""
+    cpus = queue.cpus_per_node or 1
+    memory = mebibytes(queue.mem) if queue.mem else mebibytes(queue.mem_per_cpu) * cpus if queue.mem_per_cpu else 0.0
+    gpus = node.gpus[queue.gpu_type] if queue.gpu_type else node.gpus.total()
+    features = queue.constraint.split("&") if queue.constraint and _SIMPLE.fullmatch(queue.constraint) else ()
+    large = cpus <= node.cpus and memory <= node.memory and _gpus(queue) <= gpus
+    return large and set(features) <= set(node.features) and node.name not in listed(queue.exclude)
+
+
+def _gpus(queue: SlurmQueueConfig) -> int:
+    """Returns how many GPUs a queue asks for on each node; 1 if `extra_sbatch` asks for an unknown number."""
+    granted = granted_gpus(queue.model_dump())
+    return 1 if granted is None else granted
+
+
+def _is_free(node: Node, queue: SlurmQueueConfig) -> bool:
+    """Returns whether a node could start the job now; of a node that runs others, sinfo shows the idle CPUs but no idle GPUs."""
+    shared = node.state.startswith("mix") and not queue.exclusive and not _gpus(queue)
+    return node.idle or (shared and node.idle_cpus >= (queue.cpus_per_node or 1))
+
+
+def _count(nodes: int) -> str:
+    return f"{nodes} node{'' if nodes == 1 else 's'}"
+
+
+def placement_for(connection: Connection, request: JobRequest) -> Placement:
+    """Returns the placement of a job by what Slurm says of its partitions now.
+
+    Raises `ValueError` if no partition fits, and OSError if the cluster does not answer.
+    """
+    done = run_slurm(connection, ["env", "LC_ALL=C", *_QUESTION], timeout=_TIMEOUT)
+    if done.returncode:
+        raise unanswered(connection.place, "scontrol or sinfo", done)
+    text = done.stdout.decode("utf-8", "replace")
+    return choose(request, parse_partitions(text, text))
