@@ -1,8 +1,8 @@
 """Run a payload once for each partition of a step: which partitions are missing, their verdicts, and their materializations.
 
-All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each. It reports the end of each
-partition by one Pipes message, from which the materialization follows at once: a partition that has succeeded counts, whatever
-becomes of the others.
+All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each. It reports the end of
+each partition by one Pipes message, from which the materialization follows at once: a partition that has succeeded counts,
+whatever becomes of the others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from dagster._core.definitions.data_version import DATA_VERSION_TAG
-from dagster._core.definitions.source_asset import SYSTEM_METADATA_KEY_SOURCE_ASSET_OBSERVATION
 from dagster_pipes import PipesContextData
 
 from ..backends.base import Backend
@@ -30,6 +28,13 @@ from ..runtime.payload.partition_runner import METHOD, PARTITIONS
 from .reattach import retried_runs
 from .run import execute
 
+try:
+    # A step's output with this metadata has no materialization of its own (Dagster 1.13: `_core/execution/plan/execute_step.py`).
+    # Without it, Dagster would materialize the run's whole range of partitions once more.
+    from dagster._core.definitions.source_asset import SYSTEM_METADATA_KEY_SOURCE_ASSET_OBSERVATION as _NO_MATERIALIZATION
+except ImportError:
+    _NO_MATERIALIZATION = ""
+
 _PAGE = 1000  # Most records of Dagster's event log in one query.
 _NAMED = 3  # Failed partitions that the sentence of a failure names, with their reasons.
 _LOGGED = 20  # Failed partitions for which the Dagster log gets a line.
@@ -37,15 +42,17 @@ _LISTED = 500  # Failed partitions in the metadata of a failure.
 _MIB = 2**20
 _RUNNER = [Path(partition_runner.__file__), Path(preload_child.__file__)]
 
-# A step's output with this metadata has no materialization of its own (Dagster 1.13, `_core/execution/plan/execute_step.py`). Else
-# Dagster would materialize the run's whole range of partitions again, also those that were materialized before.
-_NO_MATERIALIZATION = {SYSTEM_METADATA_KEY_SOURCE_ASSET_OBSERVATION: True}
+_DATA_VERSION = "dagster/data_version"  # Tag of a materialization.
 
 
 def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) -> None:
     """Raise `ValueError` if the step is not that of one asset with partitions, or `max_concurrent` is no positive number."""
-    if max_concurrent is not None and (isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1):
+    if max_concurrent is not None and (
+        isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1
+    ):
         raise ValueError(f"max_concurrent: {max_concurrent!r} is no number of partitions; pass 1 or more, or leave it out")
+    if not _NO_MATERIALIZATION:
+        raise ValueError(f"run_partitions: Dagster {dg.__version__} would materialize each partition twice; use Dagster 1.13")
     if not context.has_assets_def or len(context.selected_asset_keys) != 1:
         raise ValueError("run_partitions: it runs the partitions of one asset; call it in a function with @dg.asset")
     if context.selected_asset_check_keys:
@@ -80,7 +87,7 @@ def execute_partitions(
     except RunFailure as failure:
         sentence = f"{results.counted()}, then: {failure.description}"
         retry, metadata = failure.allow_retries, {**failure.metadata, **results.failures_metadata()}
-        raise RunFailure(failure.kind, sentence, metadata, retry, failure.unhealthy) from failure
+        raise RunFailure(failure.kind, sentence, metadata, retry, failure.unhealthy) from None
     if results.missing:
         raise RunFailure(FailureKind.PAYLOAD, results.sentence(), results.failures_metadata())
     return completed
@@ -91,9 +98,9 @@ def materialized(context: dg.OpExecutionContext) -> set[str]:
 
     Other materializations do not count: who runs a partition again wants a new one.
     """
-    runs = {run.run_id for run in retried_runs(context)}
-    records = [record for run_id in runs if (record := context.instance.get_run_record_by_id(run_id))]
-    begun = min(record.create_timestamp.timestamp() for record in records)
+    runs = [run.run_id for run in retried_runs(context)]
+    first = context.instance.get_run_record_by_id(runs[0])
+    begun = first.start_time if first else None
     wanted = dg.AssetRecordsFilter(asset_key=next(iter(context.selected_asset_keys)), after_timestamp=begun)
     keys, cursor, more = set(), None, True
     while more:
@@ -130,27 +137,28 @@ class PartitionResults:
         """Returns the Pipes context of a payload that runs the missing partitions, and the handler of its messages."""
         self.handler, self._pipes = pipes.handler, pipes
         windows = {key: self._window(key) for key in self.missing}
-        return {**pipes.pipes_context, PARTITIONS: windows}, self  # type: ignore[typeddict-unknown-key]
+        return {**pipes.pipes_context, PARTITIONS: windows}, self  # type: ignore[misc]
 
     def handle_message(self, message: Any) -> None:
         """Called with each Pipes message of the payload; raises an exception if the message is invalid."""
         if message["method"] != METHOD:
-            return self.handler.handle_message(message)
+            self.handler.handle_message(message)
+            return
         found = message["params"]
         key = found["key"]
         if key not in self.keys or key in self.done:
-            return None  # A payload that a retry has taken over tells again what is materialized already.
+            return  # A payload that a retry has taken over tells again what is materialized already.
         evidence = Evidence(end=found["end"])
         evidence.last_output.extend((stream, text) for stream, text in found["output"])
         results = self._results(key, found["messages"], evidence)
         verdict = judge(evidence, self.uses_pipes, self.require_messages)
         if verdict.kind is None:
-            return self._materialize(key, results, found)
+            self._materialize(key, results, found)
+            return
         self.failed[key] = with_hint(verdict, evidence).sentence
         if len(self.failed) <= _LOGGED:
             more = "; further failures are not logged one by one" if len(self.failed) == _LOGGED else ""
             self.context.log.error(f"[rayslurm] partition {key!r} failed: {self.failed[key]}{more}")
-        return None
 
     def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
         """Handle the messages of one partition; returns the materializations that they report."""
@@ -183,7 +191,7 @@ class PartitionResults:
         metadata["CPU time (s)"] = round(usage["cpu_seconds"], 2)
         metadata["Peak memory (MiB)"] = round(usage["peak_memory"] / _MIB, 1)
         versions = [each.data_version.value for each in results if each.data_version is not None]
-        tags = {DATA_VERSION_TAG: versions[-1]} if versions else None
+        tags = {_DATA_VERSION: versions[-1]} if versions else None
         # Written at once, and not yielded at the end of the step: a killed Dagster process must lose nothing.
         self.context.log_event(dg.AssetMaterialization(self.asset_key, partition=self.keys[key], metadata=metadata, tags=tags))
         self.done.add(key)
@@ -201,7 +209,7 @@ class PartitionResults:
 
     def metadata(self) -> dict[str, Any]:
         """Returns the metadata of the step's output, which keeps Dagster from materializing the partitions once more."""
-        return {"Partitions": len(self.keys), **_NO_MATERIALIZATION}
+        return {"Partitions": len(self.keys), _NO_MATERIALIZATION: True}
 
     def counted(self) -> str:
         """Returns the number of partitions that are materialized, as the beginning of a sentence."""

@@ -84,7 +84,9 @@ class Service:
         env = {**os.environ, "DAGSTER_HOME": str(self.home), "PYTHONPATH": f"{self.home}:{os.getcwd()}"}
         with open(self.home / "log", "ab") as log:
             command = [sys.executable, "definitions.py", *again]
-            self.processes.append(subprocess.Popen(command, env=env, cwd=self.home, stdout=log, stderr=log, start_new_session=True))
+            self.processes.append(
+                subprocess.Popen(command, env=env, cwd=self.home, stdout=log, stderr=log, start_new_session=True)
+            )
         return self.processes[-1]
 
     def kill(self) -> None:
@@ -121,7 +123,7 @@ class Service:
 
 
 @pytest.fixture
-def service(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Service]:  # noqa: ARG001 - is there when a process starts
+def service(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Service]:
     made = Service(tmp_path)
     yield made
     made.kill()

@@ -1,4 +1,4 @@
-"""`run_partitions` in local mode: one payload for each partition of a run, with verdicts, materializations and failures by key."""
+"""`run_partitions` in local mode: one payload for each partition of a run, with verdicts and failures by key."""
 
 import collections
 import os
@@ -65,13 +65,19 @@ class Scene:
         resources = {"compute": self.compute}
         return dg.materialize([scores, below], resources=resources, instance=self.instance, tags=tags, raise_on_error=False)
 
-    def materializations(self, asset: str = "scores") -> dict[str, list[dg.AssetMaterialization]]:
-        """The materializations of an asset, by partition."""
+    def materializations(self, asset: str = "scores") -> dict[str, list[dict[str, Any]]]:
+        """The metadata and tags of all materializations of an asset, by partition."""
         found = collections.defaultdict(list)
         for each in self.instance.fetch_materializations(dg.AssetKey(asset), limit=1000).records:
-            assert each.asset_materialization is not None
-            found[str(each.partition_key)].append(each.asset_materialization)
+            made = each.asset_materialization
+            assert made is not None
+            found[str(each.partition_key)].append({"tags": made.tags, **{key: it.value for key, it in made.metadata.items()}})
         return found
+
+    @property
+    def failed(self) -> Any:
+        """Why partitions failed, by key, in the metadata of the last failure."""
+        return self.failures[-1].metadata["Failed partitions"].value
 
     def logged(self) -> str:
         run = self.instance.get_runs()[0]
@@ -93,15 +99,15 @@ def test_failed_partitions_are_named_and_a_retry_runs_only_these(
     reasons = [f"'{key}' (the payload raised ValueError: bad data in {key} (payload.py:13))" for key in ("part 03", "part 10")]
     assert f"17 of 20 partitions are materialized, 3 failed: {reasons[0]}, {reasons[1]}, 'part 17'" in str(first.description)
     assert str(second.description).startswith(f"19 of 20 partitions are materialized, 1 failed: {reasons[1]}; re-execute")
-    assert first.kind == "payload" and second.metadata["Failed partitions"].value == {"part 10": reasons[1][11:-1]}
+    assert first.kind == "payload" and scene.failed == {"part 10": reasons[1][11:-1]}
     tries = {key: (tmp_path / f"tries {key}").read_text() for key in KEYS}
     assert tries == {key: "xx" if key in ("part 03", "part 10", "part 17") else "x" for key in KEYS}
     found = scene.materializations()
     assert sorted(found) == [key for key in KEYS if key != "part 10"] and {len(each) for each in found.values()} == {1}
     assert scene.materializations("below") == {}
     for key, [each] in found.items():
-        assert each.metadata["key"].value == key and each.tags == {"dagster/data_version": f"version of {key}"}
-        assert each.metadata["Elapsed (s)"].value > 0 and each.metadata["Peak memory (MiB)"].value > 1
+        assert each["key"] == key and each["tags"] == {"dagster/data_version": f"version of {key}"}
+        assert each["Elapsed (s)"] > 0 and each["Peak memory (MiB)"] > 1
     shown, log = capfd.readouterr().out, scene.logged()
     for key in KEYS:
         code = 1 if key in ("part 03", "part 10", "part 17") else 0
@@ -111,7 +117,9 @@ def test_failed_partitions_are_named_and_a_retry_runs_only_these(
     assert "[rayslurm] partition 'part 10' failed: the payload raised ValueError" in log
 
 
-def test_each_partition_has_its_own_key_and_time_window_and_is_materialized_once(scene: Scene, script: Callable[..., Path]) -> None:
+def test_each_partition_has_its_own_key_and_time_window_and_is_materialized_once(
+    scene: Scene, script: Callable[..., Path]
+) -> None:
     days = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
     tags = {"dagster/asset_partition_range_start": "2026-01-01", "dagster/asset_partition_range_end": "2026-01-03"}
     body = "window = pipes.partition_time_window\npipes.report_asset_materialization(metadata={'window': str(window), "
@@ -121,8 +129,8 @@ def test_each_partition_has_its_own_key_and_time_window_and_is_materialized_once
     found = scene.materializations()
     assert sorted(found) == ["2026-01-01", "2026-01-02", "2026-01-03"]
     for day, [each] in found.items():
-        assert f"'start': '{day}T00:00:00+00:00'" in each.metadata["window"].value and each.metadata["extra"].value == 7
-        assert f"'start': '{day}', 'end': '{day}'" in each.metadata["range"].value
+        assert f"'start': '{day}T00:00:00+00:00'" in each["window"] and each["extra"] == 7
+        assert f"'start': '{day}', 'end': '{day}'" in each["range"]
     assert sorted(scene.materializations("below")) == sorted(found)
 
 
@@ -142,7 +150,7 @@ def test_a_partition_is_judged_as_a_payload(scene: Scene, script: Callable[..., 
                 os._exit(5)
         """)
     assert not scene.run(str(payload), tags=FIRST_SIX).success
-    said = scene.failures[0].metadata["Failed partitions"].value
+    said = scene.failed
     expected = {1: "killed by signal 9", 2: "never opened Dagster Pipes", 3: "cannot report an asset check", 4: "exit code 5"}
     assert list(said) and {key: expected[int(key[5:])] in why for key, why in said.items()} == dict.fromkeys(said, True)
     assert sorted(said) == KEYS[1:5] and sorted(scene.materializations()) == [KEYS[0], KEYS[5]]
@@ -152,7 +160,7 @@ def test_a_command_that_is_none_of_python_finds_its_key_in_a_variable(scene: Sce
     command = ["sh", "-c", 'echo "key is $RAYSLURM_PARTITION_KEY" >&2; test "$RAYSLURM_PARTITION_KEY" != "part 04"']
     assert not scene.run(command, tags=FIRST_SIX, uses_pipes=False).success
     why = "the payload ended with exit code 1; its standard error ends with: key is part 04"
-    assert scene.failures[0].metadata["Failed partitions"].value == {"part 04": why}
+    assert scene.failed == {"part 04": why}
 
 
 def test_a_lost_payload_keeps_what_has_succeeded(scene: Scene, script: Callable[..., Path]) -> None:
@@ -174,7 +182,11 @@ def test_a_lost_payload_keeps_what_has_succeeded(scene: Scene, script: Callable[
         ({}, {"partitions": None, "tags": {}}, "run_partitions: this run has no partitions"),
         ({}, {"max_concurrent": 0}, "max_concurrent: 0 is no number of partitions"),
         ({}, {"max_concurrent": True}, "max_concurrent: True is no number of partitions"),
-        ({"topology": "separate", "components": [HetComponent(component_id="a", queue=SlurmQueueConfig())]}, {}, "topology: run_partitions"),
+        (
+            {"topology": "separate", "components": [HetComponent(component_id="a", queue=SlurmQueueConfig())]},
+            {},
+            "topology: run_partitions",
+        ),
     ],
 )
 def test_it_is_refused(fields: Any, arguments: Any, said: str, scene: Scene, base: Path) -> None:

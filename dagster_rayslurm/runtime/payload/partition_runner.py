@@ -173,7 +173,8 @@ def become(command: List[str], env: Dict[str, str], parent: int) -> None:
         sys.modules["__main__"] = bare  # Without the names of this file.
         request = {"argv": command, "cwd": os.getcwd(), "env": env, "parent": parent}
         if preload_child._become(request, os.getcwd()) is None:
-            return preload_child.run(command)
+            preload_child.run(command)
+            return
     with contextlib.suppress(OSError):
         os.setsid()
     try:
