@@ -36,9 +36,9 @@ pipes.report_asset_materialization(metadata={"key": key}, data_version="version 
 class Scene:
     """Runs an asset with partitions, and an asset downstream of it, in a Dagster instance of its own."""
 
-    def __init__(self, compute: ComputeResource, home: Path) -> None:
-        self.compute, self.home = compute, home
-        self.instance = dg.DagsterInstance.local_temp(str(home))
+    def __init__(self, compute: ComputeResource) -> None:
+        self.compute = compute
+        self.instance = dg.DagsterInstance.ephemeral()
         self.failures: list[RunFailure] = []
 
     def run(
@@ -85,9 +85,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(compute: ComputeResource, tmp_path: Path) -> Scene:
-    (tmp_path / "home").mkdir()
-    return Scene(compute, tmp_path / "home")
+def scene(compute: ComputeResource) -> Scene:
+    return Scene(compute)
 
 
 def test_failed_partitions_are_named_and_a_retry_runs_only_these(
