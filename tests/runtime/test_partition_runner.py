@@ -18,7 +18,11 @@ from ..conftest import pipes_script, wait_until
 
 def start(path: Path, keys: list[str], command: list[str], limit: int = 2) -> "subprocess.Popen[str]":
     """The runner's process for some partitions, in a run directory at `path`."""
-    context = {"asset_keys": ["a"], "code_version_by_asset_key": {"a": None}, "provenance_by_asset_key": {"a": None}}
+    context: dict[str, Any] = {
+        "asset_keys": ["a"],
+        "code_version_by_asset_key": {"a": None},
+        "provenance_by_asset_key": {"a": None},
+    }
     context |= {"run_id": "run", "job_name": "job", "retry_number": 0, "extras": {}, "partitions": dict.fromkeys(keys)}
     (path / "pipes_context.json").write_text(json.dumps(context))
     (path / "messages").touch()
