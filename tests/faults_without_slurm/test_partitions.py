@@ -107,7 +107,7 @@ class Service:
 
     def materialized(self) -> list[str]:
         """The keys of all materializations so far."""
-        records = self.dagster.fetch_materializations(dg.AssetKey("scores"), limit=1000).records
+        records = self.dagster.fetch_materializations(dg.AssetKey("scores"), limit=10 * COUNT).records
         return sorted(str(each.partition_key) for each in records)
 
     def ran(self) -> "collections.Counter[str]":
