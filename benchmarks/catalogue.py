@@ -252,6 +252,9 @@ BENCHMARKS = {
         ),
         Benchmark("local.warm", "here.local:local_warm", HERE, "A Ray payload on a warm cluster, beside its driver by hand."),
         Benchmark("local.preload", "here.preload:local_preload", HERE, "The same with Ray imported beforehand.", usual=False),
+        Benchmark(
+            "partitions", "here.partitions:partitions", HERE, "Trivial partitions of one run in a warm session.", usual=False
+        ),
         Benchmark("stdout", "here.stdout:stdout", HERE, "Lines of a payload through a step.", usual=False),
         Benchmark("messages", "here.messages:messages", HERE, "Pipes messages of a payload into the event log.", usual=False),
     )

@@ -14,7 +14,7 @@ from dagster._core.libraries import DagsterLibraryRegistry
 from dagster_pipes import PipesExtras
 
 from . import __version__
-from .compute_fields import ComputeFields, Context, Payloads
+from .compute_fields import ComputeFields, Context, Payload, Payloads
 from .config import ExecutionMode, has_variables
 from .environments import Environment, PreDeployedEnvironment, path_on_cluster
 from .failures import CompletedRun
@@ -145,6 +145,63 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
         arguments |= {"environment": environment, "requires": requires}
         return run(self, context, extras, uses_pipes=uses_pipes, **arguments)
+
+    @_explain_arguments
+    def run_partitions(
+        self,
+        context: Context,
+        payload_path: Payload,
+        *,
+        max_concurrent: int | None = None,
+        launcher: Launcher | None = None,
+        queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
+        extra_env: Mapping[str, str] | None = None,
+        secret_env: Mapping[str, str] | None = None,
+        extras: PipesExtras | None = None,
+        extra_files: Sequence[str | os.PathLike[str]] | None = None,
+        uses_pipes: bool = True,
+        environment: Environment | None = None,
+        requires: Requires | None = None,
+    ) -> CompletedRun:
+        """Run a payload once for each partition of this run, in one job or session, and wait until all partitions have ended.
+
+        The asset needs a backfill policy by which one run has several partitions. Each partition has a process of its own, with
+        the partition's key in `pipes.partition_key`, and is materialized as soon as that process has succeeded. When all have
+        ended, the step fails if a partition failed. A retry, or the run's re-execution from failure, runs only the partitions
+        that are not materialized yet.
+
+        Example:
+            ```python
+            @dg.asset(
+                partitions_def=dg.StaticPartitionsDefinition([f"part-{number:05}" for number in range(10_000)]),
+                backfill_policy=dg.BackfillPolicy.single_run(),
+            )
+            def scores(context: dg.AssetExecutionContext, compute: ComputeResource):
+                return compute.run_partitions(context, "score.py", max_concurrent=16).get_materialize_result()
+            ```
+
+        Args:
+            context: the context of an asset with partitions.
+            payload_path: as for `run`. A script or module of Python starts fastest, because its processes are forked.
+            max_concurrent: how many partitions run at the same time; None for the number of CPUs of the node where they run,
+                which is the first one of the allocation.
+            uses_pipes: False for a payload that does not open Dagster Pipes; it finds its key in RAYSLURM_PARTITION_KEY.
+
+        The other arguments are those of `run`.
+
+        Returns:
+            The result for the asset to return, by `get_materialize_result()`.
+
+        Raises:
+            RunFailure: partitions failed, or the run did not succeed; the sentence counts the partitions, and names the first
+                that failed.
+        """
+        from .run_call import run
+
+        arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "extra_env": extra_env}
+        arguments |= {"secret_env": secret_env, "extra_files": extra_files, "environment": environment, "requires": requires}
+        options = {"max_concurrent": max_concurrent, "by_partition": True}
+        return run(self, context, extras, uses_pipes=uses_pipes, **options, **arguments)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
         """End a warm Ray cluster and everything that runs on it; on Slurm, end its job or session.

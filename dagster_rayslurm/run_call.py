@@ -38,7 +38,7 @@ from .environments import (
     resolve_environment,
 )
 from .errors import FailureKind, one_sentence
-from .execution import terminal
+from .execution import partitions, terminal
 from .execution.run import execute, start_errors
 from .failures import CompletedRun, RunFailure, apply_retry_policy
 from .launchers import Launcher, RayLauncher
@@ -60,7 +60,10 @@ _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}
 
 
 def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
-    """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed."""
+    """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed.
+
+    With `by_partition` the call is one of `ComputeResource.run_partitions`.
+    """
     # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
     try:
@@ -70,11 +73,22 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
         raise
 
 
-def _run(resource: ComputeFields, context: dg.OpExecutionContext, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
+def _run(
+    resource: ComputeFields,
+    context: dg.OpExecutionContext,
+    extras: PipesExtras | None,
+    max_concurrent: int | None = None,
+    by_partition: bool = False,
+    **arguments: Any,
+) -> CompletedRun:
     if unused := _unused_fields(resource, arguments["environment"] or resource.environment):
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
         call = Call(resource, settings=of_step(context), **arguments)
+        if by_partition:
+            partitions.check_context(context, max_concurrent)
+            if resource.topology == Topology.SEPARATE:
+                raise ValueError(f"topology: run_partitions has one payload for each partition; use {_SPANNING}")
         try:
             json.dumps(extras)
         except (TypeError, ValueError, RecursionError) as error:
@@ -83,6 +97,8 @@ def _run(resource: ComputeFields, context: dg.OpExecutionContext, extras: PipesE
             ) from None
         plan, backend = _prepare(call, secrets.token_hex(6))
     _log_origins(call, context.log)
+    if by_partition:
+        return partitions.execute_partitions(context, partitions.with_runner(plan, max_concurrent), backend, resource, extras)
     return execute(context, plan, backend, resource, extras)
 
 

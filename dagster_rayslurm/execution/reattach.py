@@ -165,16 +165,21 @@ class AttemptHistory:
     def _entries(self) -> Iterator[dg.EventLogEntry]:
         """Yields the event log entries of this run and the runs that it retries, oldest first; reads one page at a time."""
         instance = self._context.instance
-        runs = [self._context.run]
-        while _is_retry(runs[0]) and runs[0].parent_run_id and (parent := instance.get_run_by_id(runs[0].parent_run_id)):
-            runs.insert(0, parent)
-        for run in runs:
+        for run in retried_runs(self._context):
             cursor, more = None, True
             while more:
                 page = instance.get_records_for_run(run.run_id, cursor, limit=_PAGE)
                 cursor, more = page.cursor, page.has_more
                 for record in page.records:
                     yield record.event_log_entry
+
+
+def retried_runs(context: dg.OpExecutionContext) -> list[dg.DagsterRun]:
+    """Returns this run and the runs that it retries from failure, the oldest first."""
+    runs = [context.run]
+    while _is_retry(runs[0]) and runs[0].parent_run_id and (parent := context.instance.get_run_by_id(runs[0].parent_run_id)):
+        runs.insert(0, parent)
+    return runs
 
 
 def _is_retry(run: dg.DagsterRun) -> bool:

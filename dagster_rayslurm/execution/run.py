@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from dagster_pipes import PipesContextData
@@ -39,6 +39,9 @@ from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_cancelin
 from .reattach import Launch, reattach_or_new
 from .unhealthy import remember, second_try
 
+if TYPE_CHECKING:
+    from .partitions import PartitionResults
+
 Component = str | None  # The name of a component; None if the run has a single payload.
 _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled payload's record is still read.
 _RETRY = 5.0  # Seconds between two tries to download a file over a lost connection.
@@ -48,10 +51,18 @@ _SWEEP_INTERVAL = 3600.0  # Seconds between two sweeps of one base directory by 
 _last_sweep: dict[tuple[str, Path], float] = {}
 
 
-def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resource: ComputeFields, extras: Any) -> CompletedRun:
-    """Run a `Plan`, or plans by component in the job's order, until all payloads have ended; returns the result of the run.
+def execute(
+    context: dg.OpExecutionContext,
+    plan: Any,
+    backend: Backend,
+    resource: ComputeFields,
+    extras: Any,
+    partitions: PartitionResults | None = None,
+) -> CompletedRun:
+    """Run a `Plan`, or a mapping from components to plans in the job's order, until all payloads have ended.
 
-    Returns the result for the user's asset. Raises RunFailure unless all payloads succeeded.
+    If the payload runs several partitions, `partitions` gets its messages. Returns the result for the user's asset. Raises
+    RunFailure unless all payloads succeeded.
     """
     home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
@@ -65,14 +76,16 @@ def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resourc
     interrupts = partial(mark_canceling, context), partial(is_service_stop, context)
     run = PayloadRun(context.log, backend, resource, launch, plans, *interrupts)
     with pipes.session(extras, writers > 0) as session:
+        pipes_context, handler = partitions.attach(pipes) if partitions else (pipes.pipes_context, pipes.handler)
         metadata = run.complete(
-            pipes.pipes_context,
-            pipes.handler,
+            pipes_context,
+            handler,
             # A throwaway handler checks each result of a component, so that Dagster does not get the result yet.
             check=lambda each: dg.PipesMessageHandler(context, pipes).handle_message(each),
         )
     outputs = sorted(path for path in run.outputs.rglob("*") if path.is_file())
     running = run.first.running
+    metadata = {**metadata, **(partitions.metadata() if partitions else {})}
     return CompletedRun(session, metadata, running.cluster_id, running.job_id, outputs)
 
 

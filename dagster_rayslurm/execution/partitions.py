@@ -1,0 +1,232 @@
+"""Run a payload once for each partition of a step: which partitions are missing, their verdicts, and their materializations.
+
+All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each. It reports the end of
+each partition by one Pipes message, from which the materialization follows at once: a partition that has succeeded counts,
+whatever becomes of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from dagster_pipes import PipesContextData
+
+from ..backends.base import Backend
+from ..compute_fields import ComputeFields
+from ..errors import FailureKind
+from ..failures import CompletedRun, RunFailure
+from ..follow import Evidence
+from ..follow.forward import RecordPipes
+from ..outcome import judge, with_hint
+from ..plan import Plan
+from ..runtime.payload import partition_runner, preload_child
+from ..runtime.payload.partition_runner import METHOD, PARTITIONS
+from .reattach import retried_runs
+from .run import execute
+
+try:
+    # A step's output with this metadata has no materialization of its own (Dagster 1.13: `_core/execution/plan/execute_step.py`).
+    # Without it, Dagster would materialize the run's whole range of partitions once more.
+    from dagster._core.definitions.source_asset import SYSTEM_METADATA_KEY_SOURCE_ASSET_OBSERVATION as _NO_MATERIALIZATION
+except ImportError:
+    _NO_MATERIALIZATION = ""
+
+_PAGE = 1000  # Most records of Dagster's event log in one query.
+_NAMED = 3  # Failed partitions that the sentence of a failure names, with their reasons.
+_LOGGED = 20  # Failed partitions for which the Dagster log gets a line.
+_LISTED = 500  # Failed partitions in the metadata of a failure.
+_MIB = 2**20
+_RUNNER = [Path(partition_runner.__file__), Path(preload_child.__file__)]
+
+_DATA_VERSION = "dagster/data_version"  # Tag of a materialization.
+
+
+def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) -> None:
+    """Raise `ValueError` if the step is not that of one asset with partitions, or `max_concurrent` is no positive number."""
+    if max_concurrent is not None and (
+        isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1
+    ):
+        raise ValueError(f"max_concurrent: {max_concurrent!r} is no number of partitions; pass 1 or more, or leave it out")
+    if not _NO_MATERIALIZATION:
+        raise ValueError(f"run_partitions: Dagster {dg.__version__} would materialize each partition twice; use Dagster 1.13")
+    if not context.has_assets_def or len(context.selected_asset_keys) != 1:
+        raise ValueError("run_partitions: it runs the partitions of one asset; call it in a function with @dg.asset")
+    if context.selected_asset_check_keys:
+        raise ValueError("run_partitions: the asset has checks, which have no partitions; declare them with @dg.asset_check")
+    if not context.has_partition_key and not context.has_partition_key_range:
+        raise ValueError("run_partitions: this run has no partitions; choose some in the launchpad or a backfill, or use run()")
+
+
+def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
+    """Returns the plan of a payload that runs the command of `plan` for each partition."""
+    payload = plan.payload
+    argv = ["python", _RUNNER[0].name, str(max_concurrent or 0), *payload.argv]
+    return replace(plan, payload=replace(payload, argv=argv, extra_files=[*payload.extra_files, *map(str, _RUNNER)]))
+
+
+def execute_partitions(
+    context: dg.OpExecutionContext, plan: Plan, backend: Backend, resource: ComputeFields, extras: Any
+) -> CompletedRun:
+    """Run the missing partitions of a step until all have ended; `plan` is that of `with_runner`.
+
+    Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
+    """
+    keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
+    results = PartitionResults(context, keys, done & set(keys), plan.uses_pipes, resource.require_messages)
+    if results.done:
+        context.log.info(f"[rayslurm] {len(results.done):,} of {len(keys):,} partitions are materialized by an attempt before")
+    if not results.missing:
+        with RecordPipes(context).session(extras, uses_pipes=False) as session:
+            return CompletedRun(session, results.metadata(), "", None, [])
+    try:
+        completed = execute(context, plan, backend, resource, extras, results)
+    except RunFailure as failure:
+        sentence = f"{results.counted()}, then: {failure.description}"
+        retry, metadata = failure.allow_retries, {**failure.metadata, **results.failures_metadata()}
+        raise RunFailure(failure.kind, sentence, metadata, retry, failure.unhealthy) from None
+    if results.missing:
+        raise RunFailure(FailureKind.PAYLOAD, results.sentence(), results.failures_metadata())
+    return completed
+
+
+def materialized(context: dg.OpExecutionContext) -> set[str]:
+    """Returns the keys of the partitions that this run, or a run that it retries from failure, has materialized.
+
+    Other materializations do not count: who runs a partition again wants a new one.
+    """
+    runs = [run.run_id for run in retried_runs(context)]
+    first = context.instance.get_run_record_by_id(runs[0])
+    begun = first.start_time if first else None
+    wanted = dg.AssetRecordsFilter(asset_key=next(iter(context.selected_asset_keys)), after_timestamp=begun)
+    keys, cursor, more = set(), None, True
+    while more:
+        page = context.instance.fetch_materializations(wanted, limit=_PAGE, cursor=cursor, ascending=True)
+        keys |= {str(each.partition_key) for each in page.records if each.run_id in runs}
+        cursor, more = page.cursor, page.has_more
+    return keys
+
+
+@dataclass
+class PartitionResults:
+    """Handles the messages about a step's partitions: judges each partition, and materializes those that succeeded."""
+
+    context: dg.OpExecutionContext
+    keys: Mapping[str, str]  # Dagster's own objects of the keys, which have dimensions if there are several, by key.
+    done: set[str]  # Partitions that are materialized.
+    uses_pipes: bool
+    require_messages: bool
+    failed: dict[str, str] = field(default_factory=dict)  # Why partitions failed, in words.
+    handler: Any = None  # Dagster's handler of all other Pipes messages.
+    _pipes: Any = None
+
+    @property
+    def asset_key(self) -> dg.AssetKey:
+        """The asset whose partitions these are."""
+        return next(iter(self.context.selected_asset_keys))
+
+    @property
+    def missing(self) -> list[str]:
+        """The partitions that are not materialized, in the order of the run."""
+        return [key for key in self.keys if key not in self.done]
+
+    def attach(self, pipes: RecordPipes) -> tuple[PipesContextData, Any]:
+        """Returns the Pipes context of a payload that runs the missing partitions, and the handler of its messages."""
+        self.handler, self._pipes = pipes.handler, pipes
+        windows = {key: self._window(key) for key in self.missing}
+        return {**pipes.pipes_context, PARTITIONS: windows}, self  # type: ignore[misc]
+
+    def handle_message(self, message: Any) -> None:
+        """Called with each Pipes message of the payload; raises an exception if the message is invalid."""
+        if message["method"] != METHOD:
+            self.handler.handle_message(message)
+            return
+        found = message["params"]
+        key = found["key"]
+        if key not in self.keys or key in self.done:
+            return  # A payload that a retry has taken over tells again what is materialized already.
+        evidence = Evidence(end=found["end"])
+        evidence.last_output.extend((stream, text) for stream, text in found["output"])
+        results = self._results(key, found["messages"], evidence)
+        verdict = judge(evidence, self.uses_pipes, self.require_messages)
+        if verdict.kind is None:
+            self._materialize(key, results, found)
+            return
+        self.failed[key] = with_hint(verdict, evidence).sentence
+        if len(self.failed) <= _LOGGED:
+            more = "; further failures are not logged one by one" if len(self.failed) == _LOGGED else ""
+            self.context.log.error(f"[rayslurm] partition {key!r} failed: {self.failed[key]}{more}")
+
+    def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
+        """Handle the messages of one partition; returns the materializations that they report."""
+        reported = dg.PipesMessageHandler(self.context, self._pipes)
+        for line in lines:
+            try:
+                message = json.loads(line)
+                method, params = message["method"], message.get("params") or {}
+                evidence.add_message(method, params)
+                if method == "log":
+                    self.handler.handle_message({**message, "params": {**params, "message": f"[{key}] {params['message']}"}})
+                elif method == "report_asset_check":
+                    raise ValueError("a partition cannot report an asset check")
+                elif method == "report_asset_materialization":
+                    reported.handle_message(message)
+                elif method not in ("opened", "closed"):
+                    self.handler.handle_message(message)
+            except Exception as error:  # noqa: BLE001 - users' messages may be malformed in any way, and Dagster raises anything
+                evidence.message_error = evidence.message_error or f"{type(error).__name__}: {error}"
+        results = [each for each in reported.get_reported_results() if isinstance(each, dg.MaterializeResult)]
+        for each in results:
+            if each.asset_key != self.asset_key:
+                evidence.message_error = f"it reports asset {each.asset_key.to_user_string() if each.asset_key else None!r}"
+        return results
+
+    def _materialize(self, key: str, results: Sequence[dg.MaterializeResult], found: Mapping[str, Any]) -> None:
+        end, usage = found["end"], found["usage"]
+        metadata = {name: value for each in results for name, value in (each.metadata or {}).items()}
+        metadata["Elapsed (s)"] = round(end["ended_at"] - end["started_at"], 2)
+        metadata["CPU time (s)"] = round(usage["cpu_seconds"], 2)
+        metadata["Peak memory (MiB)"] = round(usage["peak_memory"] / _MIB, 1)
+        versions = [each.data_version.value for each in results if each.data_version is not None]
+        tags = {_DATA_VERSION: versions[-1]} if versions else None
+        # Written at once, and not yielded at the end of the step: a killed Dagster process must lose nothing.
+        self.context.log_event(dg.AssetMaterialization(self.asset_key, partition=self.keys[key], metadata=metadata, tags=tags))
+        self.done.add(key)
+        self.failed.pop(key, None)
+
+    def _window(self, key: str) -> dict[str, str] | None:
+        """Returns the time window of a partition for its Pipes context; None if the partitions have none."""
+        definition = self.context.assets_def.partitions_def
+        if not isinstance(definition, dg.TimeWindowPartitionsDefinition):
+            return None
+        window = definition.time_window_for_partition_key(key)
+        return {"start": window.start.isoformat(), "end": window.end.isoformat()}
+
+    # ---- What users are told
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns the metadata of the step's output, which keeps Dagster from materializing the partitions once more."""
+        return {"Partitions": len(self.keys), _NO_MATERIALIZATION: True}
+
+    def counted(self) -> str:
+        """Returns the number of partitions that are materialized, as the beginning of a sentence."""
+        return f"{len(self.done):,} of {len(self.keys):,} partitions are materialized"
+
+    def sentence(self) -> str:
+        """Returns the sentence of a failure, which counts the partitions that failed or never ended, and names the first."""
+        failed = [f"{key!r} ({why})" for key, why in list(self.failed.items())[:_NAMED]]
+        more = f" and {len(self.failed) - _NAMED:,} more" if len(self.failed) > _NAMED else ""
+        lost = len(self.missing) - len(self.failed)
+        what = [f"{len(self.failed):,} failed: {', '.join(failed)}{more}"] if failed else []
+        what += [f"{lost:,} did not end"] if lost else []
+        return f"{self.counted()}, {' and '.join(what)}; re-execute the run from failure to run only those that are missing"
+
+    def failures_metadata(self) -> dict[str, Any]:
+        """Returns the metadata of a failure: the counts, and why partitions failed, by key."""
+        counts = {"Partitions": len(self.keys), "Partitions materialized": len(self.done), "Partitions failed": len(self.failed)}
+        listed = dict(list(self.failed.items())[:_LISTED])
+        return {**counts, **({"Failed partitions": dg.MetadataValue.json(listed)} if listed else {})}

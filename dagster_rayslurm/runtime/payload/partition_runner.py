@@ -1,0 +1,204 @@
+"""The program of a payload with partitions: it runs the payload's command once for each partition, several at a time.
+
+It is started as `python partition_runner.py LIMIT COMMAND…` from a copy that stands beside one of `preload_child`, so it imports
+nothing else of the package. The keys of the partitions are in the run directory's Pipes context. Each partition has a process of
+its own, forked from this one if the command is one of Python, with its own Pipes context and messages. When that process has
+ended, its output is written to this program's stdout and stderr as one section, and one Pipes message tells how it ended.
+
+This program exits with 0 although partitions have failed. At SIGTERM it starts no more of them, and waits for those that run.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+import zlib
+from typing import Any, Dict, List, Optional, Tuple
+
+PARTITIONS = "partitions"  # Key in the Pipes context of the run directory: time windows, or None, by partition key.
+METHOD = "partition"  # The `method` of the Pipes message that tells how a partition ended.
+
+_CONTEXT = "pipes_context.json"
+_TAIL = 8192  # Most bytes of the end of each output stream in the message, from which Dagster's side explains a failure.
+_STREAMS = (("stdout", 1), ("stderr", 2))
+
+
+class Runner:
+    """Runs the partitions of one payload, at most `limit` at a time."""
+
+    def __init__(self, limit: int, command: List[str]) -> None:
+        self.command = [sys.executable, *command[1:]] if command[0] in ("python", "python3") else command
+        self._limit = limit
+        with open(os.path.join(os.environ["RAYSLURM_RUN_DIR"], _CONTEXT), encoding="utf-8") as file:
+            self._context: Dict[str, Any] = json.load(file)
+        self._windows: Dict[str, Optional[Dict[str, str]]] = self._context.pop(PARTITIONS)
+        path = json.loads(zlib.decompress(base64.b64decode(os.environ["DAGSTER_PIPES_MESSAGES"])))["path"]
+        self._messages = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._directory = tempfile.mkdtemp(prefix="partitions-", dir=os.path.dirname(path))  # The runtime sweeps that one.
+        self._started = 0
+        self._running: Dict[int, Tuple[str, str, float]] = {}  # By process id: the key, the beginning of file names, the start.
+        self._stopping = False
+
+    def run(self) -> Optional[Dict[str, str]]:
+        """Run all partitions; returns None when they have ended. In a forked process, return that process's environment."""
+        signal.signal(signal.SIGTERM, self._stop)
+        self._send("opened", {"extras": {}})
+        pending = list(self._windows)[::-1]
+        while pending or self._running:
+            while pending and len(self._running) < self._limit and not self._stopping:
+                env = self._start(pending.pop())
+                if env is not None:
+                    return env
+            if not self._running:
+                break
+            pid, status, usage = os.wait3(0)
+            if pid in self._running:
+                self._ended(pid, status, usage)
+        self._send("closed", {})
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether SIGTERM has ended the run before all partitions had run."""
+        return self._stopping
+
+    def _stop(self, *_: Any) -> None:
+        self._stopping = True
+        for pid in list(self._running):
+            _signal_group(pid, signal.SIGTERM)
+
+    def _start(self, key: str) -> Optional[Dict[str, str]]:
+        """Fork a process for a partition; returns None here, and the environment for its command in the forked process."""
+        self._started += 1
+        files = os.path.join(self._directory, "%d-" % self._started)
+        context = {**self._context, "partition_key": key, "partition_key_range": {"start": key, "end": key}}
+        with open(files + "context", "w", encoding="utf-8") as file:
+            json.dump({**context, "partition_time_window": self._windows[key]}, file)
+        pid = os.fork()
+        if pid:
+            self._running[pid] = key, files, time.time()
+            if self._stopping:
+                os.kill(pid, signal.SIGTERM)
+            return None
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for name, number in _STREAMS:
+            fd = os.open(files + name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            os.dup2(fd, number)
+            os.close(fd)
+        os.close(self._messages)
+        env = dict(os.environ, RAYSLURM_PARTITION_KEY=key)
+        env["DAGSTER_PIPES_CONTEXT"] = _parameter({"path": files + "context"})
+        env["DAGSTER_PIPES_MESSAGES"] = _parameter({"path": files + "messages"})
+        return env
+
+    def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
+        """Show the output of a partition whose process has ended, and tell Dagster's side how it ended."""
+        key, files, started = self._running.pop(pid)
+        _signal_group(pid, signal.SIGKILL)  # What it has left behind.
+        ended, by_signal = time.time(), os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        code = None if by_signal else os.WEXITSTATUS(status)
+        how = "killed by signal %d" % by_signal if by_signal else "exit code %d" % (code or 0)
+        tails = []
+        for name, number in _STREAMS:
+            tail = _show(files + name, number, "---- partition %s: %s, %.1f s ----\n" % (key, how, ended - started))
+            if tail:
+                tails.append([name, tail])
+        lines = []
+        if os.path.exists(files + "messages"):
+            with open(files + "messages", encoding="utf-8", errors="replace") as file:
+                lines = [line.rstrip("\n") for line in file]
+        for name in ("messages", "stdout", "stderr", "context"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(files + name)
+        if self._stopping and code != 0:
+            return  # It was ended, and has not failed.
+        end = {"reason": "exit", "exit_code": code, "signal": by_signal, "started_at": started, "ended_at": ended}
+        figures = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_memory": usage.ru_maxrss * 1024}
+        self._send(METHOD, {"key": key, "end": end, "usage": figures, "messages": lines, "output": tails})
+
+    def _send(self, method: str, params: Dict[str, Any]) -> None:
+        line = json.dumps({"__dagster_pipes_version": "0.1", "method": method, "params": params})
+        view = memoryview(line.encode("ascii") + b"\n")
+        while view:
+            view = view[os.write(self._messages, view) :]
+
+
+def _show(path: str, number: int, title: str) -> str:
+    """Copy a file with output to a file descriptor, below a title, if there is any output; returns the end of the output."""
+    if not os.path.exists(path) or not os.path.getsize(path):
+        return ""
+    with open(path, "rb") as file, os.fdopen(os.dup(number), "wb") as stream:
+        stream.write(title.encode("utf-8", "replace"))
+        shutil.copyfileobj(file, stream)
+        file.seek(max(0, file.tell() - _TAIL))
+        tail = file.read()
+        if not tail.endswith(b"\n"):
+            stream.write(b"\n")
+    return tail.decode("utf-8", "replace")
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signum)
+        return
+    if signum != signal.SIGKILL:  # It has no process group of its own yet.
+        with contextlib.suppress(OSError):
+            os.kill(pid, signum)
+
+
+def _parameter(value: Dict[str, Any]) -> str:
+    """Encode a bootstrap parameter of Dagster Pipes like `dagster_pipes.encode_param`."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode("utf-8"))).decode("ascii")
+
+
+def become(command: List[str], env: Dict[str, str], parent: int) -> None:
+    """Run a partition's command in this forked process; returns only if the command was one of Python, and has ended."""
+    preload_child: Any = sys.modules["preload_child"]
+    is_python = command[0] == sys.executable and len(command) > 1 and not command[1].endswith(".pyc")
+    if is_python and (not command[1].startswith("-") or (command[1] == "-m" and len(command) > 2)):
+        bare = types.ModuleType("__main__")
+        given = vars(sys.modules["__main__"])
+        vars(bare).update({name: given[name] for name in ("__builtins__", "__loader__")})
+        sys.modules["__main__"] = bare  # Without the names of this file.
+        request = {"argv": command, "cwd": os.getcwd(), "env": env, "parent": parent}
+        if preload_child._become(request, os.getcwd()) is None:
+            preload_child.run(command)
+            return
+    with contextlib.suppress(OSError):
+        os.setsid()
+    try:
+        os.execvpe(command[0], command, env)
+    except OSError as error:
+        print("the command %r cannot be started: %s" % (command[0], error.strerror), file=sys.stderr, flush=True)
+        os._exit(127)
+
+
+def main() -> int:
+    """Run the partitions that the Pipes context names; returns the exit code. In a forked process, run one partition."""
+    __import__("preload_child")
+    del sys.path[0]  # The directory of this file.
+    with contextlib.suppress(ImportError):
+        __import__("dagster_pipes")  # Nearly every payload imports it.
+    runner, parent = Runner(int(sys.argv[1]) or len(os.sched_getaffinity(0)), sys.argv[2:]), os.getpid()
+    gc.collect()
+    gc.freeze()
+    env = runner.run()
+    if env is not None:
+        become(runner.command, env, parent)
+        return 0
+    return 128 + signal.SIGTERM if runner.stopped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

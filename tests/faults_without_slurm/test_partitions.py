@@ -1,0 +1,156 @@
+"""Partitions in a session whose Dagster process and head node are killed: each is materialized, and none twice.
+
+Each attempt is a whole run in a process of its own, on the fake Slurm.
+"""
+
+import collections
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from ..conftest import pipes_script, wait_until
+from ..fake_slurm import FakeSlurm
+
+pytestmark = pytest.mark.timeout(120)
+
+COUNT = 50
+DEFINITIONS = """
+    import sys
+    import dagster as dg
+    from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig, SlurmResource
+
+    KEYS = [f"p{{number:02}}" for number in range({count})]
+
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(KEYS), backfill_policy=dg.BackfillPolicy.single_run())
+    def scores(context: dg.AssetExecutionContext, compute: ComputeResource):
+        return compute.run_partitions(context, "payload.py", max_concurrent=2).get_materialize_result()
+
+    compute = ComputeResource(
+        mode="slurm-session", slurm=SlurmResource(remote_base={base!r}, poll_interval=1),
+        default_launcher=BashLauncher(grace_period=1), local_base={base!r}, session=SessionConfig(idle_timeout=2),
+    )
+    job = dg.define_asset_job("job", "scores", executor_def=dg.in_process_executor)
+    defs = dg.Definitions([scores], jobs=[job], resources={{"compute": compute}})
+
+    def made():
+        return defs.resolve_job_def("job")
+
+    if __name__ == "__main__":
+        import definitions
+        with dg.DagsterInstance.get() as instance:
+            again = sys.argv[1:]
+            how = {{"reexecution_options": dg.ReexecutionOptions.from_failure(again[0], instance)}} if again else {{}}
+            tags = {{"dagster/asset_partition_range_start": KEYS[0], "dagster/asset_partition_range_end": KEYS[-1]}}
+            tags |= {{"dagster/is_resume_retry": "true"}} if again else {{}}
+            result = dg.execute_job(dg.reconstructable(definitions.made), instance=instance, tags=tags, **how)
+        sys.exit(0 if result.success else 1)
+"""
+PAYLOAD = pipes_script("""
+    import os, pathlib, time
+    home, key = pathlib.Path({home!r}), pipes.partition_key
+    with open(home / "ran", "a") as file:
+        file.write(key + "\\n")
+    until = time.monotonic() + 60
+    while int(key[1:]) >= int((home / "below").read_text() or 0) and time.monotonic() < until:
+        time.sleep(0.02)
+    pipes.report_asset_materialization(metadata={{"job": os.environ["SLURM_JOB_ID"]}})
+""")
+"""Payload of partitions that wait until their number is below the one in a file."""
+
+
+class Service:
+    """A Dagster instance in a directory; each attempt at the run is a process."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        (home / "payload.py").write_text(PAYLOAD.format(home=str(home)))
+        fields = {"base": str(home / "base"), "count": COUNT}
+        (home / "definitions.py").write_text(textwrap.dedent(DEFINITIONS).format(**fields))
+        (home / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+        self.dagster = dg.DagsterInstance.from_config(str(home))
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *again: str) -> "subprocess.Popen[bytes]":
+        env = {**os.environ, "DAGSTER_HOME": str(self.home), "PYTHONPATH": f"{self.home}:{os.getcwd()}"}
+        with open(self.home / "log", "ab") as log:
+            command = [sys.executable, "definitions.py", *again]
+            self.processes.append(
+                subprocess.Popen(command, env=env, cwd=self.home, stdout=log, stderr=log, start_new_session=True)
+            )
+        return self.processes[-1]
+
+    def kill(self) -> None:
+        """Kill the process of the newest attempt, with all of Dagster's below it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.processes[-1].pid, signal.SIGKILL)
+        self.processes[-1].wait()
+
+    def let(self, number: str) -> None:
+        """Let the partitions below a number end."""
+        (self.home / "new").write_text(number)
+        (self.home / "new").rename(self.home / "below")
+
+    def failed(self) -> str:
+        """The id of the newest run, which has failed; a killed one is marked so, as Dagster's monitoring does."""
+        run = self.dagster.get_runs()[0]
+        if run.status == dg.DagsterRunStatus.STARTED:
+            self.dagster.report_run_failed(run)
+        return run.run_id
+
+    def materialized(self) -> list[str]:
+        """The keys of all materializations so far."""
+        records = self.dagster.fetch_materializations(dg.AssetKey("scores"), limit=10 * COUNT).records
+        return sorted(str(each.partition_key) for each in records)
+
+    def ran(self) -> "collections.Counter[str]":
+        """How often the payload of each partition has begun."""
+        path = self.home / "ran"
+        return collections.Counter(path.read_text().split() if path.exists() else ())
+
+    @property
+    def log(self) -> str:
+        return (self.home / "log").read_text()
+
+
+@pytest.fixture
+def service(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Service]:
+    made = Service(tmp_path)
+    yield made
+    made.kill()
+    made.dagster.dispose()
+
+
+def asked(slurm: FakeSlurm) -> int:
+    """How often Slurm's programs were called so far."""
+    return sum(len(slurm.calls(program)) for program in ("sbatch", "squeue", "scancel", "sacct", "scontrol", "srun"))
+
+
+def test_dagster_and_the_head_node_are_killed(service: Service, fake_slurm: FakeSlurm) -> None:
+    service.let("12")
+    killed = service.start()
+    assert wait_until(lambda: len(service.materialized()) >= 5 or killed.poll() is not None, 60), service.log
+    service.kill()
+    again = service.start(service.failed())
+    assert wait_until(lambda: "going on with" in service.log and len(service.materialized()) == 12, 60), service.log
+    service.let("25")
+    assert wait_until(lambda: len(service.materialized()) == 25 or again.poll() is not None, 60), service.log
+    begun = {f"p{number:02}": 1 for number in range(27)}  # The two last ones wait.
+    assert wait_until(lambda: service.ran() == begun, 20), service.ran()
+    fake_slurm.end(1, "NODE_FAIL")
+    assert again.wait(60) == 1
+    assert "25 of 50 partitions are materialized, then: " in service.log
+    service.let("50")
+    before = asked(fake_slurm)
+    assert service.start(service.failed()).wait(60) == 0, service.log
+    assert asked(fake_slurm) - before <= 10
+    keys = [f"p{number:02}" for number in range(COUNT)]
+    assert service.materialized() == keys
+    assert service.ran() == {key: 2 if key in ("p25", "p26") else 1 for key in keys}
