@@ -12,7 +12,8 @@ import dagster as dg
 
 from ..errors import FailureKind, may_retry
 from ..outcome import SUCCESS, Judged, Verdict, judge_job
-from ..outcome.metadata import MIB, Metadata, cpus_of, failure_metadata
+from ..outcome.metadata import Metadata, cpus_of, failure_metadata
+from ..outcome.pictures import MIB
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import Record
 

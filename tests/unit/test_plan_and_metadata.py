@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata, usage_chart
+from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata
+from dagster_rayslurm.outcome.pictures import usage_chart
 from dagster_rayslurm.plan import existing_files, parse_payload, run_dir_name
 from dagster_rayslurm.slurm.accounting import JobFacts
 
