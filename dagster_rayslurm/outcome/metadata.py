@@ -85,6 +85,9 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     metadata: Metadata = {label: _in_place(text) for label, text in texts.items() if text.strip()}
     if run_dir is not None:
         metadata["Run directory"] = dg.MetadataValue.path(run_dir)
+        if names := ((evidence.end or {}).get("context") or {}).get("ray_logs"):
+            name = names[0] if len(names) == 1 else "ray-logs-*.tar.gz"
+            metadata["Ray logs"] = dg.MetadataValue.path(f"{run_dir}/{name}")
     end = evidence.end or {}
     for key, label in (("exit_code", "Exit code"), ("signal", "Signal")):
         if end.get(key) is not None:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 from ..node.network import join_host_port
 from ..node.resources import NodeResources, footprint_error, node_footprint, runtime_footprint
@@ -77,6 +77,8 @@ def left_when_idle(tables: Tables) -> List[Leak]:
 
 # ---- The cluster
 
+_HEAD = 0  # The id of the head among the nodes of an allocation.
+
 
 @dataclass(eq=False)
 class RayCluster:
@@ -110,6 +112,9 @@ class RayCluster:
         self._ray = self.head.prepare_ray(spec, self.key, self.state.expected, self.on_event)
         self._started = self.loop.now()
         self._tails: Dict[str, str] = {}  # The last lines of logs of worker nodes, by title.
+        # The archives of logs that are being made, by run directory: the nodes that have not answered, the names of archives so
+        # far, and where these go.
+        self._archives: Dict[str, Tuple[Set[int], List[str], Callable[[List[str]], None]]] = {}
         self._queries: Dict[int, Callable[[Optional[Tables]], None]] = {}
         self._query_ids = itertools.count(1)
         self._idle_check = self._deadline = Timer()
@@ -214,9 +219,32 @@ class RayCluster:
         logs = {"runtime on %s" % title: self.workers.log_tail(place) for place, title in given_up}
         return {**self._ray.log_tails(), **self._tails, **{name: text for name, text in logs.items() if text.strip()}}
 
+    def archive_logs(self, run_dir: str, done: Callable[[List[str]], None]) -> None:
+        """Archive Ray's logs of all nodes into a run directory; calls `done` with the names of the archives.
+
+        `done` may come late, or never, if a node is lost meanwhile.
+        """
+        here = [place for place in self.state.members if self.workers.members[place].here]
+        self._archives[run_dir] = {*here, _HEAD}, [], done
+        for place in here:  # Not kept for a node that reconnects: by then, nobody waits for it.
+            self.workers.members[place].send(op=NodeCommand.ARCHIVE, cluster=self.key, run_dir=run_dir)
+        self.head.archive_logs(self.key, run_dir, lambda name: self._archived(_HEAD, run_dir, name))
+
+    def _archived(self, place: int, run_dir: str, name: Optional[str]) -> None:
+        missing, names, done = self._archives.get(run_dir, (set(), [], lambda _: None))
+        missing.discard(place)
+        names += [name] if name is not None else []
+        if not missing:
+            self._archives.pop(run_dir, None)
+            done(sorted(names))
+
     def handle(self, member: WorkerNode, message: Event) -> None:
         """Called with each event of a worker node."""
         event, kind = {**message, "node": member.node_id}, message.get("event")
+        if kind == NodeEvent.ARCHIVED:
+            if message["cluster"] == self.key:
+                self._archived(member.node_id, message["run_dir"], message["name"])
+            return
         if kind == NodeEvent.JOINED and member.machine is not None:
             event.update(identity=member.identity, here=member.here, problem=self._problem(member.machine))
         elif kind == NodeEvent.RAY_FAILED and event["cluster"] == self.key:
