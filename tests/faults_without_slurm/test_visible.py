@@ -1,5 +1,7 @@
 """What Dagster shows of a Slurm job: tags by which runs are found, and an event with the way in. Whole runs on the fake Slurm."""
 
+import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ def test_runs_are_found_by_their_jobs(mode: str, fake_slurm: FakeSlurm, script: 
     session = SessionConfig(idle_timeout=1)
     compute = ComputeResource(mode=mode, slurm=slurm, default_launcher=BashLauncher(), session=session)
     with dg.instance_for_test() as instance:
-        both = materialize(compute, script("pass"), ["a", "b"], instance)
+        both = materialize(compute, script("import time; time.sleep(0.5)"), ["a", "b"], instance)
         jobs = ("1", "2") if mode == "slurm" else ("1", "1")
         assert both.success
         found = instance.get_runs(dg.RunsFilter(tags={"dagster-rayslurm/job_id": jobs[1]}))
@@ -46,3 +48,9 @@ def test_runs_are_found_by_their_jobs(mode: str, fake_slurm: FakeSlurm, script: 
         events = [each for each in logged if each.is_engine_event and (each.message or "").startswith("[rayslurm] Slurm job")]
         said = [(each.step_key, {key: value.value for key, value in each.engine_event_data.metadata.items()}) for each in events]
         assert said == [(step, {"Slurm job ID": job, "Slurm cluster": host}) for step, job in zip("ab", jobs, strict=True)]
+        figures = both.asset_materializations_for_node("b")[0].metadata
+        svg = base64.b64decode(str(figures["Timeline"].value).rpartition("base64,")[2][:-1]).decode()
+        phases = {name: float(seconds) for name, seconds in re.findall(r">([^<>]+): ([\d.]+) s<", svg)}
+        assert 0.5 <= phases["payload runs"] <= float(figures["Elapsed (s)"].value) + 0.5
+        if mode == "slurm":
+            assert phases["waits for Slurm"] == round(float(figures["Queue wait (s)"].value), 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
@@ -21,6 +22,7 @@ from ..protocol.spec import RaySpec, node_spec
 from . import membership
 from .agent import NodeAgent
 from .membership import Action, Event, Member, Membership, Report
+from .metrics_targets import MetricsTargets
 from .ray_node import ray_environment
 
 Tables = Dict[str, Any]  # The answer of `internals.living_things`.
@@ -100,6 +102,7 @@ class RayCluster:
     _bring_up: Optional[float] = None
     _dashboard_url: Optional[str] = None
     _gcs: str = ""
+    _targets: Optional[MetricsTargets] = None
 
     def __post_init__(self) -> None:
         self.loop = self.head.loop
@@ -211,6 +214,8 @@ class RayCluster:
         """End every process of the cluster on this node at once; afterwards `tell` is not called."""
         self.state = replace(self.state, failed=True)
         self._deadline.cancel()
+        if self._targets is not None:
+            self._targets.stop()
         self._ray.end()
 
     def log_tails(self) -> Dict[str, str]:
@@ -312,6 +317,10 @@ class RayCluster:
         if self.spec.dashboard:
             self._dashboard_url = "http://127.0.0.1:%d" % self._ray.ports.dashboard
         self._ray.ready = True
+        if self.spec.metrics_dir is not None:
+            name = "-".join(filter(None, [self.head.spec.cluster_id, self.key]))
+            job = {"slurm_job": os.environ["SLURM_JOB_ID"]} if os.environ.get("SLURM_JOB_ID") else {}
+            self._targets = MetricsTargets(self.loop, self.spec.metrics_dir, name, job, self._ray.scratch.ray_temp_dir)
         self._bring_up = self.loop.now() - self._started
         self._deadline.cancel()
         self.tell(self, membership.Say(membership.CLUSTER_READY, up))
