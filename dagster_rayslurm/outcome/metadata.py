@@ -85,9 +85,7 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     metadata: Metadata = {label: _in_place(text) for label, text in texts.items() if text.strip()}
     if run_dir is not None:
         metadata["Run directory"] = dg.MetadataValue.path(run_dir)
-        if names := ((evidence.end or {}).get("context") or {}).get("ray_logs"):
-            name = names[0] if len(names) == 1 else "ray-logs-*.tar.gz"
-            metadata["Ray logs"] = dg.MetadataValue.path(f"{run_dir}/{name}")
+        metadata.update(ray_logs(evidence, run_dir))
     end = evidence.end or {}
     for key, label in (("exit_code", "Exit code"), ("signal", "Signal")):
         if end.get(key) is not None:
@@ -99,6 +97,13 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
         if evidence.job.components:
             metadata["Slurm components"] = _states_table(evidence.job)
     return metadata
+
+
+def ray_logs(evidence: Evidence, directory: str) -> Metadata:
+    """Returns the path of the archives of Ray's logs, which are in the payload's own run directory; {} if there is none."""
+    names = ((evidence.end or {}).get("context") or {}).get("ray_logs")
+    name = names[0] if names and len(names) == 1 else "ray-logs-*.tar.gz"
+    return {"Ray logs": dg.MetadataValue.path(f"{directory}/{name}")} if names else {}
 
 
 def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], mode: str) -> Metadata:

@@ -9,6 +9,7 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig, SlurmResource
+from dagster_rayslurm.execution.announce import job_tags
 
 from ..fake_slurm import FakeSlurm
 
@@ -54,3 +55,25 @@ def test_runs_are_found_by_their_jobs(mode: str, fake_slurm: FakeSlurm, script: 
         assert 0.5 <= phases["payload runs"] <= float(figures["Elapsed (s)"].value) + 0.5
         if mode == "slurm":
             assert phases["waits for Slurm"] == round(float(figures["Queue wait (s)"].value), 1)
+
+
+def test_a_storage_that_takes_no_tags_is_no_reason_to_fail(
+    fake_slurm: FakeSlurm, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("the database is locked")
+
+    monkeypatch.setattr(dg.DagsterInstance, "add_run_tags", refuse)
+    compute = ComputeResource(
+        mode="slurm", slurm=SlurmResource(remote_base=str(tmp_path / "base"), poll_interval=1), default_launcher=BashLauncher()
+    )
+    with dg.instance_for_test() as instance:
+        assert materialize(compute, script("pass"), ["a"], instance).success
+    assert "the run has no tag for Slurm job 1: the database is locked" in capfd.readouterr().err
+
+
+def test_only_a_run_with_several_steps_has_a_tag_for_each() -> None:
+    common = {"dagster-rayslurm/job_id": "7", "dagster-rayslurm/cluster": "me@edge:22"}
+    assert job_tags("7", "me@edge:22", None) == common
+    assert job_tags("7", "me@edge:22", "a__b") == {**common, "dagster-rayslurm/job_id.a__b": "7"}
+    assert job_tags("7", "me@edge:22", "op[key/1]") == {**common, "dagster-rayslurm/job_id.op": "7"}

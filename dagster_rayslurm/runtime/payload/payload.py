@@ -39,7 +39,7 @@ _SYNC_INTERVAL = 0.2  # Seconds between two syncs of the run record, which make 
 _LAST_OUTPUT_TIMEOUT = 5.0
 # Seconds for which the `end` of a failed payload waits for a signal to the runtime: Slurm signals all processes of a job.
 _SIGNAL_MARGIN = 0.25
-_ARCHIVE_TIMEOUT = 12.0  # Seconds that the `end` of a failed payload waits for the archives of Ray's logs.
+_ARCHIVE_TIMEOUT = 6.0  # Seconds that the `end` of a failed payload waits for the archives of Ray's logs.
 _EXPLAINED_BY_RAY = (EndReason.CLUSTER_START, EndReason.CLUSTER_LOST, EndReason.INFEASIBLE)
 _RETRY = 1.0  # Seconds between two tries to write the `end`.
 _CHUNK = 256 * 1024  # Most bytes of output or messages that are read at a time.

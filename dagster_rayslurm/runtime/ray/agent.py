@@ -30,7 +30,7 @@ from ..protocol.spec import RaySpec, RuntimeSpec, from_fields
 from .membership import Event, Report
 from .ray_node import ClusterDir, RayNode
 
-ARCHIVE_TIMEOUT = 10.0  # Seconds in which an archive of Ray's logs must be written.
+ARCHIVE_TIMEOUT = 5.0  # Seconds in which an archive of Ray's logs must be written.
 
 
 @dataclass(eq=False)
