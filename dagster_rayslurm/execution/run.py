@@ -118,7 +118,7 @@ class FollowedPayload:
         """Returns the Dagster metadata of the payload, for a result and a failure alike."""
         own = self.running.metadata(self.evidence)
         figures = run_metadata(self.evidence.end_or_partial, mode, self.running.cluster_id)
-        return {**own, **figures, **timeline_metadata(self.evidence, own.get("Queue wait (s)"))}
+        return {**own, **figures, **timeline_metadata(self.evidence, mode, own.get("Queue wait (s)"))}
 
 
 @dataclass

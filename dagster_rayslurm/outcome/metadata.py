@@ -64,13 +64,14 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     return metadata
 
 
-def timeline_metadata(evidence: Evidence, queue_wait: float | None) -> Metadata:
-    """Returns a picture of the phases of a payload that has ended; `queue_wait` is the wait in Slurm's queue in seconds."""
+def timeline_metadata(evidence: Evidence, mode: str, queue_wait: float | None) -> Metadata:
+    """Returns a picture of the phases of a payload that has ended; `queue_wait` is the wait for its job or session in seconds."""
     if evidence.end is None or evidence.started_at is None:
         return {}
     marks = [("runtime starts", evidence.started_at)]
     marks += [(_PHASES[name], at) for name, at in evidence.phases if name in _PHASES and _PHASES[name] != marks[-1][0]]
-    phases: dict[str, float] = {} if queue_wait is None else {"waits for Slurm": queue_wait}
+    awaited = "a session" if mode == ExecutionMode.SLURM_SESSION else "Slurm"
+    phases: dict[str, float] = {} if queue_wait is None else {f"waits for {awaited}": queue_wait}
     for (name, since), (_, until) in pairwise([*marks, ("", float(evidence.end["ended_at"]))]):
         phases[name] = phases.get(name, 0.0) + max(0.0, until - since)
     shown = [(name, seconds) for name, seconds in phases.items() if round(seconds, 1) > 0]

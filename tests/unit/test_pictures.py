@@ -63,11 +63,11 @@ def test_the_timeline_shows_each_phase_after_the_one_before() -> None:
     for name, at in (("cluster-start", 1000.5), ("cluster-start", 1001.0), ("cluster-ready", 1010.0), ("queued", 1010.5)):
         evidence.add_record({"type": "phase", "phase": name, "message": "", "at": at}, "n")
     evidence.add_record({"type": "start", "at": 1000.0}, "n")
-    assert not timeline_metadata(evidence, 30.0)  # It has not ended.
+    assert not timeline_metadata(evidence, "slurm", 30.0)  # It has not ended.
     evidence.add_record({"type": "phase", "phase": "running", "message": "", "at": 1020.5}, "n")
     evidence.add_record({"type": "phase", "phase": "memory", "message": "", "at": 1030.5}, "n")
     evidence.add_record({"type": "end", "nonce": "n", "ended_at": 1070.5}, "n")
-    svg = picture(timeline_metadata(evidence, 30.0)["Timeline"].value)
+    svg = picture(timeline_metadata(evidence, "slurm", 30.0)["Timeline"].value)
     named = re.findall(r">([^<>]+): ([\d.]+) s<", svg)
     assert named == [
         ("waits for Slurm", "30.0"),
@@ -84,7 +84,7 @@ def test_the_timeline_shows_each_phase_after_the_one_before() -> None:
 
 def test_a_single_phase_needs_no_picture() -> None:
     evidence = Evidence(end={"ended_at": 10.01}, started_at=10.0)
-    assert not timeline_metadata(evidence, 5.0) and not timeline_metadata(evidence, None)
+    assert not timeline_metadata(evidence, "slurm", 5.0) and not timeline_metadata(evidence, "slurm", None)
 
 
 @given(st.lists(st.floats(0.1, 1e7), min_size=2, max_size=5))

@@ -86,7 +86,7 @@ def test_a_failure_shows_text_in_place_and_its_cause_first() -> None:
     [(["ray-logs-c1.tar.gz"], "ray-logs-c1.tar.gz"), (["ray-logs-c1.tar.gz", "ray-logs-c2.tar.gz"], "ray-logs-*.tar.gz")],
 )
 def test_a_failure_says_where_the_logs_of_ray_are(names: list[str], path: str) -> None:
-    evidence = Evidence(end={**END, "context": {**END["context"], "ray_logs": names}})
+    evidence = Evidence(end={**END, "reason": "exit", "context": {**END["context"], "ray_logs": names}})
     assert failure_metadata(evidence, "dev@edge:22:/run")["Ray logs"].value == f"dev@edge:22:/run/{path}"
     assert "Ray logs" not in failure_metadata(evidence, None) and "Ray logs" not in failure_metadata(Evidence(end=END), "/run")
     judged = {"cpu": Judged(Verdict(FailureKind.PAYLOAD, "it failed"), evidence)}
