@@ -125,6 +125,12 @@ def _check_health(value: object) -> str:
     return "\n".join(checks)
 
 
+def _check_directory(value: object) -> str:
+    if not check_text(value).startswith("/"):
+        raise ValueError(f"{value!r} is no absolute path; write one that the nodes and Prometheus share")
+    return str(value)
+
+
 class RayLauncher(Launcher):
     """Runs the payload as the driver of a Ray cluster that spans the allocation.
 
@@ -167,6 +173,9 @@ class RayLauncher(Launcher):
     memory_guard: bool = True
     """Warn when a node of a Slurm job uses 90 % of its memory, and kill the node's largest Ray worker at 95 %, so that Ray
     retries the task or raises, before Slurm ends the whole job. Without effect in local mode."""
+    metrics_dir: Annotated[Optional[str], checked(_check_directory)] = None
+    """Directory, the same for all nodes, in which each Ray cluster has a file with the addresses of its metrics, for Prometheus's
+    `file_sd_configs`, as long as it runs. Needs the dashboard. None for no file."""
     startup_timeout: Annotated[int, at_least(1, "seconds")] = 300
     """Seconds until a cluster that is not complete has failed."""
     port_range: Annotated[Optional[str], checked(_check_port_range)] = None

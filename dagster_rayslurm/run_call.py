@@ -286,6 +286,10 @@ class Call:
             self._check_separate(components)
         elif isinstance(self.payload_path, Mapping):
             raise ValueError(f"payload_path: one payload for each component needs {_SEPARATE}; pass a single one")
+        if ray.metrics_dir is not None and not ray.dashboard:
+            raise ValueError(
+                "launcher.metrics_dir: Ray's dashboard lists the addresses of metrics, and dashboard=False; remove one of them"
+            )
         if ray.auth == "token" and lacks_tokens(ray.ray_version or ""):
             raise ValueError(
                 f"launcher: Ray {ray.ray_version} has no token authentication, which came with Ray 2.52; set "

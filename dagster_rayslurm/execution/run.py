@@ -26,7 +26,7 @@ from ..failures import CompletedRun, RunFailure
 from ..follow import Evidence, Follower, follow_all
 from ..follow.forward import RecordPipes
 from ..outcome import Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint
-from ..outcome.metadata import Metadata, failure_metadata, run_metadata
+from ..outcome.metadata import Metadata, failure_metadata, run_metadata, timeline_metadata
 from ..plan import Plan
 from ..runtime.protocol.record import SECRETS, Record, component_dir
 from ..runtime.protocol.spec import is_passable
@@ -35,6 +35,7 @@ from ..slurm.accounting import relevant_lines
 from ..slurm.shared_queue import SlurmUnanswered
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import LocalConnection
+from .announce import announce
 from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_canceling
 from .reattach import Launch, reattach_or_new
 from .unhealthy import remember, second_try
@@ -74,7 +75,7 @@ def execute(
     writers = sum(each.uses_pipes for each in plans.values())
     pipes = RecordPipes(context, max(1, writers))
     interrupts = partial(mark_canceling, context), partial(is_service_stop, context)
-    run = PayloadRun(context.log, backend, resource, launch, plans, *interrupts)
+    run = PayloadRun(context.log, backend, resource, launch, plans, *interrupts, partial(announce, context))
     with pipes.session(extras, writers > 0) as session:
         pipes_context, handler = partitions.attach(pipes) if partitions else (pipes.pipes_context, pipes.handler)
         metadata = run.complete(
@@ -130,8 +131,9 @@ class FollowedPayload:
 
     def metadata(self, mode: str) -> Metadata:
         """Returns the Dagster metadata of the payload, for a result and a failure alike."""
+        own = self.running.metadata(self.evidence)
         figures = run_metadata(self.evidence.end_or_partial, mode, self.running.cluster_id)
-        return {**self.running.metadata(self.evidence), **figures}
+        return {**own, **figures, **timeline_metadata(self.evidence, mode, own.get("Queue wait (s)"))}
 
 
 @dataclass
@@ -146,6 +148,8 @@ class PayloadRun:
     on_interrupt: Callable[[], None] = lambda: None  # Called when a person has pressed Ctrl-C.
     # Whether an interrupt is the end of this Dagster process, and not a person's.
     is_service_stop: Callable[[BaseException], bool] = lambda _: False
+    # Called with the first payload as soon as it has started, its plan, the name of the run directory and the connection.
+    on_start: Callable[[RunningPayload, Plan, str, Connection], None] = lambda *_: None
     payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
     detached: bool = False  # Whether the payloads were left running for the next attempt at this step.
     outputs_left: bool = False  # Whether some output files could not be copied, and are only in the run directory.
@@ -237,6 +241,8 @@ class PayloadRun:
             component = list(self.plans)[len(self.payloads)]
             with delayed_interrupts():
                 self.payloads[component] = self._followed(component, running, handler_of(component))
+            if len(self.payloads) == 1:
+                self.on_start(running, self.plans[component], self.launch.name, self.backend.connection)
 
         try:
             try:

@@ -45,6 +45,7 @@ class Evidence:
     # Usage, and facts about environment, nodes and allocation, so far; the `end` has the final ones.
     usage: dict[str, Any] = field(default_factory=dict)
     context: dict[str, Any] = field(default_factory=dict)
+    phases: list[tuple[str, float]] = field(default_factory=list)  # The names of all phases, each with the time of its log line.
     nodes_lost: int = 0
     damaged_lines: int = 0
     unreachable: str | None = None  # Why the record could not be read for `connection_loss_timeout`.
@@ -71,6 +72,7 @@ class Evidence:
         if kind == "start":
             self.started_at = float(record["at"])
         elif kind == "phase":
+            self.phases.append((record["phase"], float(record["at"])))
             self.nodes_lost += record["phase"] == "node-lost"
             self.queued = record["phase"] == "queued"
         elif kind == "tail":

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import base64
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import dagster as dg
 
+from ..config import ExecutionMode
 from ..errors import without_colours
 from ..follow import Evidence
 from ..runtime.protocol.record import Record
 from ..runtime.ray.membership import title
 from ..slurm.accounting import JobFacts
+from .pictures import MIB, NodeShare, nodes_chart, timeline, usage_chart
 
 Metadata = dict[str, Any]  # Dagster metadata: values by the key that Dagster shows.
 Node = Mapping[str, Any]  # What the record says of one node: names and resources.
 # The usage of each node, by the title of the node: its hostname, with the component if components share the host.
 NodeUsage = Mapping[str, Mapping[str, Any]]
 
-MIB = 2**20
+# The phases of the record that the timeline shows, as the time from the log line with that name to the next one of these.
+_PHASES = {"queued": "waits for its turn", "cluster-start": "Ray starts", "running": "payload runs"}
+_HEADROOM, _WORTH_IT = (
+    1.25,
+    0.5,
+)  # Of memory: the factor of safety in advice, and the share of the grant above which there is none.
 _IN_PLACE = 990  # Most characters of a text that Dagster shows in place; the run directory has the whole text.
 
 
@@ -47,7 +54,7 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     components = _components_table(context, node_usage)
     if components is not None:
         metadata["Components"] = components
-    metadata.update(_usage_metadata(usage, context))
+    metadata.update(_usage_metadata(usage, context, mode))
     if context.get("workers_killed"):
         metadata["Ray workers killed for memory"] = context["workers_killed"]
     if end.get("stdio_dropped"):
@@ -55,6 +62,20 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     if left_out := [*(end.get("outputs_failed") or ()), *end.get("outputs_left_out", ())]:
         metadata["Outputs left out"] = _in_place("\n".join(left_out))
     return metadata
+
+
+def timeline_metadata(evidence: Evidence, mode: str, queue_wait: float | None) -> Metadata:
+    """Returns a picture of the phases of a payload that has ended; `queue_wait` is the wait for its job or session in seconds."""
+    if evidence.end is None or evidence.started_at is None:
+        return {}
+    marks = [("runtime starts", evidence.started_at)]
+    marks += [(_PHASES[name], at) for name, at in evidence.phases if name in _PHASES and _PHASES[name] != marks[-1][0]]
+    awaited = "a session" if mode == ExecutionMode.SLURM_SESSION else "Slurm"
+    phases: dict[str, float] = {} if queue_wait is None else {f"waits for {awaited}": queue_wait}
+    for (name, since), (_, until) in pairwise([*marks, ("", float(evidence.end["ended_at"]))]):
+        phases[name] = phases.get(name, 0.0) + max(0.0, until - since)
+    shown = [(name, seconds) for name, seconds in phases.items() if round(seconds, 1) > 0]
+    return {"Timeline": dg.MetadataValue.md(timeline(shown))} if len(shown) > 1 else {}
 
 
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
@@ -65,6 +86,7 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     metadata: Metadata = {label: _in_place(text) for label, text in texts.items() if text.strip()}
     if run_dir is not None:
         metadata["Run directory"] = dg.MetadataValue.path(run_dir)
+        metadata.update(ray_logs(evidence, run_dir))
     end = evidence.end or {}
     for key, label in (("exit_code", "Exit code"), ("signal", "Signal")):
         if end.get(key) is not None:
@@ -78,7 +100,14 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     return metadata
 
 
-def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
+def ray_logs(evidence: Evidence, directory: str) -> Metadata:
+    """Returns the path of the archives of Ray's logs, which are in the payload's own run directory; {} if there is none."""
+    names = ((evidence.end or {}).get("context") or {}).get("ray_logs")
+    name = names[0] if names and len(names) == 1 else "ray-logs-*.tar.gz"
+    return {"Ray logs": dg.MetadataValue.path(f"{directory}/{name}")} if names else {}
+
+
+def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], mode: str) -> Metadata:
     if not usage:
         return {}
     elapsed, cpus = usage["elapsed"], cpus_of(context)
@@ -101,13 +130,42 @@ def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Met
         add("CPU efficiency (%)", 100 * usage["cpu_seconds"] / (elapsed * cpus), 1)
     if largest is not None:
         metadata.update(_granted_metadata(usage, context, largest))
+        if mode != ExecutionMode.SLURM_SESSION and (advice := _advice(usage, context, largest)):
+            metadata["Granted and used"] += f": {advice}"
     add("GPU utilization mean (%)", usage["gpu_utilization_mean"], 1)
     add("GPU utilization max (%)", usage["gpu_utilization_max"], 1)
     add("GPU memory max (MiB)", usage["gpu_memory_max"], 1, MIB)
     add("Object store spilled (MiB)", usage["spilled_bytes"] or None, 1, MIB)
     if len(usage["points"]) >= 2:
         metadata["Usage"] = dg.MetadataValue.md(usage_chart(usage, cpus, memory))
+    if elapsed > 0 and len(shares := _node_shares(elapsed, node_usage, granted)) > 1:
+        metadata["Usage by node"] = dg.MetadataValue.md(nodes_chart(shares))
     return metadata
+
+
+def _node_shares(elapsed: float, usage: NodeUsage, granted: Sequence[Node]) -> list[NodeShare]:
+    """Returns what each node used as a share of what it was granted; only nodes that were measured."""
+    pairs = [(node, _usage_of(usage, node)) for node in granted]
+    return [
+        (
+            title(dict(node)),
+            used["cpu_seconds"] / (elapsed * max(1, node["num_cpus"])),
+            used["peak_memory"] / granted_memory(node),
+        )
+        for node, used in pairs
+        if used
+    ]
+
+
+def _advice(usage: Mapping[str, Any], context: Mapping[str, Any], largest: Node) -> str:
+    """Returns how much memory to ask for next time, if much less than Slurm granted on the node `largest` would do; else "".
+
+    There is no advice for a run that lacked memory: it spilled objects to disk, or a Ray worker was killed.
+    """
+    enough = math.ceil(_HEADROOM * usage["peak_memory"] / 2**30)
+    lacked = usage["spilled_bytes"] or context.get("workers_killed")
+    much_less = 0 < enough * 2**30 <= _WORTH_IT * (largest["memory_limit"] or 0)
+    return f'mem="{enough}G" would do' if much_less and not lacked else ""
 
 
 def _granted_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], largest: Node) -> Metadata:
@@ -116,12 +174,12 @@ def _granted_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], larg
     cpus, gpus = sum(node["num_cpus"] for node in granted), sum(node["num_gpus"] for node in granted)
     hours = (usage["elapsed"] + (0.0 if context.get("warm") else context.get("bring_up") or 0.0)) / 3600
     busy = usage["cpu_seconds"] / usage["elapsed"] if usage["elapsed"] > 0 else 0.0
-    text = f"granted {_count(cpus, 'CPU')}, {memory / MIB:.0f} MiB"
+    text = f"granted {_count(cpus, 'CPU')}, {_size(memory)}"
     text += f" on {title(dict(largest))}" if several else ""
     text += f", {_count(gpus, 'GPU')}" if gpus else ""
     metadata: Metadata = {
         "Memory efficiency (%)": round(100 * peak / memory, 1),
-        "Granted and used": f"{text}; used {busy:.1f} CPUs, {peak / MIB:.0f} MiB",
+        "Granted and used": f"{text}; used {busy:.1f} CPUs, {_size(peak)}",
         "Node hours": round(hours * len(granted), 3),
         "CPU hours": round(hours * cpus, 3),
     }
@@ -130,6 +188,10 @@ def _granted_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], larg
     if several and not usage.get("nodes"):
         metadata["Usage measured on"] = f"{context['hostname']} alone, as the others were not asked in time"
     return metadata
+
+
+def _size(memory: float) -> str:
+    return f"{memory / MIB:.0f} MiB" if memory < 10 * 2**30 else f"{memory / 2**30:.0f} GiB"
 
 
 def _count(number: int, noun: str) -> str:
@@ -236,72 +298,3 @@ def _in_place(text: str) -> dg.TextMetadataValue:
     if len(text) > _IN_PLACE:
         text = "…\n" + text[-_IN_PLACE:].partition("\n")[2]
     return dg.MetadataValue.text(text)
-
-
-# ---- The chart of CPU and memory usage over time
-
-_LIMIT = 1000  # Characters of Markdown from which on Dagster shows a link instead of the text (Dagster 1.13).
-_WIDTH, _HEIGHT, _TOP = 400, 100, 34  # Pixels of the plot: its width, its height, and room for two lines of text above it.
-# Numbers of points to try; the first whose drawing is shorter than `_LIMIT` is used.
-_COLUMNS = range(80, 3, -4)
-_CPU, _MEMORY = "#26e", "#d70"  # Colours of the line of CPUs and the line of memory.
-
-Point = Sequence[float]  # Seconds since the start, CPUs busy since the point before, and bytes of memory.
-
-
-def usage_chart(usage: Mapping[str, Any], cpus: float = 0.0, memory: float = 0.0) -> str:
-    """Returns a chart as Markdown: the busy CPUs of all nodes, and the memory of the node that uses most memory.
-
-    `cpus` and `memory` (bytes) are the granted amounts; 0 if unknown. Each curve is drawn relative to its granted amount, so one
-    dashed line marks both amounts.
-    """
-    points: list[Point] = usage["points"]
-    drawings = (_draw(usage, _resample(points, columns), cpus, memory) for columns in _COLUMNS)
-    return next(drawing for drawing in drawings if len(drawing) < _LIMIT)
-
-
-def _resample(points: Sequence[Point], columns: int) -> list[Point]:
-    """Returns at most one point for each of `columns` columns of a chart: the mean of busy CPUs and the peak of the memory."""
-    width = points[-1][0] / columns or 1.0
-    resampled: list[Point] = []
-    column, since, cpu_seconds, peak = -1, 0.0, 0.0, 0.0
-    for place, (at, busy, memory) in enumerate(points):
-        before, here = points[place - 1][0] if place else 0.0, min(int(at / width), columns - 1)
-        if here != column:
-            column, since, cpu_seconds, peak = here, before, 0.0, 0.0
-        else:
-            resampled.pop()
-        cpu_seconds, peak = cpu_seconds + busy * (at - before), max(peak, memory)
-        resampled.append((at, cpu_seconds / (at - since) if at > since else busy, peak))
-    return resampled
-
-
-def _draw(usage: Mapping[str, Any], points: Sequence[Point], cpus: float, memory: float) -> str:
-    """Returns the points as an SVG image in Markdown; the other arguments are those of `usage_chart`."""
-    last = points[-1][0] or 1.0
-    peak = max(usage["peak_memory"], *(point[2] for point in points))
-    busiest = max(point[1] for point in points)
-    cpu_unit, memory_unit = cpus or busiest or 1.0, memory or peak or 1.0
-    scale = _HEIGHT / max(1.0, busiest / cpu_unit, peak / memory_unit)
-    bottom = _TOP + _HEIGHT
-
-    def line(index: int, unit: float, colour: str) -> str:
-        dots = [(round(_WIDTH * point[0] / last), round(bottom - scale * point[index] / unit)) for point in points]
-        steps = [f"{x - before_x} {y - before_y}" for (before_x, before_y), (x, y) in pairwise(dots)]
-        path = f"M{dots[0][0]} {dots[0][1]}l{' '.join(steps)}".replace(" -", "-")
-        return f'<path stroke="{colour}" d="{path}"/>'
-
-    grant = f'<path stroke="#999" stroke-dasharray="4" d="M0 {bottom - scale:.0f}h{_WIDTH}"/>' if cpus and memory else ""
-    several = len(usage.get("nodes") or ()) > 1
-    mean = usage["cpu_seconds"] / (usage["elapsed"] or last)
-    busy = f"CPUs busy{' on all nodes' if several else ''}: {mean:.1f}{f' of {cpus:g}' if cpus else ''} on average"
-    limit = f" of {memory / MIB:.0f}" if memory else ""
-    used = f"memory{' on the largest node' if several else ''}: up to {peak / MIB:.0f}{limit} MiB"
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + 4}" height="{bottom + 18}" font-family="Arial" font-size="12">'
-        f'<text y="11" fill="{_CPU}">{busy}</text><text y="26" fill="{_MEMORY}">{used}</text>'
-        f'<text y="{bottom + 14}" fill="#888">{last:.{1 if last < 100 else 0}f} s{", dashes: granted" if grant else ""}</text>'
-        f'<g fill="none"><path stroke="#999" d="M0 {_TOP}V{bottom}H{_WIDTH}"/>'
-        f"{grant}{line(1, cpu_unit, _CPU)}{line(2, memory_unit, _MEMORY)}</g></svg>"
-    )
-    return f"![usage](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"

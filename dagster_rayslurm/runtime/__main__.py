@@ -1,4 +1,4 @@
-"""`python -I runtime.pyz run DIR | node DIR | part DIR | session DIR | serve DIR | ask DIR | relay | ray-node … | health …`."""
+"""`python -I runtime.pyz run | node | part | session | serve | ask DIR`, and `relay | ray-node … | health … | archive …`."""
 
 # Types stand in comments, because an older Python must parse this file to say that it is too old. Each role imports what it
 # needs when it begins: a start takes about 0.13 s, most of it imports.
@@ -190,6 +190,10 @@ def main(argv):  # type: (list[str]) -> int
         from .node import health
 
         return health.main(argv[1:])
+    if role == "archive":
+        from .node import log_archive
+
+        return log_archive.main(argv[1:])
     if role == "ask":
         from .protocol import rpc
 

@@ -12,9 +12,10 @@ import dagster as dg
 
 from ..errors import FailureKind, may_retry
 from ..outcome import SUCCESS, Judged, Verdict, judge_job
-from ..outcome.metadata import MIB, Metadata, cpus_of, failure_metadata
+from ..outcome.metadata import Metadata, cpus_of, failure_metadata, ray_logs
+from ..outcome.pictures import MIB
 from ..runtime.protocol.messages import EndReason
-from ..runtime.protocol.record import Record
+from ..runtime.protocol.record import Record, component_dir
 
 Message = dict[str, Any]  # A Pipes message with method and parameters, or only its parameters.
 # All reports about one asset or asset check: for each, the reporting component and the parameters of its message.
@@ -198,6 +199,9 @@ def failures_metadata(judged: Mapping[Any, Judged], run_dir: str | None) -> Meta
     own = {component: failure_metadata(each.evidence, None) for component, each in root_failures(judged).items()}
     metadata = merge_metadata(own, lambda key, values: key.startswith("Slurm") and values.count(values[0]) == len(own))
     if run_dir is not None:
+        for component in own:
+            logs = ray_logs(judged[component].evidence, component_dir(run_dir, component))
+            metadata.update((f"{key} ({component})", value) for key, value in logs.items())
         metadata["Run directory"] = dg.MetadataValue.path(run_dir)
     return metadata
 

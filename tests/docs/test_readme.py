@@ -21,7 +21,8 @@ from ..stack.access import Stack
 ROOT = Path(__file__).parents[2]
 PAGES = (
     *("README.md", "docs/sessions.md", "docs/components.md", "docs/containers.md", "docs/dg.md", "docs/edge_node.md"),
-    *("docs/feasibility.md", "docs/node_health.md", "docs/partitions.md", "docs/pixi.md", "docs/settings.md", "docs/terminal.md"),
+    *("docs/feasibility.md", "docs/monitoring.md", "docs/node_health.md", "docs/partitions.md", "docs/pixi.md"),
+    *("docs/settings.md", "docs/terminal.md"),
 )
 README = "".join((ROOT / page).read_text() for page in PAGES)
 STACK = (ROOT / "stack" / "README.md").read_text()

@@ -251,6 +251,7 @@ GOOD: dict[str, Any] = {
     "launch_style": "symmetric-run",
     "mem": "4G",
     "mem_per_cpu": "500M",
+    "metrics_dir": "/x",
     "mode": "slurm",
     "mounts": ["/x"],
     "on_infeasible": "fail",

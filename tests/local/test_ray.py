@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import textwrap
 import time
@@ -24,7 +25,7 @@ from ..conftest import marked_processes, pipes_script, run_asset, small_ray, wai
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 USES_RAY = "import sys\npreloaded = 'ray' in sys.modules\n" + pipes_script("""
-    import os, psutil, ray, subprocess, sys
+    import glob, json, os, psutil, ray, subprocess, sys, time, urllib.request
     ray.init(address="auto")
     @ray.remote
     def look(name):
@@ -35,7 +36,13 @@ USES_RAY = "import sys\npreloaded = 'ray' in sys.modules\n" + pipes_script("""
     listing = " ".join(word for each in psutil.process_iter(["cmdline"]) for word in each.info["cmdline"] or ())
     names = ["FOO", "TOKEN", "RAYSLURM_DATA_DIR", "RAYSLURM_RUN_DIR", "DAGSTER_PIPES_CONTEXT"]
     seen = dict(zip(names, ray.get([look.remote(name) for name in names])))
+    targets, deadline = sys.argv[1] + "/*.json", time.monotonic() + 30
+    while not glob.glob(targets) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    [group] = json.load(open(glob.glob(targets)[0]))
+    pages = [urllib.request.urlopen("http://%s/metrics" % each, timeout=10).read().decode() for each in group["targets"]]
     pipes.report_asset_materialization(metadata={
+        "metrics": any("ray_node_cpu_count" in page for page in pages), "labels": {"raw_value": group["labels"], "type": "json"},
         "seen": {"raw_value": seen, "type": "json"}, "address": os.environ["RAY_ADDRESS"], "token": os.environ["TOKEN"],
         "cpus": ray.cluster_resources()["CPU"], "token_path": os.environ["RAY_AUTH_TOKEN_PATH"],
         "resources": {"raw_value": ray.cluster_resources(), "type": "json"},
@@ -72,15 +79,23 @@ def test_an_exception_deep_in_ray_is_told_by_its_cause(ray_compute: ComputeResou
     ran = run_asset(ray_compute, script(DEEP, "deep.py"))
     said = ran.failure.description
     assert said == f"the payload raised KeyError: 'momentum' (deep.py:7, in inner, on {socket.gethostname()})"
+    with tarfile.open(str(ran.failure.metadata["Ray logs"].value)) as archive:
+        assert any(name.startswith("ray-logs/worker-") for name in archive.getnames())
     assert "momentum" in ran.failure.metadata["Last output"].value and "\x1b" not in ran.failure.metadata["Last output"].value
 
 
 def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any, base: Path) -> None:
+    metrics = base / "for" / "prometheus"
     ran = run_asset(
         ray_compute,
-        script(USES_RAY),
+        ["python", str(script(USES_RAY)), str(metrics)],
         launcher=small_ray(
-            num_cpus_per_node=1, resources={"odd name; $x": 2.0}, labels={"colour": "blue"}, dashboard=True, preload=["ray"]
+            num_cpus_per_node=1,
+            resources={"odd name; $x": 2.0},
+            labels={"colour": "blue"},
+            dashboard=True,
+            preload=["ray"],
+            metrics_dir=str(metrics),
         ),
         extra_env={"FOO": "bär\n'2'"},
         secret_env={"TOKEN": "s3cret"},
@@ -93,6 +108,8 @@ def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any
         "RAYSLURM_RUN_DIR": None,
         "DAGSTER_PIPES_CONTEXT": None,
     }
+    assert metadata["metrics"] and metadata["labels"]["ray_cluster"] == metadata["Ray cluster ID"]
+    assert wait_until(lambda: not list(metrics.iterdir()), 10), "Prometheus would go on asking a cluster that has ended"
     assert metadata["token"] == "s3cret" and metadata["cpus"] == 1 and metadata["resources"]["odd name; $x"] == 2.0
     # Another process of this user without the token is refused by the cluster.
     assert metadata["intruder is in"] is False and "uthentication" in metadata["intruder said"]

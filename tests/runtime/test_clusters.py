@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Nodes(Runtime):
 
     def task(self, node_id: int) -> dict[str, str]:
         task = {"SLURM_JOB_ID": "12", "SLURM_NODEID": str(node_id), "SLURM_JOB_NODELIST": "localhost,n2"}
+        task["SLURMD_NODENAME"] = ["localhost", "n2"][node_id]
         return {**task, "SLURM_STEP_NODELIST": "localhost,n2", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
 
     def start_worker(self) -> None:
@@ -100,14 +102,15 @@ def below(pid: int) -> list[str]:
 
 
 def test_two_clusters_at_once_on_the_same_nodes(nodes: Any) -> None:
-    """Each ends with its payload on all nodes; one that does not start does not affect others."""
+    """Each ends with its payload on all nodes; one that does not start does not affect others. One that fails leaves its logs."""
     from dataclasses import replace
 
     pair = nodes(max_concurrent_payloads=3)
     # Both are up at once: each waits for the other's file.
     wait = "\nimport time\nwhile not os.path.exists(%r): time.sleep(0.05)"
     one = pair.add_ray("one", wait % str(pair.path / "two.json"), ray=SMALL, want_cpus=1, run_id="1")
-    two = pair.add_ray("two", wait % str(pair.path / "one.json"), ray=SMALL, want_cpus=1, run_id="2")
+    fail = "\nray.get(ray.remote(lambda: print('the last words')).remote()); time.sleep(0.5); sys.exit(3)"
+    two = pair.add_ray("two", wait % str(pair.path / "one.json") + fail, ray=SMALL, want_cpus=1, run_id="2")
     pair.add_ray("ill", ray=replace(SMALL, health_check="echo unwell; false"), want_cpus=1, run_id="3")
     pair.add("three", NAP % 0.1, run_id="1")  # It needs all CPUs, and waits.
     assert pair.worker is not None
@@ -141,7 +144,15 @@ when_done(go)
         assert each["data"] == each["worker"] == str(pair.path)
     assert pair.overlap("one", "two") and not pair.overlap("two", "three")
     ends = {name: pair.end(name) for name in ("one", "two", "ill", "three")}
-    assert [ends[name]["exit_code"] for name in ("one", "two", "three")] == [0, 0, 0]
+    assert [ends[name]["exit_code"] for name in ("one", "two", "three")] == [0, 3, 0]
+    assert ends["two"]["context"]["ray_logs"] == ["ray-logs-localhost.tar.gz", "ray-logs-n2.tar.gz"]
+    logs = ""
+    for name in ends["two"]["context"]["ray_logs"]:
+        with tarfile.open(pair.path / "two" / name) as archive:
+            assert any(each.startswith("ray-logs/raylet") for each in archive.getnames()), archive.getnames()
+            logs += "".join(archive.extractfile(each).read().decode() for each in archive if "/worker-" in each.name)  # type: ignore
+    assert "the last words" in logs and ends["ill"]["context"]["ray_logs"] == []
+    assert not list((pair.path / "one").glob("ray-logs*")) and "ray_logs" not in ends["one"]["context"]
     assert ends["ill"]["reason"] == "cluster-start" and "unwell" in ends["ill"]["message"]
     assert (
         len(ends["one"]["usage"]["nodes"]) == 2 and ends["one"]["context"]["ray_version"] and not ends["one"]["context"]["warm"]

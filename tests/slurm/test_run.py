@@ -139,6 +139,7 @@ def test_sacct_tells_the_same_of_ray_on_two_nodes(slurm_compute: Callable[..., C
     assert peak == max(each["peak memory (MiB)"] for each in rows) and peak == pytest.approx(largest, rel=0.35)
     assert all(each["memory (GiB)"] == round(2500 / 1024, 1) for each in rows), "what Slurm granted"
     assert metadata["Granted and used"].startswith("granted 4 CPUs, 2500 MiB on c")
+    assert all("svg+xml" in metadata[picture] for picture in ("Timeline", "Usage", "Usage by node"))
     assert metadata["Memory efficiency (%)"] == pytest.approx(100 * peak / 2500, abs=0.2)
     held = metadata["Elapsed (s)"] + metadata["Ray bring-up (s)"]
     assert metadata["CPU hours"] == pytest.approx(4 * held / 3600, abs=0.002) and "GPU hours" not in metadata

@@ -148,7 +148,9 @@ def test_the_exception_that_dagster_shows_has_no_escape_codes(capsys: Any) -> No
 def test_phases_that_the_user_should_fix_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
     files = record_of([], 0)
     phases = ("running", "memory", "own-ray", "unschedulable")
-    files[JOURNAL] = b"".join(encode({"type": "phase", "phase": each, "message": "so"}) for each in phases) + files[JOURNAL]
+    files[JOURNAL] = (
+        b"".join(encode({"type": "phase", "phase": each, "message": "so", "at": 1.0}) for each in phases) + files[JOURNAL]
+    )
     with caplog.at_level(logging.INFO, "test"):
         follow(Growing(files, 1))
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING", "WARNING"]
@@ -314,7 +316,7 @@ def test_reattach_loses_nothing_and_repeats_one_batch_at_most(
     dagster = Everything(level)
     files = record_of([f"{number}\n" for number in range(lines)], 0)
     pipes = [{"method": "log", "params": {"level": each, "message": text}} for each, text in said]
-    phase = {"type": "phase", "phase": "running", "message": "now"}
+    phase = {"type": "phase", "phase": "running", "message": "now", "at": 1.0}
     records = [phase, *({"type": "pipes", "at": 0, "line": json.dumps(each)} for each in pipes)]
     files[JOURNAL] = b"".join(map(encode, records)) + files[JOURNAL]
     offset = 0

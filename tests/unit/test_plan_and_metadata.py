@@ -12,9 +12,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata, usage_chart
+from dagster_rayslurm.outcome import Judged, Verdict
+from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata
+from dagster_rayslurm.outcome.pictures import usage_chart
 from dagster_rayslurm.plan import existing_files, parse_payload, run_dir_name
+from dagster_rayslurm.separate.together import failures_metadata
 from dagster_rayslurm.slurm.accounting import JobFacts
 
 END: dict[str, Any] = {
@@ -75,6 +79,18 @@ def test_a_failure_shows_text_in_place_and_its_cause_first() -> None:
     assert last.text.startswith("…\nline 4") and "\nline 499 --" in last.text
     assert metadata["Log: raylet.err"].value == "boom" and metadata["Exit code"] == 1
     assert "Run directory" not in failure_metadata(evidence, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "path"),
+    [(["ray-logs-c1.tar.gz"], "ray-logs-c1.tar.gz"), (["ray-logs-c1.tar.gz", "ray-logs-c2.tar.gz"], "ray-logs-*.tar.gz")],
+)
+def test_a_failure_says_where_the_logs_of_ray_are(names: list[str], path: str) -> None:
+    evidence = Evidence(end={**END, "reason": "exit", "context": {**END["context"], "ray_logs": names}})
+    assert failure_metadata(evidence, "dev@edge:22:/run")["Ray logs"].value == f"dev@edge:22:/run/{path}"
+    assert "Ray logs" not in failure_metadata(evidence, None) and "Ray logs" not in failure_metadata(Evidence(end=END), "/run")
+    judged = {"cpu": Judged(Verdict(FailureKind.PAYLOAD, "it failed"), evidence)}
+    assert failures_metadata(judged, "/run")["Ray logs (cpu)"].value == f"/run/components/cpu/{path}"
 
 
 def picture(chart: str) -> str:

@@ -39,6 +39,8 @@ _SYNC_INTERVAL = 0.2  # Seconds between two syncs of the run record, which make 
 _LAST_OUTPUT_TIMEOUT = 5.0
 # Seconds for which the `end` of a failed payload waits for a signal to the runtime: Slurm signals all processes of a job.
 _SIGNAL_MARGIN = 0.25
+_ARCHIVE_TIMEOUT = 6.0  # Seconds that the `end` of a failed payload waits for the archives of Ray's logs.
+_EXPLAINED_BY_RAY = (EndReason.CLUSTER_START, EndReason.CLUSTER_LOST, EndReason.INFEASIBLE)
 _RETRY = 1.0  # Seconds between two tries to write the `end`.
 _CHUNK = 256 * 1024  # Most bytes of output or messages that are read at a time.
 
@@ -166,6 +168,8 @@ class Payload:
     component_env: Environment = field(default_factory=dict)
     # Callbacks for after the `end` record; the event loop calls them, never a method of this payload.
     on_ended: List[Callable[[], None]] = field(default_factory=list)
+    # Archives Ray's logs if the payload has failed, and calls back.
+    archive_logs: Callable[[Callable[[], None]], None] = lambda done: done()
     _early_signals: List[int] = field(default_factory=list)  # Those that came before the start; the process gets them then.
     _started_at: Optional[float] = None
     _ended_at: Optional[float] = None
@@ -425,7 +429,7 @@ class Payload:
                 self._conclude()
 
     def _finish(self) -> None:
-        """Copy the last messages, search for outputs, and write the `end` record."""
+        """Copy the last messages, archive Ray's logs after a failure, search for outputs, and write the `end` record."""
         self._timers.cancel_all()
         self._ended_at = time.time()
         if self._process.pid is None:
@@ -444,7 +448,18 @@ class Payload:
                 return self._timers.due("outputs", 0.0, advance)
             self._write_end()
 
-        advance()
+        if not self._failed_by_itself:
+            return advance()
+        archived = [lambda: None if self.ended else advance()]  # Called by the archive or by the timer, whichever is first.
+        go_on: Callable[[], None] = lambda: self.safely(archived.pop()) if archived else None  # noqa: E731
+        self._timers.due("archive", _ARCHIVE_TIMEOUT, go_on)
+        self.archive_logs(go_on)
+
+    @property
+    def _failed_by_itself(self) -> bool:
+        """Whether it failed for a reason that Ray's logs may explain, and there is time to archive them."""
+        end = self.ending.result
+        return end is not None and (end.reason in _EXPLAINED_BY_RAY or (end.reason == EndReason.EXIT and end.exit_code != 0))
 
     def _conclude(self) -> None:
         """Write the `end` record at once; if the search for outputs is under way, the record lists no outputs."""

@@ -77,6 +77,7 @@ class NodeCommand(TextEnum):
     END_RAY = "end-ray"  # End Ray on this node for one Ray cluster.
     MEASURE = "measure"  # Measure usage for a payload.
     REPORT = "report"  # Stop measuring for a payload, and send its usage.
+    ARCHIVE = "archive"  # Archive the logs of Ray into the run directory of a payload that failed.
     ENDING = "ending"  # Stay until STOP, even after a signal: the head was signalled too, and gives payloads their grace period.
     STOP = "stop"  # End the runtime of this node.
 
@@ -90,6 +91,7 @@ class NodeEvent(TextEnum):
     RAY_FAILED = "failed"  # Ray did not start on the node, or ended unexpectedly.
     RAY_ENDED = "ended"  # The node has carried out END_RAY.
     USAGE = "usage"  # The answer to REPORT: the measured usage.
+    ARCHIVED = "archived"  # The answer to ARCHIVE: the name of the archive, or None if it could not be written.
     MEMORY = "memory"  # The node's memory is nearly full, or a Ray worker was killed for it.
 
 

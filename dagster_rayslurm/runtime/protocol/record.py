@@ -241,12 +241,13 @@ def temporary_name(path: str) -> str:
     return os.path.join(os.path.dirname(path), ".rs-%s.tmp" % os.urandom(8).hex())
 
 
-def write_atomically(path: str, data: bytes) -> None:
+def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
     """Write a file so that readers see either its old or its new content (temporary file, fsync, rename)."""
     temporary = temporary_name(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -75,6 +75,7 @@ class RaySpec:
     max_workers: Optional[int] = None  # Number of worker nodes that join the head at most; None for all.
     min_nodes: Optional[int] = None  # Number of nodes that must have joined before the payload starts; None for all.
     launch_style: str = "builtin"
+    metrics_dir: Optional[str] = None  # Directory that gets a file with the addresses of metrics; None for no such file.
     memory_guard: bool = True  # Whether the runtime kills the largest Ray worker of a node whose memory is nearly full.
     components: List[NodeSpec] = field(default_factory=list)  # The head's component first; empty if all nodes are alike.
     simulate: bool = False  # Whether Ray counts the requested CPUs and GPUs even if the machine has fewer (local mode).

@@ -13,21 +13,24 @@ import traceback
 from dataclasses import dataclass, field, replace
 from typing import Callable, Dict, List, Mapping, Optional
 
-from ..node import local_copy, resources
+from ..node import health, local_copy, resources
 from ..node.allocation import Allocation
+from ..node.log_archive import archive_name
 from ..node.memory import MemoryWatch
-from ..node.resources import NodeResources, Share
+from ..node.resources import NodeResources, Share, named
 from ..node.usage import GpuMonitor, RayJobs, UsageSampler, logs_of
 from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..process import processes
 from ..process.loop import Loop
-from ..process.processes import StrayProcesses
+from ..process.processes import StrayProcesses, query_program
 from ..process.scratch import Scratch
 from ..protocol.messages import ClusterError, EndReason, NodeCommand, NodeEvent
 from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Channel, Listener, Message, RpcClient, all_addresses
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields
 from .membership import Event, Report
 from .ray_node import ClusterDir, RayNode
+
+ARCHIVE_TIMEOUT = 5.0  # Seconds in which an archive of Ray's logs must be written.
 
 
 @dataclass(eq=False)
@@ -105,6 +108,21 @@ class NodeAgent:
         excluded: Callable[[], List[int]] = lambda: [*foreign(), *self.pids(lambda each: each.key != own)]  # noqa: E731
         return UsageSampler(self.loop, self._gpus, temp_dir, excluded, roots, jobs)
 
+    def archive_logs(self, key: str, run_dir: str, done: Callable[[Optional[str]], None]) -> None:
+        """Archive the logs of a Ray cluster on this node into a run directory.
+
+        Calls `done` with the name of the archive; with None if there are no logs, or the archive cannot be written in time.
+        """
+        name = archive_name(named(health.node_name(os.environ), self.machine.component))
+        logs = logs_of(self.rays[key].scratch.ray_temp_dir) if key in self.rays else ""
+        if not os.path.isdir(logs):
+            return done(None)
+        program = [sys.executable, sys.argv[0], "archive", logs, os.path.join(run_dir, name)]
+        try:
+            query_program(self.loop, program, ARCHIVE_TIMEOUT, lambda said: done(None if said is None else name))
+        except OSError:
+            done(None)
+
     # ---- The head's commands to a worker node
 
     def log(self, text: str) -> None:
@@ -131,6 +149,10 @@ class NodeAgent:
             self.send(event=NodeEvent.USAGE, id=command["id"], usage=None if sampler is None else sampler.stop())
             if not self.simulated:
                 self.strays.end(command["id"])
+        elif op == NodeCommand.ARCHIVE:
+            run_dir = command["run_dir"]
+            answer = {"event": NodeEvent.ARCHIVED, "cluster": command["cluster"], "run_dir": run_dir}
+            self.archive_logs(command["cluster"], run_dir, lambda name: self.send(name=name, **answer))
         elif op == NodeCommand.STOP:
             self.end()
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 from ..node.network import join_host_port
 from ..node.resources import NodeResources, footprint_error, node_footprint, runtime_footprint
@@ -21,6 +22,7 @@ from ..protocol.spec import RaySpec, node_spec
 from . import membership
 from .agent import NodeAgent
 from .membership import Action, Event, Member, Membership, Report
+from .metrics_targets import MetricsTargets
 from .ray_node import ray_environment
 
 Tables = Dict[str, Any]  # The answer of `internals.living_things`.
@@ -77,6 +79,8 @@ def left_when_idle(tables: Tables) -> List[Leak]:
 
 # ---- The cluster
 
+_HEAD = 0  # The id of the head among the nodes of an allocation.
+
 
 @dataclass(eq=False)
 class RayCluster:
@@ -98,6 +102,7 @@ class RayCluster:
     _bring_up: Optional[float] = None
     _dashboard_url: Optional[str] = None
     _gcs: str = ""
+    _targets: Optional[MetricsTargets] = None
 
     def __post_init__(self) -> None:
         self.loop = self.head.loop
@@ -110,6 +115,9 @@ class RayCluster:
         self._ray = self.head.prepare_ray(spec, self.key, self.state.expected, self.on_event)
         self._started = self.loop.now()
         self._tails: Dict[str, str] = {}  # The last lines of logs of worker nodes, by title.
+        # The archives of logs that are being made, by run directory: the nodes that have not answered, the names of archives so
+        # far, and where these go.
+        self._archives: Dict[str, Tuple[Set[int], List[str], Callable[[List[str]], None]]] = {}
         self._queries: Dict[int, Callable[[Optional[Tables]], None]] = {}
         self._query_ids = itertools.count(1)
         self._idle_check = self._deadline = Timer()
@@ -206,6 +214,8 @@ class RayCluster:
         """End every process of the cluster on this node at once; afterwards `tell` is not called."""
         self.state = replace(self.state, failed=True)
         self._deadline.cancel()
+        if self._targets is not None:
+            self._targets.stop()
         self._ray.end()
 
     def log_tails(self) -> Dict[str, str]:
@@ -214,9 +224,32 @@ class RayCluster:
         logs = {"runtime on %s" % title: self.workers.log_tail(place) for place, title in given_up}
         return {**self._ray.log_tails(), **self._tails, **{name: text for name, text in logs.items() if text.strip()}}
 
+    def archive_logs(self, run_dir: str, done: Callable[[List[str]], None]) -> None:
+        """Archive Ray's logs of all nodes into a run directory; calls `done` with the names of the archives.
+
+        `done` may come late, or never, if a node is lost meanwhile.
+        """
+        here = [place for place in self.state.members if self.workers.members[place].here]
+        self._archives[run_dir] = {*here, _HEAD}, [], done
+        for place in here:  # Not kept for a node that reconnects: by then, nobody waits for it.
+            self.workers.members[place].send(op=NodeCommand.ARCHIVE, cluster=self.key, run_dir=run_dir)
+        self.head.archive_logs(self.key, run_dir, lambda name: self._archived(_HEAD, run_dir, name))
+
+    def _archived(self, place: int, run_dir: str, name: Optional[str]) -> None:
+        missing, names, done = self._archives.get(run_dir, (set(), [], lambda _: None))
+        missing.discard(place)
+        names += [name] if name is not None else []
+        if not missing:
+            self._archives.pop(run_dir, None)
+            done(sorted(names))
+
     def handle(self, member: WorkerNode, message: Event) -> None:
         """Called with each event of a worker node."""
         event, kind = {**message, "node": member.node_id}, message.get("event")
+        if kind == NodeEvent.ARCHIVED:
+            if message["cluster"] == self.key:
+                self._archived(member.node_id, message["run_dir"], message["name"])
+            return
         if kind == NodeEvent.JOINED and member.machine is not None:
             event.update(identity=member.identity, here=member.here, problem=self._problem(member.machine))
         elif kind == NodeEvent.RAY_FAILED and event["cluster"] == self.key:
@@ -284,6 +317,10 @@ class RayCluster:
         if self.spec.dashboard:
             self._dashboard_url = "http://127.0.0.1:%d" % self._ray.ports.dashboard
         self._ray.ready = True
+        if self.spec.metrics_dir is not None:
+            name = "-".join(filter(None, [self.head.spec.cluster_id, self.key]))
+            job = {"slurm_job": os.environ["SLURM_JOB_ID"]} if os.environ.get("SLURM_JOB_ID") else {}
+            self._targets = MetricsTargets(self.loop, self.spec.metrics_dir, name, job, self._ray.scratch.ray_temp_dir)
         self._bring_up = self.loop.now() - self._started
         self._deadline.cancel()
         self.tell(self, membership.Say(membership.CLUSTER_READY, up))

@@ -295,6 +295,7 @@ class Supervisor:
         environ = self._payload_environ(environ or dict(os.environ))
         payload = Payload(self.loop, run_dir, spec, secrets, record, environ, self._preload_server)
         payload.on_ended.append(lambda: self._ended(payload))
+        payload.archive_logs = functools.partial(self._archive_logs, payload)
         self._unrecorded = [each for each in self._unrecorded if not each.files.ended] + [payload]
         self.queue = self.queue.added(payload, self._is_fresh(spec), self.loop.now())
         self._timers.cancel("idle")
@@ -388,6 +389,18 @@ class Supervisor:
         check_ray = functools.partial(payload.check_own_ray, self.machine)
         measurement = UsageMeasurement(spec.nonce, sampler, payload.note, check_ray, workers)
         payload.start(env, messages, measurement, cluster.leak_check(spec.nonce) if cluster is not None and is_warm else None)
+
+    def _archive_logs(self, payload: Payload, done: Callable[[], None]) -> None:
+        """Archive the logs of a failed payload's Ray cluster into its run directory, and call `done`; at once if it has none."""
+        cluster = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
+        if cluster is None or (self.is_session and payload not in self._running):
+            return done()  # Many payloads may wait in a session, whose logs are the same for all.
+
+        def archived(names: List[str]) -> None:
+            payload.context["ray_logs"] = names
+            done()
+
+        cluster.archive_logs(payload.run_dir, archived)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.ending.exit_code

@@ -1,0 +1,78 @@
+"""An archive of Ray's logs on one node, made when a payload fails: `ray-logs-NODE.tar.gz` in the payload's run directory.
+
+It is made in a process of its own, because compression takes longer than the runtime may wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import tarfile
+from typing import Iterator, List, NamedTuple, Tuple
+
+# Most bytes of one log that are kept, from its end, and most bytes of all logs of a node, before compression.
+_MOST_OF_FILE, _MOST = 4 * 2**20, 32 * 2**20
+LEFT_OUT = "LEFT_OUT.txt"  # Lists the logs that are missing in the archive, or lack their beginning.
+
+
+class Log(NamedTuple):
+    """A log file: its path relative to the directory of logs, its size in bytes, and when it was written last."""
+
+    name: str
+    size: int
+    modified: float
+
+
+def archive_name(node: str) -> str:
+    """The name of the archive of a node's logs; `node` is the node's name, with its component if it has one."""
+    return "ray-logs-%s.tar.gz" % re.sub(r"[^\w.-]+", "-", node).strip("-")
+
+
+def select(logs: List[Log], most_of_file: int = _MOST_OF_FILE, most: int = _MOST) -> Tuple[List[Tuple[Log, int]], List[str]]:
+    """The logs for the archive, each with the offset from which on it is kept, and a sentence for each that is not complete.
+
+    Those written last come first, as long as there is room. Pure.
+    """
+    kept, left_out = [], []
+    for log in sorted(logs, key=lambda each: (-each.modified, each.name)):
+        size = min(log.size, most_of_file, most)
+        if size < log.size:
+            left_out.append("%s: the first %d bytes" % (log.name, log.size - size) if size else log.name)
+        if size or not log.size:
+            kept.append((log, log.size - size))
+        most -= size
+    return kept, left_out
+
+
+def main(argv: List[str]) -> int:
+    """Write the archive of a directory of logs; the arguments are the directory and the path of the archive."""
+    directory, target = argv
+    kept, left_out = select(list(_logs(directory)))
+    os.nice(10)
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz", compresslevel=6) as archive:
+        for log, offset in kept:
+            with contextlib.suppress(OSError), open(os.path.join(directory, log.name), "rb") as source:
+                source.seek(offset)
+                _add(archive, log.name, source.read(log.size - offset), log.modified)
+        if left_out:
+            _add(archive, LEFT_OUT, "".join("%s\n" % each for each in left_out).encode("utf-8", "surrogateescape"), 0.0)
+    return 0
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes, modified: float) -> None:
+    entry = tarfile.TarInfo("ray-logs/" + name)
+    entry.size, entry.mtime, entry.mode = len(content), int(modified), 0o600
+    archive.addfile(entry, io.BytesIO(content))
+
+
+def _logs(directory: str) -> Iterator[Log]:
+    for path, _, names in os.walk(directory):
+        for name in names:
+            full = os.path.join(path, name)
+            with contextlib.suppress(OSError):  # It was removed meanwhile.
+                if os.path.isfile(full) and not os.path.islink(full):
+                    status = os.stat(full)
+                    yield Log(os.path.relpath(full, directory), status.st_size, status.st_mtime)
