@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from dagster_rayslurm import launchers
 from dagster_rayslurm.environments import check
 from dagster_rayslurm.errors import FailureKind
+from dagster_rayslurm.follow import follower
 from dagster_rayslurm.outcome import verdict
 from dagster_rayslurm.slurm import accounting, refusals
 from dagster_rayslurm.ssh import errors as ssh_errors
@@ -127,7 +128,7 @@ def messages() -> list[str]:
     found = [sentence for _, sentence in (*refusals._ADVICE, *refusals._NEVER)]
     found += [sentence for _, sentence in verdict._ENDS.values()]
     found += check._PROBLEMS.values()
-    found += [f"its nodes, {sentence}".removeprefix("its nodes, ") for sentence in accounting._LOST_NODES.values()]
+    found += accounting._LOST_NODES.values()
     for each in vars(ssh_errors).values():
         if callable(each) and getattr(each, "__name__", "") == "make":
             found.append(inspect.getclosurevars(each).nonlocals["sentence"])
@@ -137,6 +138,10 @@ def messages() -> list[str]:
 def test_every_kind_of_failure_has_a_section() -> None:
     headings = re.findall(r"^## .*`([a-z-]+)`", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert set(headings) == set(FailureKind)
+
+
+def test_every_phase_that_is_a_warning_is_on_that_page() -> None:
+    assert all(f"| `{phase}: " in TROUBLES for phase in follower._WARNING_PHASES)
 
 
 @pytest.mark.parametrize("sentence", dict.fromkeys(map(first_clause, messages())))
