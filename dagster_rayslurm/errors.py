@@ -39,6 +39,8 @@ _FINAL = ("configuration", "submission", "environment", "record", "cancelled", "
 
 
 _NEVER = ("cancelled", "superseded")  # Kinds that nobody can want to retry.
+# The page with messages and remedies; each kind of failure is a heading there.
+_TROUBLES = "https://github.com/dagster-rayslurm/dagster-rayslurm/blob/main/docs/troubleshooting.md"
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
@@ -91,9 +93,10 @@ class RunFailure(dg.Failure):
         self.unhealthy = tuple(unhealthy)
         if unhealthy:
             metadata = {"Unhealthy nodes": "; ".join(map(str, unhealthy)), **(metadata or {})}
+        page = dg.MetadataValue.url(f"{_TROUBLES}#{self.kind.value}")
         super().__init__(
             description=without_colours(sentence),
-            metadata={"Failure kind": self.kind.value, **(metadata or {})},
+            metadata={"Failure kind": self.kind.value, "Troubleshooting": page, **(metadata or {})},
             allow_retries=may_retry(self.kind, retry),
         )
 
