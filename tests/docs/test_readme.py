@@ -13,6 +13,8 @@ from typing import Any
 import click
 import dagster as dg
 import pytest
+import tomli
+import yaml
 
 from dagster_rayslurm import BashLauncher, ComputeResource
 
@@ -104,6 +106,23 @@ def test_payloads_of_the_how_tos_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_other_snippets_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_EDGE_NODE_HOST", "edge")
     exec(compile(block, "README.md", "exec"), {"__name__": "snippet"})
+
+
+def test_snippets_of_other_languages_are_well_formed() -> None:
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert {language for language, _ in blocks} <= {
+        *("python", "console", "bash", "toml", "yaml"),
+        *("dockerfile", "mermaid", "text"),
+    }
+    for language, text in blocks:
+        if language == "toml":
+            tomli.loads(text)
+        elif language == "yaml":
+            assert yaml.safe_load(text)
+    commands = [line[2:] for language, text in blocks if language == "console" for line in text.splitlines() if line[:2] == "$ "]
+    script = "\n".join([*commands, *(text for language, text in blocks if language == "bash")])
+    said = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert not said.stderr and said.returncode == 0, said.stderr
 
 
 def materialize_study(compute: ComputeResource) -> Any:
