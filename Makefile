@@ -7,7 +7,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=3 --tb=native
 export RAYSLURM_MODE ?= local
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
-.PHONY: help install demo deploy dev test test-local test-stack test-all lint docs bench stack-up stack-down stack-logs clean
+.PHONY: help install demo deploy dev test test-local test-stack test-all lint docs docs-screenshots bench stack-up stack-down stack-logs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -63,6 +63,9 @@ docs: install  ## build the documentation site into site/
 	@$(BIN)/python scripts/configuration.py > docs/configuration.md
 	@$(BIN)/python scripts/commands.py > docs/reference/command-line.md
 	@$(BIN)/zensical build --strict
+
+docs-screenshots: install  ## renew the pictures of Dagster's UI in docs/images, which needs Chromium
+	@$(BIN)/python scripts/screenshots.py
 
 bench: install  ## measure on the stack, beside doing it by hand and beside others, and render docs/benchmarks.md (40 minutes)
 	@$(BIN)/python -m stack up

@@ -238,6 +238,24 @@ def test_the_asset_of_the_readme_runs_where_nothing_is_prepared(
     assert "/prefixes/" in stack.exec("edge", ["sh", "-c", "ls -d /home/dev/.dagster_rayslurm/prefixes/*"])
 
 
+def test_the_second_stage_of_the_tutorial_runs_on_two_nodes(
+    tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train.py", "definitions.py", "cluster.py"):
+        (tmp_path / name).write_text(FILES[name])
+    program = """
+        import dagster as dg
+        from cluster import defs
+        result = defs.resolve_implicit_global_asset_job_def().execute_in_process()
+        found = result.asset_materializations_for_node("model")[0].metadata
+        print("BEST", found["best score"].value, sorted(each.data["node"] for each in found["Nodes"].records))
+    """
+    env = {**os.environ, **stack.env, "HOME": str(tmp_path), "RAYSLURM_MODE": "slurm", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
+    assert "BEST 0.9375 ['c1', 'c2']" in said.stdout, said.stderr[-3000:]
+
+
 def test_the_session_settings_of_the_readme_are_those_there_are() -> None:
     rows = re.search(r"\| `SessionConfig` \| default \| \|\n\|---\|---\|---\|\n(.*?)\n\n", README, re.DOTALL)
     assert rows is not None
