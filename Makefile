@@ -7,7 +7,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=3 --tb=native
 export RAYSLURM_MODE ?= local
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
-.PHONY: help install demo deploy dev test test-local test-stack test-all lint bench stack-up stack-down stack-logs clean
+.PHONY: help install demo deploy dev test test-local test-stack test-all lint docs docs-screenshots bench stack-up stack-down stack-logs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,9 +59,17 @@ stack-down: install  ## remove it, with all that it holds
 stack-logs: install  ## print what its services say
 	@$(BIN)/python -m stack logs
 
+docs: install  ## build the documentation site into site/
+	@$(BIN)/python scripts/configuration.py > docs/configuration.md
+	@$(BIN)/python scripts/commands.py > docs/reference/command-line.md
+	@$(BIN)/zensical build --strict
+
+docs-screenshots: install  ## renew the pictures of Dagster's UI in docs/images, which needs Chromium
+	@$(BIN)/python scripts/screenshots.py
+
 bench: install  ## measure on the stack, beside doing it by hand and beside others, and render docs/benchmarks.md (40 minutes)
 	@$(BIN)/python -m stack up
 	@$(BIN)/python -m benchmarks run --into "benchmarks/results/$$(date -u +%F).json" --report
 
 clean:  ## remove .venv and what the example left in this directory
-	rm -rf $(VENV) .dagster_home .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .dagster_home .pytest_cache .mypy_cache .ruff_cache .cache site

@@ -22,6 +22,7 @@ from dagster_rayslurm import (
     SSHConnectionResource,
     UvEnvironment,
 )
+from dagster_rayslurm.fields import _INSTEAD
 
 CLASSES = (
     ComputeResource,
@@ -75,6 +76,27 @@ def row(name: str, field: FieldInfo) -> str:
     return f"| `{name}` | {type_name(field.annotation)} | {default_of(field)} | {says} |"
 
 
+def other_names() -> str:
+    """The section on names of other tools that are refused with advice."""
+    table = [
+        f"| `{owner}` | {', '.join(f'`{name}`' for name in names.split())} | {advice} |"
+        for owner, by_names in _INSTEAD.items()
+        for names, advice in by_names.items()
+    ]
+    return "\n".join(
+        [
+            "## Names of other tools",
+            "",
+            "These fields and arguments, mainly of dagster-slurm, are refused with the advice beside them.",
+            "",
+            "| of | name | |",
+            "|---|---|---|",
+            *table,
+            "",
+        ]
+    )
+
+
 def page() -> str:
     """The page."""
     parts = [INTRODUCTION]
@@ -85,7 +107,7 @@ def page() -> str:
         parts.append(
             "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows] if rows else ["It has no fields."]) + "\n"
         )
-    return "\n".join(parts)
+    return "\n".join([*parts, other_names()])
 
 
 if __name__ == "__main__":

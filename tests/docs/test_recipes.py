@@ -1,4 +1,4 @@
-"""Each recipe of docs/recipes.md runs in local mode, and does what the page says of it."""
+"""The recipes in docs/how-to/ run in local mode, and do what their pages say."""
 
 import re
 from collections.abc import Callable
@@ -12,8 +12,15 @@ from dagster_rayslurm import BashLauncher, ComputeResource
 
 from ..conftest import pipes_script
 
-PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
-RECIPES = dict(re.findall(r"^## (\w+).*?```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+
+
+(SEVERAL, CHOSEN), (RETRIES,) = snippets("clusters.md"), snippets("retry.md")
+(POOLS,), (CHECKS,) = snippets("pools.md"), snippets("checks.md")
 REPORT = pipes_script("pipes.report_asset_materialization(metadata={'where': __import__('os').environ['RAYSLURM_DATA_DIR']})\n")
 CHECK = "pipes.report_asset_check('{}', {}, asset_key='model')\n"
 
@@ -24,11 +31,11 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dg.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYSLURM_MODE", "local")
 
-    def load(name: str, **payloads: str) -> dg.Definitions:
+    def load(snippet: str, **payloads: str) -> dg.Definitions:
         for payload, text in payloads.items():
             (tmp_path / f"{payload}.py").write_text(text)
         here: dict[str, Any] = {"__name__": "recipe"}
-        exec(compile(RECIPES[name], "recipes.md", "exec"), here)
+        exec(compile(snippet, "recipe.py", "exec"), here)
         defs: dg.Definitions = here["defs"]
         resources = {}
         for key, resource in (defs.resources or {}).items():
@@ -48,24 +55,20 @@ def where(result: dg.ExecuteInProcessResult, asset: str) -> str:
     return str(result.asset_materializations_for_node(asset)[0].metadata["where"].value)
 
 
-def test_every_recipe_is_tested() -> None:
-    assert set(RECIPES) == {"Several", "A", "Retries", "Pools", "Asset"}
-
-
 def test_several_clusters(recipe: Callable[..., dg.Definitions], tmp_path: Path) -> None:
-    result = run(recipe("Several", features=REPORT, train=REPORT))
+    result = run(recipe(SEVERAL, features=REPORT, train=REPORT))
     assert where(result, "features") == str(tmp_path / "cpu_cluster" / "data")
     assert where(result, "model") == str(tmp_path / "gpu_cluster" / "data")
 
 
 def test_a_partition_that_is_chosen(recipe: Callable[..., dg.Definitions]) -> None:
     """Local mode has no partitions; tests/unit/test_partition_choice.py and the stack's tests have."""
-    assert run(recipe("A", features=REPORT)).success
+    assert run(recipe(CHOSEN, features=REPORT)).success
 
 
 def test_retries_by_kind(recipe: Callable[..., dg.Definitions], tmp_path: Path) -> None:
     """A payload that fails is not retried: its kind is not named. tests/unit/test_retry_policy.py has the other kinds."""
-    defs = recipe("Retries", train=f"open({str(tmp_path / 'count')!r}, 'a').write('x')\nraise SystemExit(3)\n")
+    defs = recipe(RETRIES, train=f"open({str(tmp_path / 'count')!r}, 'a').write('x')\nraise SystemExit(3)\n")
     assert next(iter(defs.assets or ())).op.retry_policy.max_retries == 3
     assert not run(defs).success
     assert (tmp_path / "count").read_text() == "x"
@@ -73,7 +76,7 @@ def test_retries_by_kind(recipe: Callable[..., dg.Definitions], tmp_path: Path) 
 
 def test_a_pool(recipe: Callable[..., dg.Definitions]) -> None:
     """Without a place in the pool, a step waits for one; with one, it runs."""
-    defs = recipe("Pools", features=REPORT)
+    defs = recipe(POOLS, features=REPORT)
     with dg.instance_for_test() as instance:
         instance.event_log_storage.set_concurrency_slots("cluster", 1)
         claims: list[int] = []
@@ -91,7 +94,7 @@ def test_a_pool(recipe: Callable[..., dg.Definitions]) -> None:
 @pytest.mark.parametrize("passed", [True, False])
 def test_asset_checks(recipe: Callable[..., dg.Definitions], passed: bool) -> None:
     train = pipes_script("pipes.report_asset_materialization(metadata={})\n" + CHECK.format("converged", True))
-    result = run(recipe("Asset", train=train, check=pipes_script(CHECK.format("good_enough", passed))))
+    result = run(recipe(CHECKS, train=train, check=pipes_script(CHECK.format("good_enough", passed))))
     assert {each.check_name: each.passed for each in result.get_asset_check_evaluations()} == {
         "converged": True,
         "good_enough": passed,

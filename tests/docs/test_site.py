@@ -1,0 +1,156 @@
+"""The site is built strictly, has every page in its navigation, and tells of every field, key, variable and message."""
+
+import inspect
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from dagster_rayslurm import launchers
+from dagster_rayslurm.environments import check
+from dagster_rayslurm.errors import FailureKind
+from dagster_rayslurm.failures import RunFailure
+from dagster_rayslurm.follow import follower
+from dagster_rayslurm.outcome import verdict
+from dagster_rayslurm.slurm import accounting, pending, refusals
+from dagster_rayslurm.ssh import errors as ssh_errors
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "dagster_rayslurm"
+TROUBLES = " ".join((DOCS / "troubleshooting.md").read_text().split())
+
+
+class Settings(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose tags name Python objects."""
+
+
+Settings.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda _loader, name, _node: name)
+
+
+def settings() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(), Settings)
+    return found
+
+
+def pages(entries: list[Any]) -> list[str]:
+    """The pages of a navigation, in order, without links to elsewhere."""
+    found = []
+    for entry in entries:
+        (below,) = entry.values()
+        found += [below] if isinstance(below, str) else pages(below)
+    return [page for page in found if not page.startswith("https:")]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    assert sorted(pages(settings()["nav"])) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Links between pages and to their headings are checked by the build."""
+    shutil.copytree(DOCS, tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    said = subprocess.run(
+        [Path(sys.executable).with_name("zensical"), "build", "--strict"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+    # A name that mkdocstrings cannot find would leave an empty page.
+    assert "payload_path" in (tmp_path / "site" / "reference" / "python" / "index.html").read_text()
+
+
+def test_links_to_the_repository_lead_somewhere() -> None:
+    blob = settings()["repo_url"] + "/blob/main/"
+    texts = [path.read_text() for path in (ROOT / "mkdocs.yml", *DOCS.rglob("*.md"))]
+    named = {name for text in texts for name in re.findall(re.escape(blob) + r"([^)#\s]+)", text)}
+    assert named and all((ROOT / name).exists() for name in named), named
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "commands.py"))["page"]()
+    assert (DOCS / "reference" / "command-line.md").read_text() == page, (
+        "run: python scripts/commands.py > docs/reference/command-line.md"
+    )
+
+
+def test_the_quickstart_is_short() -> None:
+    assert len((DOCS / "start" / "quickstart.md").read_text().split()) < 200
+
+
+def test_every_public_class_and_field_has_its_entry() -> None:
+    import dagster_rayslurm
+
+    python, fields = (DOCS / "reference" / "python.md").read_text(), (DOCS / "configuration.md").read_text()
+    for name in dagster_rayslurm.__all__:
+        if name == "__version__":
+            continue
+        public = getattr(dagster_rayslurm, name)
+        configured = isinstance(public, type) and issubclass(public, BaseModel) and public is not launchers.Launcher
+        if not configured:
+            assert f"::: {public.__module__}.{name}\n" in python, name
+            continue
+        section = fields.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        if name.endswith("Component"):
+            section = (DOCS / "dg.md").read_text()
+        for field in set(public.model_fields) - {"kind"}:
+            row = rf"^\| [^|]*`{field}`[^|]* \|"
+            assert re.search(row, section, re.MULTILINE), f"{name}.{field}"
+
+
+def test_every_key_of_metadata_is_explained() -> None:
+    setting = re.compile(r'\b(?:metadata|texts)\["([^"]+)"\]|\badd\("([^"]+)"|"([A-Z][a-z]+(?: [\w%()]+)+)": ')
+    places = [*(PACKAGE / "backends").rglob("*.py"), *(PACKAGE / "execution").glob("*.py"), PACKAGE / "failures.py"]
+    texts = [path.read_text() for path in (*places, PACKAGE / "outcome" / "metadata.py")]
+    keys = {next(filter(None, found)) for text in texts for found in setting.findall(text)}
+    told = set(re.findall(r"`([^`]+)`", (DOCS / "figures.md").read_text()))
+    assert {"Peak memory (MiB)", "Queue wait (s)", "Node hours", "Last output", "Failure kind"} <= keys
+    assert not keys - told
+
+
+def test_every_variable_is_explained() -> None:
+    private = {"RAYSLURM_NODE_LOCAL", "RAYSLURM_PARENT", "RAYSLURM_SCRATCH_LOCK"}
+    named = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r'"(RAYSLURM_[A-Z_]+[A-Z])"', path.read_text())}
+    page = (DOCS / "reference" / "variables.md").read_text()
+    assert named > private
+    assert not {name for name in named - private if f"`{name}`" not in page}
+
+
+def first_clause(sentence: str) -> str:
+    """The longest text between placeholders in the part of a sentence that says what is wrong."""
+    chunks = re.split(r"\{[^}]*\}", re.split(r"; |: |, which", sentence)[0])
+    return max(chunks, key=len).strip(" ,.;:()")
+
+
+def messages() -> list[str]:
+    """The sentences, with placeholders, from which messages for users are made."""
+    found = [sentence for _, sentence in (*refusals._ADVICE, *pending._NEVER)]
+    found += [sentence for _, sentence in verdict._ENDS.values()]
+    found += check._PROBLEMS.values()
+    found += accounting._LOST_NODES.values()
+    for each in vars(ssh_errors).values():
+        if callable(each) and getattr(each, "__name__", "") == "make":
+            found.append(inspect.getclosurevars(each).nonlocals["sentence"])
+    return found
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_a_failure_links_to_the_section_of_its_kind(kind: FailureKind) -> None:
+    page, _, heading = str(RunFailure(kind, "x").metadata["Troubleshooting"].value).partition("#")
+    name = page.removeprefix(settings()["repo_url"] + "/blob/main/")
+    assert f"\n## {heading}\n" in (ROOT / name).read_text()
+
+
+def test_every_phase_that_is_a_warning_is_on_that_page() -> None:
+    assert all(f"| `{phase}: " in TROUBLES for phase in follower._WARNING_PHASES)
+
+
+@pytest.mark.parametrize("sentence", dict.fromkeys(map(first_clause, messages())))
+def test_every_message_is_on_the_page_of_troubles(sentence: str) -> None:
+    assert len(sentence) > 7, sentence
+    assert sentence in TROUBLES
