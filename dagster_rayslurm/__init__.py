@@ -52,7 +52,7 @@ _MODULES = "compute", "config", "environments", "errors", "launchers", "runtime.
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public classes when one is first used (PEP 562): the `rayslurm` command starts without them and Dagster."""
+    """Returns a public class or function; the package imports its modules at the first such access, not before (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for each in map(import_module, (f"{__name__}.{module}" for module in _MODULES)):

@@ -69,7 +69,7 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _values_of_whole_job(components: Sequence[HetComponent]) -> dict[str, Any]:
-    """Returns the values of the `_WHOLE_JOB` fields for all queues: a value that differs from the default counts for all."""
+    """Returns values for the `_WHOLE_JOB` fields, in which all queues must agree: the value that is not the default, if any."""
     common = {}
     for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default
@@ -144,7 +144,7 @@ def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) 
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
-    """Returns one Ray cluster across all components, in the job's order; None for a payload without Ray."""
+    """Returns the settings of one Ray cluster across all components, in the job's order; None for a payload without Ray."""
     spec = launcher.ray_spec()
     if spec is None or not components:
         return spec
@@ -218,7 +218,7 @@ def component_specs(request: JobRequest) -> list[ComponentSpec]:
 
 
 def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
-    """Returns the Ray cluster that simulates the components on one machine with `cpus` CPUs.
+    """Returns the settings of a Ray cluster that simulates the components on one machine with `cpus` CPUs.
 
     Each node has the CPUs and GPUs that its component's launcher sets, or else those that its queue requests.
     """

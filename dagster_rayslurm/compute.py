@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 def _explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method so that its `TypeError` for an unknown argument says which argument to use instead."""
+    """Decorator after which the `TypeError` of a method for an unknown argument says which argument to use instead."""
     known = [name for name in inspect.signature(method).parameters if name != "self"]
 
     @functools.wraps(method)
@@ -49,7 +49,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
-        """Called when Dagster resolves nested resources; not done in local mode, where variables for Slurm may be unset."""
+        """Called when Dagster resolves nested resources; skips this in local mode, where variables for Slurm may be unset."""
         mode = (context.resource_config or {}).get("mode", self.mode)
         if mode == ExecutionMode.LOCAL:
             yield self
@@ -73,7 +73,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
-        """Called when a process of a run ends; ends the sessions with scope "run" if that was the run's last step."""
+        """Called when a process of a Dagster run ends; ends sessions with scope "run" once all steps of the run have ended."""
         if self.session.scope == "run" and (self.enable_cluster_reuse or self.mode == ExecutionMode.SLURM_SESSION):
             from .run_call import end_run
 

@@ -115,7 +115,7 @@ class Topology(TextEnum):
 
 
 def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") -> str:
-    """Returns an error message for an unknown field or argument, with what to write instead or the names that exist."""
+    """Returns an error message for an unknown field or argument: with the likely name, or else with all names that exist."""
     names = sorted(known)
     instead = next((text for others, text in _INSTEAD.get(owner, {}).items() if name in others.split()), None)
     if instead is None:
@@ -184,17 +184,17 @@ class StrictResource(StrictModel, dg.ConfigurableResource):
 
 
 def is_env_var(value: Any) -> bool:
-    """Returns True if a value is an unresolved `EnvVar`; one of `EnvVar.int` is an int, too, and equal to 0."""
+    """Returns True if a value is an unresolved `EnvVar`. An unresolved `EnvVar.int` is also an int, which is equal to 0."""
     return isinstance(value, _ENV_VARS)
 
 
 def checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """Returns a pydantic validator that calls `check` for each value except None and variables, which have no value yet."""
+    """Returns a pydantic validator that calls `check` for each value except None and an `EnvVar`, which has no value yet."""
     return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
 
 
 def choice(*options: str) -> BeforeValidator:
-    """Returns a pydantic validator for a string from `options`, or an Enum member: Enum and Literal fields fail with `EnvVar`."""
+    """Returns a pydantic validator that accepts a string from `options` or an Enum member, and allows an `EnvVar` as well."""
     names = tuple(map(str, options))
 
     def check(value: object) -> str:
@@ -239,7 +239,7 @@ def check_list(value: object, of: str) -> list[Any]:
 
 
 def check_modules(value: object) -> list[str]:
-    """Returns a list of names of Python modules, each once; raises `ValueError` if one of them is invalid."""
+    """Returns the given names of Python modules without repetitions; raises `ValueError` if one of them is invalid."""
     names = check_list(value, 'modules, such as ["ray", "torch"]')
     for name in names:
         if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):

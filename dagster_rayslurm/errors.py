@@ -17,7 +17,7 @@ _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b
 
 
 class FailureKind(TextEnum):
-    """The part of a run that failed: the values of `RunFailure.kind`, in the order in which a run can meet them."""
+    """The kinds of failure, which are the values of `RunFailure.kind`: each names the part of a run that failed."""
 
     CONFIGURATION = "configuration"
     CONNECTION = "connection"
@@ -42,7 +42,7 @@ _NEVER = ("cancelled", "superseded")  # Kinds that nobody can want to retry.
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
-    """Returns whether a `RetryPolicy` may retry the step: `retry` if it is given, else the default of the kind of failure."""
+    """Returns True if a `RetryPolicy` may retry the step: `retry` if that is a bool, else the default for the kind of failure."""
     return kind is not None and kind not in _FINAL if retry is None else retry
 
 

@@ -33,7 +33,7 @@ _LONGEST = 65536  # Characters of a line without an end that are kept.
 
 
 def fabric_variables(fabric: str, interface: str | None) -> dict[str, str]:
-    """Returns the environment variables of a preset; `interface` is the launcher's `network_interface`."""
+    """Returns the variables for the network preset `fabric`; those that name an interface are set only with `interface`."""
     variables = dict(_VARIABLES[fabric])
     if variables and interface:
         # NCCL takes a name as a prefix unless "=" stands before it.
@@ -43,7 +43,7 @@ def fabric_variables(fabric: str, interface: str | None) -> dict[str, str]:
 
 @dataclass
 class FabricWatch:
-    """Finds in a payload's output the first line in which NCCL says that it uses TCP sockets instead of a faster network."""
+    """Searches a payload's output for a line in which NCCL says that it uses TCP sockets instead of a faster network."""
 
     fabric: str
     _line: str | None = None
@@ -51,14 +51,14 @@ class FabricWatch:
     _partial: dict[str, str] = field(default_factory=dict)  # By stream, the beginning of a line.
 
     def feed(self, stream: str, text: str) -> None:
-        """Search the next output of a payload, which it wrote to standard output or error (`stream`), for such a line."""
+        """Search `text`, the latest output of a payload on its `stream` "stdout" or "stderr", for NCCL's line about sockets."""
         if self._line is None and self.fabric != "tcp":
             lines = (self._partial.pop(stream, "") + text).split("\n")
             self._partial[stream] = lines.pop()[-_LONGEST:]
             self._line = next((line.strip()[-200:] for line in lines if _SOCKETS.search(line)), None)
 
     def warning(self, nodes: int) -> str | None:
-        """Returns a warning, only once, if such a line was found in the output of a payload on `nodes` nodes; else None."""
+        """Returns a warning, only once, if NCCL's line about sockets was found, else None; `nodes` is the number of nodes."""
         if self._warned or self._line is None or (self.fabric == "none" and nodes < 2):  # One node alone needs no network.
             return None
         self._warned = True

@@ -69,7 +69,7 @@ class Launcher(StrictConfig):
                 )
 
     def command(self, argv: list[str]) -> list[str]:
-        """Returns the command that starts the payload, such as `torchrun` around it; by default the payload's own, `argv`.
+        """Returns the command that starts the payload: by default the payload's own, `argv`, in a subclass perhaps `torchrun …`.
 
         `python` as the first word of `argv` and of the result means the environment's Python.
         """
@@ -123,7 +123,7 @@ def _check_labels(value: object) -> object:
 
 
 def _check_health(value: object) -> str:
-    """Returns the checks and commands as one text, a line for each: Dagster has no field for a text or a list."""
+    """Returns health checks, given as text or list, as a text with one check per line; raises `ValueError` for a wrong one."""
     checks = value.splitlines() if isinstance(value, str) else check_list(value, 'checks, such as ["gpu-count", "clock"]')
     for check in checks:
         word = check_text(check).partition("=")[0]
@@ -206,7 +206,7 @@ class RayLauncher(Launcher):
     @model_validator(mode="before")
     @classmethod
     def _read_dashboard_from_ray_args(cls, values: Any) -> Any:
-        """Returns the fields, with `--include-dashboard` of `ray_args` as the field `dashboard`."""
+        """Returns the launcher's fields, after moving `--include-dashboard` from `ray_args` to the field `dashboard`."""
         arguments: Any = values.get("ray_args") if isinstance(values, dict) else ()
         for argument in arguments if isinstance(arguments, (list, tuple)) else ():
             if isinstance(argument, str) and argument in _DASHBOARD:

@@ -159,7 +159,7 @@ def _checked_outputs(patterns: Sequence[str] | None) -> list[str]:
 
 
 def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], str | None]:
-    """Returns a payload's command as a list of words, and the absolute path of the script of this machine that it runs, or None.
+    """Returns a payload's command as a list of words, and the absolute path of the local script that it runs, or None.
 
     An existing file is a script, even with spaces in its path. Other text is split like a shell does, and is a script with
     arguments if its first word is an existing `.py` file. A list is used unchanged.
@@ -181,7 +181,7 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple
 
 
 def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
-    """Returns the words of a command in a text, and its script or None; with `is_path` the text is a path and is not split."""
+    """Splits a command into words; returns these and the command's script or None. If `is_path`, the text is one path."""
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
     argv, script = [text], _existing_file(text)
@@ -210,7 +210,7 @@ def _existing_file(text: str) -> str | None:
 
 
 def _without_literals(quoted: re.Match[str]) -> str:
-    """Returns quoted text with "_" for all that a shell takes literally; in double quotes only variables have a meaning to it."""
+    """Returns quoted text in which "_" replaces all characters that a shell would not interpret inside the quotes."""
     return re.sub(r"\\.|[^\w$`({]", "_", quoted.group(), flags=re.DOTALL) if quoted.group().startswith('"') else "_"
 
 
@@ -244,7 +244,7 @@ def merge(base: C, own: C | None) -> C:
 
 
 def _without_contradictions(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns new values for the fields of the queue `base` that contradict the `given` fields of the call."""
+    """Returns new values for fields of the queue `base`, so that none of them contradicts the `given` fields of the call."""
     changes: dict[str, Any] = {}
     if given.get("mem") is not None:
         changes["mem_per_cpu"] = None

@@ -86,7 +86,7 @@ def _run(resource: ComputeFields, context: dg.OpExecutionContext, extras: PipesE
 def submit(
     resource: ComputeFields, name: str, log: logging.Logger, detach: bool = False, **arguments: Any
 ) -> terminal.Finished | terminal.Detached:
-    """Run the payload of one call from a terminal, without Dagster; with `detach`, return as soon as it has started.
+    """Run the payload of one call from a terminal, without Dagster; if `detach` is True, return once the payload has started.
 
     `name` stands for the key of the step in names and messages. Raises `RunFailure`.
     """
@@ -102,7 +102,7 @@ def submit(
 
 
 def example(resource: ComputeFields, **arguments: Any) -> str:
-    """Returns the batch script or command that a call would start, for a person to read; raises `RunFailure` if invalid."""
+    """Returns the batch script or command that a call would start, for display; raises `RunFailure` for an invalid call."""
     with _configuration_errors():
         unused = ["slurm"] if _mode(resource) == ExecutionMode.LOCAL else []
         resource = resolve_variables(resource, type(resource).__name__, unused)
@@ -111,7 +111,7 @@ def example(resource: ComputeFields, **arguments: Any) -> str:
 
 
 def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
-    """End a warm Ray cluster, with its session or its Slurm job; returns whether the cluster existed."""
+    """End a warm Ray cluster, with its session or its Slurm job; returns False if there is no such cluster."""
     with _configuration_errors(), start_errors():
         if resource.slurm is not None and _mode(resource) != ExecutionMode.LOCAL:
             slurm = resolve_variables(resource.slurm, "slurm")
@@ -176,7 +176,7 @@ def environment_site(resource: ComputeFields) -> EnvironmentSite:
 
 @dataclass
 class Call:
-    """A valid call of `ComputeResource.run`: its arguments with every `EnvVar` resolved, merged with the resource's fields."""
+    """A checked call of `ComputeResource.run`: the arguments without `EnvVar`, and the resource's launcher changed by them."""
 
     resource: ComputeFields
     payload_path: Payloads
@@ -224,7 +224,7 @@ class Call:
         self.parts = arrange(chosen) if separate else spanning_components(self.merged, chosen)
 
     def _take_settings(self) -> None:
-        """Merge the settings in tags and metadata with the call's launcher and queue."""
+        """Merge the launcher and queue of the call with the settings from tags and metadata."""
         launcher: Layered[Launcher] = Layered(None, {})
         queue: Layered[SlurmQueueConfig] = Layered(None, {})
         below, above = self.settings
@@ -299,7 +299,7 @@ class Call:
 
 
 def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
-    """Returns the plan of a call (with topology "separate", the plans by component), and the backend, which has checked it."""
+    """Returns the plan of a call (with topology "separate", plans by component), and the backend, which has checked the plan."""
     resource = call.resource
     plan_of: Callable[..., Plan] = partial(
         make_plan,
@@ -333,7 +333,7 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
 
 
 def _check_requires(call: Call, plan: Any) -> None:
-    """Raise `ValueError` if the nodes that the call asks for could not hold what it requires of its Ray cluster."""
+    """Raise `ValueError` if the nodes that the call requests could not hold the resources that the call requires."""
     if not isinstance(plan, Plan):
         raise ValueError(f"requires: with {_SEPARATE} each component has a cluster of its own; leave it out")
     if plan.ray is None:
@@ -400,7 +400,7 @@ def choose_backend(call: Call) -> Backend:
 
 
 def _log_origins(call: Call, log: Any) -> None:
-    """Write to the Dagster log from which place each value of the merged launcher and queue comes."""
+    """Write to the Dagster log where each value of the merged launcher and queue was set."""
     merged: list[tuple[str, Any, Any, str]] = [("launcher", call.resource.default_launcher, call.launcher, "default_launcher")]
     if call.resource.mode != ExecutionMode.LOCAL:
         queue, by_session = call.slurm.queue, call.resource.mode == ExecutionMode.SLURM_SESSION
@@ -420,7 +420,7 @@ def _log_origins(call: Call, log: Any) -> None:
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
-    """Returns the Ray cluster that local mode keeps warm for all payloads, and its components.
+    """Returns the settings of the Ray cluster that local mode keeps warm for all payloads, and its components.
 
     Returns None and [] if the resource's components contradict each other, but the call brings its own.
     """
@@ -436,7 +436,7 @@ def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
 
 
 def _mode(resource: ComputeFields) -> str | None:
-    """Returns the resource's mode; a variable is resolved here, because outside of a run Dagster does not resolve it."""
+    """Returns the mode of the resource; resolves an `EnvVar`, because Dagster does so only within a run."""
     return resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
 
 

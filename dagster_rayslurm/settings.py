@@ -32,7 +32,7 @@ class Settings:
     launcher: Mapping[str, Any] | None
 
     def launcher_after(self, before: type[Launcher]) -> Launcher | None:
-        """Returns the launcher with these fields, of the class that `kind` names or else of the class `before`.
+        """Returns a launcher with these settings, of the class that `kind` names or, without a `kind`, of the class `before`.
 
         Returns None without launcher settings; raises `ValueError` for invalid ones.
         """
@@ -46,13 +46,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Layered(Generic[C]):
-    """The fields of a queue or launcher that override those of the resource, and the place from which each value comes."""
+    """The fields that override those of the resource's queue or launcher; `origins` names the place where each was set."""
 
     own: C | None
     origins: Mapping[str, str]
 
     def over(self, place: str, fields: C | None) -> Layered[C]:
-        """Returns the fields with those of another place, `fields`, set over them; `fields` of another class replace all."""
+        """Returns these fields, overridden by `fields` from `place`; fields of another class replace all these fields instead."""
         if fields is None:
             return self
         given = fields.model_fields_set - {"kind"}
@@ -67,7 +67,7 @@ class Layered(Generic[C]):
 
 
 def parse(value: Any, place: str) -> Settings:
-    """Returns the settings in the value of the tag or metadata key `KEY` at a place: a dictionary, or a dictionary as JSON.
+    """Returns the settings from the value of the tag or metadata key `KEY`, a dictionary or its JSON; `place` is for errors.
 
     Raises `ValueError`, which names `KEY` and the place.
     """

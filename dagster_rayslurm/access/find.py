@@ -19,7 +19,7 @@ _MOST_NAMES = 8
 
 
 class NoCluster(ValueError):
-    """Raised when no running Ray cluster, or several, have the name that was given; the text is one sentence."""
+    """Raised when no running Ray cluster, or more than one, has the given name; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Found:
 
 
 def choose(ident: str, entries: Sequence[Entry]) -> Found:
-    """Returns the running cluster that a name means, see `listing.named`. Pure.
+    """Returns the one running cluster that has the given name (see `listing.named`); raises NoCluster otherwise. Pure.
 
     If each component of a run has a cluster of its own, RUN/COMPONENT names one of these clusters. Raises NoCluster if no
     cluster, several, or one without dashboard has the name.
@@ -73,13 +73,13 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
 
 
 def _name(entry: Entry, path: str) -> str:
-    """Returns the name of one cluster: that of its run or session, followed by "/COMPONENT" if each component has a cluster."""
+    """Returns the name of a cluster: that of its run or session, then "/COMPONENT" if each component has a cluster of its own."""
     directory = os.path.dirname(path)
     return entry.name if directory == entry.directory else f"{entry.name}/{os.path.basename(directory)}"
 
 
 def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
-    """Returns a function that reads again how to reach a cluster, and raises ClusterEnded if the cluster has ended, or OSError.
+    """Returns a function that reads anew how to reach a cluster; the function raises ClusterEnded if the cluster has ended.
 
     Call the function with True if the head node does not answer: then it also checks whether the Slurm job, or the process, still
     runs.
@@ -106,7 +106,7 @@ def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
 
 
 def _is_gone(connection: Connection, access: ClusterAccess) -> bool:
-    """Whether the job of a cluster is over, or without Slurm its process was killed, although its file is still there."""
+    """Returns True if the Slurm job of a cluster is over or, for a cluster without a Slurm job, if its process is gone."""
     if access.job_id is None:
         return not is_running(access.pid)
     row = fetch_queue(connection).job(int(access.job_id))

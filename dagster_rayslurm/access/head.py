@@ -1,4 +1,4 @@
-"""A stream to a relay on the head node, by TCP from the edge node or by `srun --overlap`, which is opened again when lost."""
+"""A stream to a relay on the head node, by TCP from the edge node or by `srun --overlap`; a lost stream is opened again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ClusterEnded(Exception):
 
 
 def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:
-    """Opens a stream to a new relay on the head node of a Slurm job, by TCP or srun, whichever answers first.
+    """Tries TCP and `srun` at the same time to open a stream to a new relay on a job's head node; returns the first that opens.
 
     Returns the stream, and True if it is that of srun, which carries the relay's data as encoded lines. Raises
     ConnectionFailed if the edge node cannot be reached, another OSError if the head node cannot.
@@ -114,7 +114,7 @@ def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
 
 
 class Head:
-    """Keeps a stream to the head node of one Ray cluster, which carries many connections to one port of that node.
+    """A stream to the head node of one Ray cluster, opened again when lost; it carries many connections to one port of the node.
 
     `find` returns how to reach the cluster, and raises ClusterEnded when the cluster has ended; it is called with True if the
     head node cannot be reached. `say` is called with a sentence when the stream is lost, and when it is open again.
@@ -145,7 +145,7 @@ class Head:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _check(self) -> None:
-        """Checks repeatedly whether the cluster still runs: a payload's cluster may end while the stream to its node stays."""
+        """Reads every few seconds how to reach the cluster, for as long as the cluster runs; then raises ClusterEnded."""
         while True:
             await asyncio.sleep(_CHECK)
             with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ class Head:
         await asyncio.wait_for(self._ready.wait(), timeout)
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends `first` to the port, then copies data both ways between the port and a client until the server closes.
+        """Sends `first` to the port, then copies data both ways between port and client until the server closes; returns True.
 
         Returns False, with nothing sent to the client, if `first` could not be sent, or is a GET or HEAD request that got no
         answer; the caller may then send it again.
@@ -224,7 +224,7 @@ class Head:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Runs a function in a thread as `asyncio.to_thread` does, but so that the end of the loop does not wait for the thread."""
+    """Runs a function in a thread and returns its result; unlike `asyncio.to_thread`, lets the loop end before the thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

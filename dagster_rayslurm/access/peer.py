@@ -14,7 +14,7 @@ Address = tuple[str, int]
 
 
 def is_own(peer: Address, here: Address) -> bool:
-    """Whether a process of this user opened the connection from `peer` to `here`, IPv4 addresses; True without /proc/net/tcp."""
+    """Returns True if a process of this user opened the connection from `peer` to `here`, or if /proc/net/tcp is missing."""
     if not os.path.exists(_TABLES[0]):  # As on macOS.
         return True
     return owner(peer, here, _rows()) == os.geteuid()

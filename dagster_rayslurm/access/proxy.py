@@ -37,7 +37,7 @@ class Upstream(Protocol):
         """Waits until `forward` can be called; raises asyncio.TimeoutError after `timeout` seconds."""
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends `first` to the service, then copies data both ways; returns False if the request may be sent again."""
+        """Sends `first` to the service, then copies data both ways; returns False if `first` got no answer and may be resent."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ _FORBIDDEN = Answer("403 Forbidden", "Use the URL that `rayslurm dashboard` prin
 
 
 def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = True) -> bytes | Answer:
-    """Returns the head of an HTTP request as sent on to the head node's `port`, or the response that refuses the request. Pure.
+    """Returns the head of an HTTP request, changed for the head node's `port`, or the response that refuses the request. Pure.
 
     The path loses the secret at its beginning, unless `strips` is False because the service expects the secret there.
 
@@ -104,7 +104,7 @@ class Proxy:
     """Serves one HTTP port of a cluster's head node on the loopback address of this machine."""
 
     def __init__(self, upstream: Upstream, token: str, port: int, secret: str | None = None) -> None:
-        """`secret` is given if the service expects it at the beginning of all paths; otherwise the proxy chooses one."""
+        """Creates the proxy; `secret` is the path prefix that the service requires, None if the proxy is to choose one."""
         self._upstream, self._token, self._port, self._strips = upstream, token, port, secret is None
         self._secret = secret or secrets.token_urlsafe(24)
         self._server: asyncio.Server | None = None
@@ -132,7 +132,7 @@ class Proxy:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer | None:
-        """Serves one request; returns the response to send if it is the proxy's own, None if the service's was forwarded."""
+        """Serves one request; returns a response of the proxy itself to send, or None after the service's response was sent."""
         if not is_own(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
             return _FORBIDDEN
         try:

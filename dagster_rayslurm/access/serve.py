@@ -20,7 +20,7 @@ _FIRST_TIMEOUT = 90.0  # Seconds in which the first stream to the head must come
 
 @dataclass(frozen=True)
 class Service:
-    """An HTTP server on a port of the head node's loopback address; `token` and `secret` are arguments of `Proxy`."""
+    """An HTTP server on a port of the head node's loopback address, with the token and the secret that requests to it need."""
 
     port: int
     token: str

@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a cluster as far as it is known; each answer of the dashboard replaces one field."""
+    """The state of a cluster as far as it is known; each field holds the latest answer of the dashboard to one query."""
 
     nodes: tuple[Node, ...] = ()
     tasks: Counts = field(default_factory=dict)
@@ -131,7 +131,7 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a sort key by which node10 comes after node9."""
+    """Returns a sort key for a name, by which "node10" comes after "node9"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 

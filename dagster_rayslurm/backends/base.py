@@ -56,7 +56,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Step:
-    """One attempt at a Dagster step that runs a payload, with the attempt's ownership of the payload."""
+    """One attempt at a Dagster step that runs a payload; `owner` tells whether this attempt still owns the payload."""
 
     run_id: str
     step_key: str
@@ -98,7 +98,7 @@ class RunningPayload(Protocol):
         return {}
 
     def release(self, evidence: Evidence) -> None:
-        """Stop watching the runtime; first end a runtime that must not go on, such as one that never started."""
+        """Stop watching the runtime; before that, end a runtime that must not go on, such as one that never started."""
 
 
 # Callback that a backend calls with each payload as soon as the payload's runtime was started. `release` of such a payload is
@@ -127,7 +127,7 @@ class Backend(Protocol):
         """Raise a ValueError, which names the configuration field, if this backend cannot run a plan; nothing is started."""
 
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
-        """Start the runtimes in a run directory, which is created unless the step reattached; raises StartError or OSError."""
+        """Create a run directory and start its runtimes, or continue those of a reattached step; raises StartError or OSError."""
 
     def example(self, plan: Any, /) -> str:
         """Returns the command or batch script of a plan, for display; words in capitals stand for values not known before."""
@@ -144,7 +144,7 @@ class CanReattach(Protocol):
         """Whether the payload of a run directory runs this plan and has not failed, so that `start` can continue it."""
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
-        """End the payload of a run directory whose owner died while it was ending the payload; raises StartError or OSError."""
+        """End the payload of a run directory after the death of its owner, a process that was ending the payload when it died."""
 
 
 @runtime_checkable
@@ -155,7 +155,7 @@ class CanExclude(Protocol):
         """Record nodes that failed a health check, so that later jobs of this user can avoid them; raises OSError."""
 
     def exclusion_for_plan(self, plan: Any, /) -> Exclusion:
-        """Returns the nodes that a new job for a plan would avoid; raises OSError if the cluster or Slurm does not answer."""
+        """Returns the nodes that a new job would avoid because they failed a health check; raises OSError without an answer."""
 
 
 # ---- Files
@@ -191,7 +191,7 @@ def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> Non
 
 @dataclass
 class CancelRequest:
-    """The request to end one payload: `send` sends the request, and `resend` repeats it until it is delivered."""
+    """The request to end one payload: `send` makes the first try to deliver the request, and `resend` each further try."""
 
     deliver: Callable[[bool], Any]  # Called with `now` to deliver the request; raises OSError on failure.
     log: Any
@@ -201,7 +201,7 @@ class CancelRequest:
     sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
 
     def send(self, now: bool) -> None:
-        """Send the request to end the payload, unless it was sent before; `now` replaces a request with a grace period."""
+        """Send the request, but only once; with `now`, it is also sent after, and instead of, a request with a grace period."""
         if self.now is None or now > self.now:
             self.now, self.delivered, self.sent_at = now, False, -math.inf
             self.resend()
@@ -228,7 +228,7 @@ class CancelRequest:
 
 @contextmanager
 def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
-    """Call `take` with the number of each SIGINT or SIGTERM that arrives in the block. No effect outside the main thread."""
+    """Inside the block, call `take` with the number of each SIGINT or SIGTERM that arrives. No effect outside the main thread."""
     with ExitStack() as stack:
         for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
             # getsignal returns None for a handler that Python did not install; such a handler cannot be restored.
@@ -251,9 +251,9 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt.
+    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt; yields a function that tells if another one came.
 
-    Yields a function that returns True once another signal has come, later than a second after the block began.
+    The function returns True once another signal has come, later than a second after the block began.
     """
     ignored_until = time.monotonic() + _REPEATED
     later: list[int] = []
@@ -264,7 +264,7 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 def sweep_remote(
     connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60, timeout: float = 600.0
 ) -> list[str]:
-    """Remove run directories, sessions, bundles and runtimes not used for `retention_days`, and leftovers of killed processes.
+    """Remove the files on the cluster that were not used for `retention_days`: run directories, sessions, bundles and runtimes.
 
     The directory of a session's allocation stays while its job may live. The newest one of each session stays as long as any
     process looks for that session, because its number determines the next number. A bundle or runtime stays while a run or

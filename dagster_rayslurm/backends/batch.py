@@ -67,14 +67,14 @@ class ClusterBackend:
         remember(self.connection, str(self.layout.base), nodes)
 
     def exclusion(self, request: JobRequest) -> Exclusion:
-        """Returns the nodes that a job must avoid, none unless `avoids_unhealthy`.
+        """Returns the nodes that a job must avoid; if the field `avoids_unhealthy` is False, there are none.
 
         Raises OSError if the cluster or Slurm does not answer.
         """
         return exclusion_for(self.connection, str(self.layout.base), request) if self.avoids_unhealthy else Exclusion()
 
     def avoiding(self, request: JobRequest, step: Step) -> JobRequest:
-        """Returns the job request with the nodes excluded that failed a health check, and logs the names of these nodes."""
+        """Returns the job request, changed to exclude the nodes that failed a health check, and logs the names of these nodes."""
         try:
             exclusion = self.exclusion(request)
         except SlurmUnanswered as error:
@@ -135,7 +135,7 @@ class JobBackend(ClusterBackend):
             raise
 
     def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
-        """Submit a job, unless the run directory has the id of one; returns the job. To be called inside `cancel_on_error`."""
+        """Submit the job of a run directory, unless that was done before; returns the job. Call it inside `cancel_on_error`."""
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
@@ -204,7 +204,7 @@ class BatchBackend(JobBackend):
     def _prepare(
         self, plan: Plan, run_dir: str, step: Step, submits: bool = False
     ) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Send a plan's files to the cluster; returns the files, the job request, and the run directory's files made from it.
+        """Send a plan's files to the cluster; returns them, the job request, and the contents of run directory files by name.
 
         If the caller `submits` the job, the job request excludes nodes that failed a health check.
         """
@@ -276,7 +276,7 @@ def cluster_nonce(cluster_id: str) -> str | None:
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the Slurm job of a Ray cluster; returns whether there was one.
+    """Cancel the Slurm job of a Ray cluster; returns False if the cluster has no job in the queue.
 
     Raises StartError if Slurm does not confirm the end of the job.
     """

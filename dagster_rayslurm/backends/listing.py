@@ -109,10 +109,9 @@ def list_here(base: str) -> list[Entry]:
 
 
 def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the entries to which `ident` refers.
+    """Returns the entries that have the name, job id or cluster id `ident`; without any, those of the run, step or asset `ident`.
 
-    Those are the entries with this name, job id or cluster id; if there are none, those of this Dagster run, step or asset; if
-    there are none of these either, those whose name or Dagster run id begins with `ident`.
+    Without any of these either, returns the entries whose name or Dagster run id begins with `ident`.
     """
     exact = [each for each in entries if ident and ident in (each.name, each.job_id, each.cluster_id)]
     exact = exact or [each for each in entries if ident and (ident == each.run_id or ident in each.words)]

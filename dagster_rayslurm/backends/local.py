@@ -132,13 +132,13 @@ def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directo
 
 
 def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:
-    """Start a runtime that logs into its directory, in a process session of its own, so that Ctrl-C reaches only Dagster."""
+    """Start a runtime that logs into its directory, and return its process; Ctrl-C reaches Dagster, but not the runtime."""
     with open(os.path.join(directory, RUNTIME_LOG), "ab") as log:
         return subprocess.Popen(command, cwd=directory, stdin=stdin, stdout=log, stderr=log, start_new_session=True)
 
 
 def reap_later(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process in a thread, so that a long-lived Dagster process keeps no zombie."""
+    """Start a thread that waits for the end of a process, so that a long-lived Dagster process keeps no zombie."""
     threading.Thread(target=process.communicate, name="rayslurm-reaper", daemon=True).start()
 
 

@@ -59,7 +59,7 @@ class Ownership:
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
     def confirm(self) -> bool:
-        """Returns whether this attempt is still the owner; then no later attempt can take the payload over. May raise OSError."""
+        """Returns True if this attempt is still the owner; then no later attempt can take the payload over. May raise OSError."""
         if self.new_owner is None and not self._confirmed:
             judged = self.name + _JUDGED
             try:
@@ -70,7 +70,7 @@ class Ownership:
         return self._confirmed
 
     def confirm_or_assume(self) -> bool:
-        """As `confirm`, but if the cluster does not answer, returns True unless a new owner is already known."""
+        """Returns whether this attempt is still the owner; if the cluster does not answer, True unless a new owner is known."""
         try:
             return self.confirm()
         except OSError:
@@ -126,7 +126,7 @@ _MOST_BYTES = 4 * 1024 * 1024  # Bytes of one read of a file in the run director
 
 
 def fingerprint(*parts: str) -> bytes:
-    """Returns a hexadecimal hash of the parts; callers leave out the Dagster run and random keys, as they differ in a retry."""
+    """Returns a hash of the texts `parts`, in hexadecimal digits; it is equal for attempts at a step with the same payload."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest().encode()
 
 

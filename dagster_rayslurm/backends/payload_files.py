@@ -28,7 +28,7 @@ class PayloadFiles:
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
-    """Bundle the files of a plan on this machine; `deliver` sends the bundles.
+    """Bundle the files of a plan on this machine, and return the bundles, which `deliver` sends to the cluster.
 
     `base` and `data_dir` are absolute paths on the cluster. Raises StartError if a file cannot be read or bundled.
     """

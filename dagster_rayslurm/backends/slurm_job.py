@@ -103,7 +103,7 @@ class SlurmJob:
     # ---- State
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
-        """Update `status` from the exit code and, with `ask`, from Slurm's queue; log and return False if a read fails."""
+        """Update `status` from the exit code and, if `ask` is True, from Slurm's queue; log and return False if a read fails."""
         try:
             if started_at is not None and self._watch.started_at is None:
                 # The clock of the payload's node may be ahead of the cluster's.
@@ -160,7 +160,7 @@ class SlurmJob:
     # ---- Waiting
 
     def report_waiting(self) -> None:
-        """Log why the job waits whenever the reason changes, and end idle sessions whose nodes the job could use."""
+        """Log why the job waits, each time the reason changes; ask idle sessions to end if they hold nodes of use to the job."""
         status = self.status
         if status.phase != JobPhase.PENDING:
             return
@@ -226,7 +226,7 @@ class SlurmJob:
         return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
     def _log_explains_end(self) -> bool:
-        """Whether Slurm's reason explains the job's end, or a line of a log does, other than srun's lines about failed tasks."""
+        """Returns True if Slurm's reason or a line of a log explains the job's end; srun's lines on failed tasks do not count."""
         if self.status.reason.startswith(_SCRIPT_NOT_RUN):
             return True
         lines = relevant_lines(f"{self._log_tail(LOG)}\n{self._log_tail(node_log(0))}")

@@ -30,7 +30,7 @@ _COMMANDS = {
 
 
 class _Commands(click.Group):
-    """A group that imports each command only when it is called, since importing Dagster takes longer than some commands."""
+    """A click group that imports the module of a command only when the command is called, because importing Dagster is slow."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(_COMMANDS)

@@ -129,7 +129,7 @@ def _environment(one: Entry) -> str:
 
 
 def _of_session(one: Entry) -> str:
-    """Returns the part of the script for a session: its runtime's environment, and the address and token of its Ray cluster."""
+    """Returns shell commands for a session: they set its runtime's environment, and address and token of its Ray cluster."""
     assert one.generation is not None and one.generation.announcement is not None
     text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")
     described = send_request(one.connection, one.generation, {"op": Operation.DESCRIBE})
@@ -150,7 +150,7 @@ def _of_session(one: Entry) -> str:
 
 
 def _step(one: Entry) -> list[str]:
-    """Returns the words of an srun that starts a command on the head node; none for a run on this machine, without Slurm."""
+    """Returns the words of the srun command that runs a command on the head node; [] for a run on this machine."""
     if one.job_id is None:
         return []
     node, heterogeneous = _head(one)

@@ -57,7 +57,7 @@ class Cluster:
 
     @cached_property
     def connection(self) -> Connection:
-        """The connection to the edge node, which logs in at its first use."""
+        """The connection to the edge node; the login takes place when the connection is first used."""
         return connection_to(self.slurm.ssh)
 
     @cached_property
@@ -70,7 +70,7 @@ class Cluster:
 
 
 def the_cluster() -> Cluster:
-    """Returns the cluster that options, environment variables or a file name; raises ClickException if none does."""
+    """Returns the cluster that the user chose by an option, a variable or a file; raises ClickException if none is chosen."""
     cluster = find_cluster()
     if cluster is None:
         raise click.ClickException(_NONE)
@@ -78,7 +78,7 @@ def the_cluster() -> Cluster:
 
 
 def find_cluster() -> Cluster | None:
-    """Returns the same cluster as `the_cluster`, but None if no cluster is configured at all."""
+    """Returns the cluster that the user chose by an option, an environment variable or a file; None if none is configured."""
     if cluster_option("source") and cluster_option("cluster"):
         raise click.UsageError("--from and --cluster exclude each other; give one of them")
     with one_sentence_errors():
@@ -159,7 +159,7 @@ def _user_file() -> Path:
 
 
 def find_file(directory: Path) -> Path | None:
-    """Returns the nearest `rayslurm.toml`, in a directory or above, else the one in the user's home; None without either.
+    """Returns the nearest `rayslurm.toml`: in `directory`, in a parent directory, or else in the user's home; None if missing.
 
     Raises `ValueError` for a file of another user, as that could make commands log in to another host and run code there.
     """
@@ -187,7 +187,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def from_file(path: Path, name: str | None) -> tuple[ComputeResource, str]:
-    """Returns the resource of the cluster `name`, or of the default one, in a `rayslurm.toml`, and its place in words."""
+    """Returns the resource that a `rayslurm.toml` has for the cluster `name` (None: the default one), and its origin in words."""
     content = read_file(path)
     clusters, chosen = content["clusters"], name or content["default"]
     if chosen is None and len(clusters) > 1:
@@ -216,7 +216,7 @@ def _login(fields: Mapping[str, Any]) -> SSHConnectionResource:
 
 
 def _chosen(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a class; tables that choose a class by their `kind`, such as launchers, become objects of it."""
+    """Returns the fields for an object of class `cls`; a table with a `kind`, such as a launcher, is replaced by an object."""
     made = dict(fields)
     for name, value in fields.items():
         field = cls.model_fields.get(name)
@@ -284,7 +284,7 @@ def _definitions(value: Any) -> dg.Definitions | None:
 
 
 def _module(name: str) -> ModuleType:
-    """Imports and returns a module by its dotted name, also from the current directory, or by the path of its file."""
+    """Imports and returns a module, given its dotted name (also in the current directory) or the path of its file."""
     try:
         if not name.endswith(".py"):
             if (here := os.getcwd()) not in sys.path:

@@ -85,7 +85,7 @@ def push() -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress | None]:
-    """Yields a function that shows the bytes sent as a bar in a terminal; None if the output is not a terminal."""
+    """Inside the block, shows a progress bar; yields the function that updates the bar, or None if there is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars

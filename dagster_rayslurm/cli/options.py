@@ -17,7 +17,7 @@ _VARIABLES = {"cluster": "RAYSLURM_CLUSTER", "source": "RAYSLURM_FROM", "remote_
 
 
 def _remember(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Callback of click that keeps an option's value for `cluster_option`, whichever of the nested commands has the option."""
+    """Callback of click that stores the value of an option, of whichever nested command, for `cluster_option` to return."""
     if value is not None:
         context.meta[_KEY + str(parameter.name)] = value
 
@@ -38,7 +38,7 @@ def _cluster_names(context: click.Context, parameter: click.Parameter, incomplet
 
 
 def cluster_options(command: F) -> F:
-    """Decorator that adds the options that name the cluster, which may stand behind `rayslurm` or behind its command."""
+    """Decorator that adds the options `--cluster` and `--from`, which users may write after `rayslurm` or after the command."""
     command = _option("--from", "source", metavar="MODULE:RESOURCE", help="A ComputeResource of your definitions.")(command)
     what = f"A cluster of the nearest {FILE}, or of that in ~/.config/rayslurm."
     return _option("--cluster", metavar="NAME", help=what, shell_complete=_cluster_names)(command)

@@ -36,7 +36,7 @@ def entries() -> list[Entry]:
 
 
 def entry(ident: str) -> Entry:
-    """Returns the run, session or job that a name means; raises ValueError if there is none, or several."""
+    """Returns the one run, session or job with the given name or id; raises ValueError if there is none, or more than one."""
     return find(ident, entries())
 
 

@@ -36,7 +36,7 @@ _TARGET = (
 
 
 def find_target(target: str, wait: bool = False) -> Found:
-    """Returns the running cluster that a name means; if `wait`, waits until it is up. Raises ClickException if there is none."""
+    """Returns the running cluster with the given name, with `wait` once it is up; raises ClickException if there is none."""
     said = ""
     while True:
         with one_sentence_errors():
@@ -103,9 +103,9 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
 
 
 def _open(url: str) -> str:
-    """Opens a URL in the browser, and returns the path of a page that leads there, to delete later.
+    """Opens a URL in the browser by a temporary HTML file that redirects to the URL; returns the file's path for deletion.
 
-    The browser is started with that page, since other users can see the arguments of processes and the URL has a secret.
+    The browser is started with that file, since other users can see the arguments of processes and the URL has a secret.
     """
     fd, path = tempfile.mkstemp(prefix="rayslurm-", suffix=".html")  # Only this user may read it.
     with os.fdopen(fd, "w", encoding="utf-8") as file:

@@ -129,7 +129,7 @@ def start(name: str | None, idle_timeout: int | None, as_json: bool, **options: 
 @cluster_options
 @click.pass_obj
 def show(layout: Layout, ident: str, as_json: bool) -> None:
-    """Show one session: ID is its cluster id, its job id, or how its name begins."""
+    """Show one session: ID is its cluster id, its job id, its name, or the beginning of its name."""
     with one_sentence_errors():
         one = _find(ident, _sessions(layout))
         one.refresh()

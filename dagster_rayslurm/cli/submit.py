@@ -46,7 +46,7 @@ _SEVERAL: dict[str, Any] = {"multiple": True, "default": ()}
 
 
 def allocation_options(command: F) -> F:
-    """Decorator that adds the options for the allocation to request of Slurm, and for shell commands that run first."""
+    """Decorator that adds the options for Slurm's allocation, and one for shell commands that run before the user's command."""
     options = (
         click.option("--nodes", "--num-nodes", "-n", "nodes", type=click.IntRange(1), help="Number of nodes."),
         click.option("--gpus", "--num-gpus", "gpus", type=click.IntRange(0), help="GPUs on each node."),
@@ -66,7 +66,7 @@ def allocation_options(command: F) -> F:
 
 
 def _job_options(command: F) -> F:
-    """Decorator that adds the options of a run: command, allocation, files, cluster; names of Ray's slurm-launch.py work too."""
+    """Decorator that adds all options of `submit`; some can also be given by their names in Ray's slurm-launch.py."""
     options = (
         click.option("--name", "--exp-name", help="Name of the run and the job.  [default: that of the program]"),
         click.option("--command", "text", metavar="TEXT", help="The command as one text, instead of behind `--`."),
@@ -181,7 +181,7 @@ class _Job:
         }
 
     def standalone_script(self) -> str:
-        """Returns a batch script that runs the command without this package."""
+        """Returns a batch script that runs the command on a cluster where this package is not installed."""
         resource, slurm = self.resource, self.resource.slurm
         launcher = merge(resource.default_launcher, self.launcher)
         queue = SlurmQueueConfig() if slurm is None else slurm.queue
@@ -197,7 +197,7 @@ class _Job:
 
 
 def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | None:
-    """Returns the resource's environment, preceded by shell commands; None if there are no commands.
+    """Returns the resource's environment, extended by shell commands that run first; None if there are no commands.
 
     Raises `ValueError` for an environment or mode in which no commands can run first.
     """
@@ -214,7 +214,7 @@ def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | 
 
 
 def _activation(resource: ComputeResource, commands: Sequence[str]) -> list[str]:
-    """Returns `commands`, followed by bash commands that activate the resource's environment on the cluster."""
+    """Returns `commands`, followed by the bash commands that activate the resource's environment on the cluster."""
     there, path = resource.environment, resource.pre_deployed_env_path
     if path is not None or isinstance(there, PreDeployedEnvironment):
         prefix = there.path if isinstance(there, PreDeployedEnvironment) else str(path)
@@ -264,7 +264,7 @@ def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str |
 
 
 def _payload(words: Sequence[str], directory: str | None) -> Payload:
-    """Returns the payload of a command line: a list of words, or a text with the path of a Python script that must be sent too.
+    """Returns the payload for a command line: a list of words or, for a Python script to send, a text with the script's path.
 
     A script is sent by itself if it is not in the working directory that is sent.
     """

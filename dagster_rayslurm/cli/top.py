@@ -62,7 +62,7 @@ class Screen:
 
 @dataclass
 class Watch:
-    """Fetches the parts of a snapshot one after another; a thread of its own calls `run`."""
+    """Fetches the data that the screen shows, one query after another; a separate thread calls `run`."""
 
     url: str
     payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks a session for its payloads; None without one.
@@ -71,7 +71,7 @@ class Watch:
     over: threading.Event = field(default_factory=threading.Event)
 
     def ask(self, query: str) -> None:
-        """Fetches one part of the snapshot; if that fails sets `problem` instead."""
+        """Sends one query to the dashboard or session, and stores the answer in `snapshot`, or an error text in `problem`."""
         try:
             if query == "payloads":
                 payloads = tuple(self.payloads()) if self.payloads else ()
@@ -83,7 +83,7 @@ class Watch:
             self.problem = f"{query}: {error}"
 
     def run(self) -> None:
-        """Fetches one part per second, faster before the nodes are known, until `over` is set."""
+        """Sends one query per second, more until the nodes are known, until the event `over` is set."""
         for query in cycle([*QUERIES, *(["payloads"] if self.payloads else [])]):
             self.ask(query)
             if self.over.wait(_INTERVAL if self.snapshot.nodes else 0.2):
@@ -119,7 +119,7 @@ def top(target: str, once: bool, as_json: bool) -> None:
 
 
 def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
-    """Returns a function that asks the session of a cluster for its payloads; None if the cluster is not that of a session."""
+    """Returns a function that asks a cluster's session for its payloads; None if the cluster does not belong to a session."""
     own = [each for each in entries() if each.kind == Kind.SESSION and each.cluster_id == found.access.cluster_id]
     session = own[-1].generation if own else None
     if session is None:

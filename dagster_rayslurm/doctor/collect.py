@@ -76,10 +76,7 @@ def _script(request: JobRequest) -> str:
 
 
 def _environment(connection: Connection, wanted: Wanted, base: str, lines: list[Line]) -> list[str] | None:
-    """Adds a line about the environment to `lines`.
-
-    Returns the command that starts its Python; None if the environment was not checked or cannot be used.
-    """
+    """Adds a line about the environment to `lines`; returns the command that starts its Python, None if unusable or unchecked."""
     name, environment = "environment", wanted.environment
     if isinstance(environment, SentEnvironment):
         lines.append(skipped(name, f"{type(environment).__name__} is made by the first run; `rayslurm env check` looks at it"))

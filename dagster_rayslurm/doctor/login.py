@@ -53,7 +53,7 @@ def log_in(ssh: SSHConnectionResource | None) -> Login | list[Line]:
 
 
 def _failed(error: ConnectionFailed) -> list[Line]:
-    """Returns an OK line for each part of a login before the one that failed, and a failure with a remedy for that one."""
+    """Returns report lines for a failed login: OK for each part before the one that failed, and that failure with a remedy."""
     sentence, _, remedy = str(error).partition("; ")
     passed = _PARTS[: _PARTS.index(error.subject)]
     return [*(ok(name, "passed") for name in passed), failure(error.subject, sentence, remedy or "try again later")]

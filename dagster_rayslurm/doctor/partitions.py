@@ -34,12 +34,12 @@ class Node:
 
     @property
     def usable(self) -> bool:
-        """Whether the node takes jobs, now or when others end."""
+        """Whether the node accepts jobs, at once or after other jobs have ended."""
         return self.state.startswith(_USABLE) and "*" not in self.state
 
     @property
     def idle(self) -> bool:
-        """Whether the node takes jobs and runs none now."""
+        """Whether the node accepts jobs and runs none now."""
         return self.usable and self.state.startswith("idle")
 
 
@@ -53,7 +53,7 @@ class Partition:
 
     @property
     def is_default(self) -> bool:
-        """Whether jobs that name no partition go here."""
+        """Whether Slurm puts jobs that name no partition into this partition."""
         return self.settings.get("Default") == "YES"
 
     @property
@@ -63,12 +63,12 @@ class Partition:
 
     @property
     def usable(self) -> list[Node]:
-        """The nodes that take jobs."""
+        """The nodes that accept jobs, at once or after other jobs have ended."""
         return [node for node in self.nodes if node.usable]
 
     @property
     def gpus(self) -> Counter[str]:
-        """The most GPUs of each type that one node has."""
+        """The largest number of GPUs on one node, by type of GPU."""
         most: Counter[str] = Counter()
         for node in self.nodes:
             most |= node.gpus

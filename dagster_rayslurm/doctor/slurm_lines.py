@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
     @property
     def said(self) -> str:
-        """The last line that the failed command printed, or a phrase such as "exit code 1" if it printed nothing."""
+        """The last line that the failed command printed, or if it printed nothing a phrase such as "exit code 1"."""
         lines = (self.error or self.out).strip().splitlines()
         return lines[-1] if lines else "it took too long" if self.code is None else f"exit code {self.code}"
 
@@ -77,7 +77,7 @@ class Slurm:
         return parse_partitions(self.answer("partitions").out, self.answer("nodes").out)
 
     def value(self, field: str) -> str | None:
-        """Returns a field of the queue, or else the user's `SBATCH_*` variable that sbatch obeys instead; None without both."""
+        """Returns the value of a queue's field, else of the `SBATCH_*` variable that sbatch uses for it; None without both."""
         own = getattr(self.wanted.queue, field)
         variable = any(each.name == field and each.login_variable for each in SBATCH_FIELDS)
         return own or (self.facts["machine"]["variables"].get(f"SBATCH_{field.upper()}") if variable else None)

@@ -36,7 +36,7 @@ _BOOT = (
 
 
 def command_line(python: str, word: str) -> str:
-    """Return the command that starts the agent in a login shell; it prints `word` twice and Python's version, and runs `program`.
+    """Return the command that starts the agent in a login shell; its process prints `word` and reads `program` from its input.
 
     The command has no newline, exclamation mark, backslash or quote that sh, csh or fish would interpret.
     """
@@ -44,7 +44,7 @@ def command_line(python: str, word: str) -> str:
 
 
 def program(directory: str) -> bytes:
-    """Return the bytes that the agent reads first: their number, and the compressed source of all modules in a directory."""
+    """Return the bytes that the agent reads first: the compressed source of all modules in a directory, after its length."""
     texts = {}
     for name in sorted(os.listdir(directory)):
         if name.endswith(".py"):
@@ -59,7 +59,7 @@ def program(directory: str) -> bytes:
 
 
 def frames(header: "dict[str, Any]", values: "list[Any]") -> "Iterator[bytes]":
-    """Yield the frames of a message; each of its values is bytes, or can be written as JSON."""
+    """Yield the frames of a message that consists of a header and values; a value is bytes, or can be written as JSON."""
     body = memoryview(b"".join(value for value in values if isinstance(value, bytes)))
     while len(body) > PART:
         yield _frame({"id": header["id"], "part": True}, body[:PART])
@@ -148,7 +148,7 @@ class _Modules:
 
 
 def serve(texts: "dict[str, str]", stdin: "Any") -> None:
-    """Call the functions that messages on `stdin` name, and answer on standard output, until `stdin` ends; then exit.
+    """Call the functions that messages on `stdin` name, and write the results to standard output; exit at the end of `stdin`.
 
     The program that the client sends calls this with the source texts of the other modules, by name.
     """

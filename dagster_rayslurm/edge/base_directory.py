@@ -30,7 +30,7 @@ _OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions")
 
 
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
-    """Check who can change the base directory, and find which of some paths relative to it exist.
+    """Return who else can change the base directory (another user, a world-writable path, a group), and which paths exist.
 
     Returns the name of another user who owns the base directory or one of `_OURS` in it, or ""; the path of one of these that
     everybody may write to, or ""; the name of a group that may change the base directory, or ""; and the paths that exist.
@@ -108,7 +108,7 @@ def _is_ours(path: str) -> bool:
 
 
 def make_private(directory: str) -> None:
-    """Create a directory that only this user can enter, or set the mode of an existing one to that."""
+    """Create a directory that only this user can enter; if the directory exists, close it to other users."""
     files.make_dir(directory)
     os.chmod(directory, 0o700)
 
@@ -141,12 +141,12 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
 
 
 def sweep_runs(base: str, age: float) -> "list[str]":
-    """Remove only run directories, outputs and `BOOKMARK` files not used for `age` seconds; returns their relative paths."""
+    """Remove run directories, outputs and `BOOKMARK` files not used for `age` seconds, nothing else; returns relative paths."""
     return _Sweep(base, age, None).runs()
 
 
 def sweep_environments(base: str, age: float) -> "list[str]":
-    """Remove prefixes and files that no run or session names and that were not used for `age` seconds.
+    """Remove prefixes and files to which no run or session refers, and which were not used for `age` seconds.
 
     Returns their paths, relative to the base directory.
     """
@@ -301,7 +301,7 @@ class _Sweep:
             self._remove(place, name, self._grave)
 
     def _remove(self, place: str, name: str, now: str = "") -> None:
-        """Remove a file or directory, which is called `now` unless that is "", and record it as removed under `name`."""
+        """Remove a file or directory, and add `name` to the list of removed paths; `now` is its present name if that differs."""
         path = self._path(place, now or name)
         with contextlib.suppress(OSError):
             remove(path)

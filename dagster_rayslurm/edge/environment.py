@@ -54,7 +54,7 @@ def find(prefix: str) -> "tuple[str, str]":
 
 
 def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: float, timeout: float) -> "dict[str, Any]":
-    """Find the versions in the environment in the directory `prefix`, or if that is "" of `python`, and import modules there.
+    """Return facts about the Python environment in the directory `prefix` or, if that is "", about the interpreter `python`.
 
     Facts in the file `cache` are used again for `age` seconds, as long as the environment's paths do not change. `activate.sh`
     and Python may take `timeout` seconds to start.
@@ -96,7 +96,7 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
 
 
 def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Run `PROBE` by `python` after the words `start`; returns `facts` and `paths`, or a `problem` with `code` and `error`."""
+    """Run `PROBE` with `python`, started by the command `start`; returns a dict with `facts` and `paths`, or with a `problem`."""
     environ = _environ(start)
     word = os.urandom(16).hex()  # It separates the answer from what start-up scripts print.
     if activate:
@@ -130,9 +130,9 @@ def _container(prefix: str) -> "dict[str, Any] | None":
 
 
 def _look_at_pyxis(container: "dict[str, Any]", timeout: float) -> "dict[str, Any]":
-    """Check that srun has the options of Pyxis, and that an image given by its path exists.
+    """Check that srun has the options of Pyxis and that the image exists; returns a dict, with a `problem` if not.
 
-    Returns a `problem`, or `facts` that are None, because only a job can look into the image.
+    Without a problem the dict has `facts` that are None, because only a job can look into the image.
     """
     if container["path"].startswith("/") and not os.path.exists(container["path"]):
         return {"problem": "image"}
@@ -244,7 +244,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
 
 
 def _recipe(prefix: str) -> "dict[str, Any]":
-    """Return the recipe that `make` has written into a prefix; {} for a prefix of other origin."""
+    """Return the recipe that `make` wrote into a prefix; {} if `make` did not create the prefix."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, _RECIPE), encoding="utf-8") as file:
         recipe = json.load(file)
         return recipe if isinstance(recipe, dict) else {}

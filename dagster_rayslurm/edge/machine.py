@@ -123,7 +123,7 @@ def _try_to_write(path: str) -> float:
 
 
 def _limit(kind: int) -> "list[int | None]":
-    """Return the soft and the hard limit; None for no limit."""
+    """Return the soft and the hard limit of the resource `kind`, such as `RLIMIT_NOFILE`; None stands for no limit."""
     return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind)]
 
 
@@ -210,7 +210,7 @@ def _greet(server: socket.socket) -> None:
 
 
 def listen_once(seconds: float) -> int:
-    """Start to wait `seconds` for one connection to a port of the loopback address, and answer it; returns the port."""
+    """Wait in a thread, for at most `seconds`, for one connection to a loopback port, and answer it; returns the port at once."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.bind(("127.0.0.1", 0))
     server.listen(1)

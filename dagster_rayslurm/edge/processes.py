@@ -1,4 +1,4 @@
-"""Commands: run one, and kill it with its descendants."""
+"""Runs a command to its end, and kills it with all its descendants if it takes too long."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ def run(
     environ: "Mapping[str, str] | None" = None,
     directory: str = "",
 ) -> "tuple[int | None, bytes, bytes]":
-    """Run a command; returns its exit code, 128 + N after signal N, its output and its error output.
+    """Run a command to its end; returns its exit code (128 + N if signal N ended the command), its output, its error output.
 
     The code is 127 if the program does not exist, and None if the command took over `timeout` seconds and was killed. Background
     processes that the command leaves behind are not waited for, and their output is dropped.
@@ -66,7 +66,7 @@ def run(
 
 
 def _communicate(process: "subprocess.Popen[bytes]", stdin: bytes, deadline: "float | None") -> "tuple[bytes, bytes]":
-    """Send the input until the process has ended or the deadline is over; returns the output and the error output."""
+    """Send `stdin` to a process and collect its outputs until it ends or the deadline comes; returns output, error output."""
     assert process.stdin and process.stdout and process.stderr
     outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     rest, pause = memoryview(stdin), 0.005

@@ -40,7 +40,7 @@ def check_owner(*directories: str) -> None:
 
 
 def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]":
-    """Return all allocations of the sessions below `base` whose names match, or only the newest of the session with this name.
+    """Return a dict for each allocation of the sessions that match `pattern`, or only for the newest of the session `pattern`.
 
     The dict of each has its `session` and `number`, the texts of its `files`, whether it is `abandoned`, and its `age` in
     seconds, which is 0 if the session has announced itself. Raises PermissionError if a directory belongs to another user.

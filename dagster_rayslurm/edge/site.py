@@ -19,7 +19,7 @@ _SHELL_TIMEOUT = 30.0  # Seconds for the start-up files of the login shell.
 
 
 def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) -> "dict[str, Any]":
-    """Return the facts of the edge node, and the results of commands of Slurm, which run at the same time.
+    """Return the facts of the edge node, and the results of Slurm commands that run in parallel.
 
     Each of the `questions` is a command, its standard input and the `SBATCH_*` variables to keep, and may take `timeout` seconds.
     Each of the `answers` is the exit code (None if it took too long), the output, the error output, and the seconds that it took.

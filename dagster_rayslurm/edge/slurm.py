@@ -37,7 +37,7 @@ _login_path = []  # type: list[str]
 
 
 def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":
-    """Return the variables of Dagster's own environment that a job may see, if Dagster runs on the edge node.
+    """Return those environment variables of a Dagster process on the edge node that its Slurm jobs may see.
 
     sbatch hands its whole environment to the job, and sites may keep it in the accounting database (slurm.conf(5),
     `AccountingStoreFlags=job_env`). Dagster's secrets, and `SLURM_*` and TMPDIR of a job in which Dagster runs, stay out.
@@ -52,7 +52,7 @@ def without_options(environ: "Mapping[str, str]", keep: "Sequence[str]" = ()) ->
 
 
 def login_environment() -> "Mapping[str, str]":
-    """Return the environment variables of the agent, or in Dagster's own process those of them that a job may see."""
+    """Return all environment variables of this process if it is the agent; in a Dagster process those that jobs may see."""
     return os.environ if __name__.startswith("rayslurm_edge.") else job_environment(os.environ)
 
 
@@ -210,9 +210,10 @@ def _times(answer: bytes) -> "tuple[float, float]":
 
 
 def _claim(directory: str, at: float, interval: float) -> bool:
-    """Return True if this process is the one to run squeue next. The name of a file has the time at which it last ran.
+    """Claim the next run of squeue for this process; returns False if another process ran it within `interval` seconds.
 
-    Only one process can rename that file, on NFS too, and so there is one query in each interval of the cluster's clock.
+    The name of a file has the time of the last run. Only one process can rename that file, on NFS too, and so there is one
+    query in each interval of the cluster's clock.
     """
     stamps = [int(name[6:]) for name in os.listdir(directory) if re.fullmatch("asked-[0-9]+", name)]
     last = max(stamps, default=0)

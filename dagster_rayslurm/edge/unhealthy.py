@@ -22,7 +22,7 @@ _MOST_BYTES = 65536
 
 
 def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
-    """Write a file for each node, with its name `node`, the failed `check` and the result `found`; it replaces an older one."""
+    """Record failed health checks, in one file for each node; a dict has its name `node`, the `check`, and the result `found`."""
     directory = os.path.join(base, DIRECTORY)
     base_directory.make_private(directory)
     for each in nodes:

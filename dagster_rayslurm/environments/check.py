@@ -43,7 +43,7 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """The versions in an environment. That of a package is "" if it is unknown, and None if the package is not installed."""
+    """The versions of Python and packages in an environment: "" for an unknown version, None for a package that is missing."""
 
     interpreter: Interpreter
     python: tuple[int, ...]
@@ -111,7 +111,7 @@ def facts_of(
 
 
 def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
-    """Return the error message for a `problem` that `look` found; `named` is the image of the environment, or else its path."""
+    """Return an error message for a `problem` that `look` found; `named` is the environment's image or, without one, its path."""
     said, failed, command = str(found.get("error", "")).partition(COMMAND_FAILED)
     said, kind = " ".join(said.split()), found["problem"]
     if named != path and kind == "python":

@@ -229,7 +229,7 @@ def pyxis_options(image: str, mounts: Sequence[str], options: Sequence[str]) -> 
 
 
 def _places(mounts: Sequence[str], which: int) -> list[str]:
-    """Return the source paths (`which` is 0) or the target paths (1) of mounts."""
+    """Return the paths before (`which` is 0) or after (1) the first colon of mounts in the form SOURCE:TARGET."""
     return [each.split(":")[which] for each in mounts]
 
 
@@ -247,7 +247,7 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
     roots = [f"{path.rstrip('/')}/" for path in (*anyway, *(each[0] for each in mounts if each[:1] == each[1:]))]
 
     def is_needed(mount: tuple[str, ...]) -> bool:
-        """Return False if another mount covers this one: each further mount could need a directory that the image lacks."""
+        """Return False if another mount makes the same files visible, so that this mount would be superfluous."""
         path = mount[0]
         return mount[:1] != mount[1:] or not (path in anyway or any(path.startswith(root) for root in roots))
 
@@ -255,7 +255,7 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
 
 
 def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:
-    """Return the recipe that puts the image into a prefix; None if it is on the cluster, or Pyxis fetches it by its reference."""
+    """Return the recipe that puts an image into a prefix; None if the image is on the cluster, or is fetched by Pyxis."""
     image, runtime = environment.image, environment.runtime
     if image.startswith(("/", "~/")) or (runtime == "pyxis" and not image.startswith("./")):
         return None

@@ -32,7 +32,7 @@ async def _install(archives: list[str], prefix: str, cache: Path) -> None:
 
 
 def _activation(prefix: str, variables: dict[str, str], scripts: list[str]) -> str:
-    """Return the text of `activate.sh`: it activates the packages, sets the project's `variables` and sources its `scripts`.
+    """Return the text of `activate.sh`, which activates the packages, exports `variables` and sources files with the `scripts`.
 
     The scripts, given as texts, are written into the prefix.
     """

@@ -82,10 +82,9 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
 def _locked(
     path: str, manifest: str, name: str, subdir: str, platform: Platform
 ) -> tuple[str, list[CondaLockedBinaryPackage], list[PypiLockedPackage]]:
-    """Read the packages of the environment `name` for a platform from the lock file at `path`.
+    """Return the lock file's name of the platform, and the conda and PyPI packages that it locks for the environment `name`.
 
-    Returns the lock's name of the platform, the conda packages and the PyPI packages, each sorted by name. Raises `ValueError` if
-    the lock has none.
+    The packages are sorted by name. Raises `ValueError` if the lock has none.
     """
     from rattler.exceptions import ParseCondaLockError
     from rattler.lock import CondaLockedBinaryPackage, LockFile, PypiLockedPackage

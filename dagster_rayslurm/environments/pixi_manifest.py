@@ -56,7 +56,7 @@ def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
 
 
 def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
-    """Collect the packages, variables and scripts of features; `selectors` name the platform's targets, the general first."""
+    """Return the packages, variables and scripts of features; `selectors` name the platform's targets, the general first."""
     found = Wanted([], [], {}, [])
     for name in features:
         feature = tables if name == "default" else tables.get("feature", {}).get(name, {})
@@ -73,7 +73,7 @@ def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequen
 
 
 def _merged(parts: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """Merge the tables that the parts have for this key; where several have a name, the value of the last part counts."""
+    """Return one table that merges the table `key` of each part; for a name in several parts, the last part's value counts."""
     return {name: value for part in parts for name, value in part.get(key, {}).items()}
 
 
@@ -110,7 +110,7 @@ def _pypi_version(spec: object) -> str:
 
 
 def _pyproject(tables: Mapping[str, Any], feature: str) -> Iterable[tuple[str, str]]:
-    """Yield the name and version specifier of each requirement that a pyproject.toml has outside pixi's tables for a feature.
+    """Yield name and version specifier of each requirement that a pyproject.toml lists for a feature by standard tables.
 
     These are the project's dependencies for the feature "default", else those of the extra and dependency group of that name.
     """

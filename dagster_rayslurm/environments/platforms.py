@@ -1,4 +1,4 @@
-"""Detects the platform that an environment is made for: that of the compute nodes, by a command that `srun` runs on one."""
+"""Detects the platform for which an environment is made: that of the compute nodes, by a command run on one with `srun`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Platform:
     on_node: tuple[str, ...] = ()
 
     def runner(self, python: Python | None) -> tuple[str, ...]:
-        """Return the `srun` words that run the command after them on a compute node; () if the edge node fits and has `python`.
+        """Return the `srun` prefix by which a command runs on a compute node; () if the command can run on the edge node instead.
 
         None for `python` stands for a command that needs no Python of the cluster.
         """
@@ -87,7 +87,7 @@ def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConf
 
 
 def common(platforms: Sequence[Platform]) -> Platform:
-    """Return the platform whose programs run on all of these; raises `ValueError` if their architectures differ."""
+    """Return a platform whose programs run on all the given platforms; raises `ValueError` if their architectures differ."""
     first, *others = platforms
     for other in others:
         if other.machine != first.machine:
@@ -107,7 +107,7 @@ def common(platforms: Sequence[Platform]) -> Platform:
 
 
 def cached(*names: str) -> str:
-    """Return the path with these names in this machine's cache directory, and create its parent directories."""
+    """Return a path in this machine's cache directory, made of the given names, and create the parent directories of the path."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     path = os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "dagster-rayslurm", *names)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)

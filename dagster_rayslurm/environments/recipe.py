@@ -37,9 +37,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The commands that build a prefix. A word can be a file to send; `edge.PREFIX` in a word stands for the path of the prefix.
+    """The commands that build a prefix; a word of a command is a text, or a `Piece` that stands for a file to send.
 
-    `inputs` returns a value that differs when a local file that the recipe was written from has changed.
+    `edge.PREFIX` in a word stands for the path of the prefix. `inputs` returns a value that differs when a local file that the
+    recipe was written from has changed.
     """
 
     commands: Sequence[Sequence[str | Piece]]
@@ -86,7 +87,7 @@ def digest_of(path: str) -> str:
 
 
 def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
-    """Return a `Piece` for a file on this machine, and a function that returns its stat fields; `OSError` if it is unreadable."""
+    """Return a `Piece` for a file on this machine, and a function whose result changes with the file; may raise `OSError`."""
 
     def state() -> object:
         found = os.stat(path)
@@ -108,6 +109,6 @@ _rayslurm() {{ _rayslurm=$?; printf '{COMMAND_FAILED}%s\\n' "$1" >&2; return $_r
 
 
 def activate_script(commands: Sequence[str]) -> str:
-    """Return the text of an `activate.sh` that reads bash's login files and runs commands; it prints a command that fails."""
+    """Return the text of an `activate.sh` that reads bash's login files and runs commands; if one fails, prints that command."""
     lines = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in commands]
     return _ACTIVATE + "\n".join([*lines, ""])

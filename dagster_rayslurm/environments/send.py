@@ -132,7 +132,7 @@ def recipe_for(
 
 
 def _written(environment: Environment, platform: Platform, write: Callable[[Any, Platform], Recipe]) -> Recipe:
-    """Return the recipe that `write` returns for an environment and platform, or the last one if its inputs did not change."""
+    """Return the recipe that `write` creates for an environment and platform; a stored one if its input files are unchanged."""
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:
@@ -143,7 +143,7 @@ def _written(environment: Environment, platform: Platform, write: Callable[[Any,
 
 
 def _writer(environment: Environment) -> tuple[str, Callable[[Any, Platform], Recipe]]:
-    """Return the command or path of the Python to look for on the cluster ("" for any), and the function that writes the recipe.
+    """Return the command or path of the Python that the environment needs ("" for any), and the function that creates recipes.
 
     Only the module of that function is imported, as each import takes time.
     """

@@ -33,7 +33,7 @@ _VERSION = re.compile(r"\d+(\.\d+)*")
 
 
 def wanted_command(python: str | None) -> str:
-    """Return the command or path to look for on the cluster, from the field `python` of `UvEnvironment`.
+    """Return the command or path of the Python to look for on the cluster, given the field `python` of `UvEnvironment`.
 
     It is "" for None, which stands for all Pythons with a usual name.
     """
@@ -148,7 +148,7 @@ def _lacking(lock: Pylock, platform: Platform, python: Python, tags: set[Any], e
 
 
 def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tuple[Python, Piece | None]:
-    """Choose the Python of a new environment; returns it, and the archive to send if the cluster has no fitting one, else None.
+    """Return the Python for a new environment, and the archive to send if the cluster does not have that Python, else None.
 
     `wanted` is a version, a command or a path, or None; `allowed` is the project's `requires-python`, or None. Raises
     `ValueError` if there is no fitting Python.
@@ -179,7 +179,7 @@ def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tu
 
 
 def _bring(uv: str, version: str, platform: Platform) -> tuple[Python, Piece]:
-    """Return a Python that uv downloads for the platform, and a cached archive that has it in the directory `interpreter`."""
+    """Return a Python for the platform, downloaded by uv or cached, and an archive with it in the directory `interpreter`."""
     request = f"cpython-{version}-linux-{platform.machine}-gnu"
     directory = os.path.dirname(cached("pythons", request, ""))
     with locked("environment-python"):

@@ -141,14 +141,14 @@ def markers_of(python: Python) -> Any:
 
 
 def state_of(paths: Iterable[str], directories: Iterable[str]) -> object:
-    """Return a value that differs after a change of one of the files, or of a file in one of the source directories."""
+    """Return a value that differs from an earlier one if one of the files, or a file in one of the directories, has changed."""
     found = [os.stat(path) if os.path.exists(path) else None for path in paths]
     stamps = [each and (each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
     return stamps, [bundle_directory(directory).name for directory in directories]
 
 
 def runs_on(source: Any, tags: set[Any]) -> bool:
-    """Return True if `source` is a wheel with one of these tags, or no wheel."""
+    """Return True if `source` is a wheel with one of these tags, or is no wheel but source code."""
     from packaging.utils import parse_wheel_filename
 
     return kind_of(source) != "wheel" or bool(set(parse_wheel_filename(source.filename)[-1]) & tags)
@@ -255,7 +255,7 @@ def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Pl
 
 
 def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Python) -> Piece:
-    """Return the wheel, for the platform, of a version of uv or py-rattler, which install environments there."""
+    """Return the wheel of a tool, uv or py-rattler, in the version `version`; the tool installs environments on the platform."""
     from packaging.pylock import Pylock
 
     path = cached("requirements", f"{name}-{version}.txt")

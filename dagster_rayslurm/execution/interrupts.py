@@ -34,7 +34,7 @@ def has_terminal() -> bool:
 
 
 def mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Tell Dagster that Ctrl-C is canceling a run, unless Dagster will resume it; Dagster 1.13 would show the run as failed."""
+    """Tell Dagster that Ctrl-C cancels a run, unless Dagster will resume it; else Dagster 1.13 would show the run as failed."""
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
         context.instance.report_run_canceling(run)

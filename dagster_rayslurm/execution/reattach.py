@@ -63,7 +63,7 @@ class Launch:
 
 
 def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout) -> Launch:
-    """Take over the payload of an earlier attempt at this step if it runs the same plan; else prepare a new payload.
+    """Take over and return the payload of an earlier attempt at this step if it runs the same plan; else prepare a new one.
 
     Returns the launch of that payload.
     """

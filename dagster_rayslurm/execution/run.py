@@ -48,7 +48,7 @@ _last_sweep: dict[tuple[str, Path], float] = {}
 
 
 def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, resource: ComputeFields, extras: Any) -> CompletedRun:
-    """Run a `Plan`, or a mapping from components to plans in the job's order, until all payloads have ended.
+    """Run a `Plan`, or plans by component in the job's order, until all payloads have ended; returns the result of the run.
 
     Returns the result for the user's asset. Raises RunFailure unless all payloads succeeded.
     """
@@ -123,7 +123,7 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """One run from the start of its payloads to the verdict. All that it uses of Dagster is the log and the Pipes handler."""
+    """One run, from the start of its payloads to the verdict; of Dagster, it uses only the log and the Pipes handler."""
 
     log: Any
     backend: Backend
@@ -278,7 +278,7 @@ class PayloadRun:
         return Judged(verdict, evidence)
 
     def clean_up(self, verdict: Verdict) -> str | None:
-        """Remove the run directory, and return None; or keep it as the resource says, and return its path, with its host.
+        """Remove the run directory, unless the resource keeps it; returns "HOST:PATH" of a kept directory, else None.
 
         Raises RunFailure if a later attempt has taken the payload over.
         """
@@ -339,7 +339,7 @@ class PayloadRun:
         return payload.running.poll(evidence)
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns True, and logs it, if the payloads are to be left running because this Dagster process is stopped."""
+        """Returns True, after a warning in the log, if the payloads shall outlive this Dagster process, which is stopping."""
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
         if self.resource.on_service_stop != DETACH or ends_with_run or self.launch.history is None or not self.payloads:
             return False
@@ -404,7 +404,7 @@ class PayloadRun:
                     discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
-        """Copy output files to this machine, and warn of missing ones.
+        """Copy output files to this machine and warn of missing ones; returns a sentence if copies failed, else None.
 
         Returns a sentence if some output files are only in the run directory now; else None.
         """
@@ -435,7 +435,7 @@ def _superseded(successor: str) -> RunFailure:
 
 
 def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
-    """Copy the output files in the record `end`, the last one of a payload, to the directory `outputs` on this machine.
+    """Copy the output files that the record `end` of a payload lists to the directory `outputs` on this machine.
 
     `end["outputs_failed"]` gets a sentence for each failed copy. Raises OSError if the connection is lost for `timeout` seconds,
     or the record names a file outside the working directory.
@@ -466,7 +466,7 @@ def _download(connection: Connection, source: str, target: str, timeout: float) 
 
 
 def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
-    """Returns warnings, as sentences, about lost output and missing output files; only a success must have all its files."""
+    """Returns warnings, as sentences, about lost output and, for a success, about output files that do not exist."""
     warnings = []
     if dropped := end.get("stdio_dropped"):
         warnings.append(f"{dropped} characters of output were not recorded: max_stdio_mb was reached, or the disk was full")

@@ -139,7 +139,7 @@ def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFiel
 
 
 def exit_code(end: Record | None) -> int:
-    """Returns the exit code of the command for the `end` record of a payload, which is None if there is no such record. Pure.
+    """Returns the exit code of the command for a payload with the record `end`; `end` is None if it was never written. Pure.
 
     It is the payload's own exit code, 128 + the number of the signal that ended it, or one of the constants above.
     """

@@ -23,7 +23,7 @@ def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str 
 
 
 def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, log: Any) -> bool:
-    """Returns True if a run that failed is to be started once more without its unhealthy nodes, which are remembered.
+    """Remembers the unhealthy nodes of a failed run; returns True if the run is to be started once more without these.
 
     The log says that the run is started again. If that is wanted but not possible, the failure's description gets the reason.
     """

@@ -152,7 +152,7 @@ class Follower:
         return self.state.next_read(size, exited, self.cadence, now, now > deadline)
 
     def read_once(self) -> int:
-        """Read new output and new lines of the journal; returns the size of the longer of both reads."""
+        """Read new output and new lines of the journal, once each; returns the larger of both amounts, in bytes."""
         state, note = self.state, self.reattach.note
         # Output is read first, so that a message about a result follows the output before it.
         output, size = self._read(STDIO, state.output)
@@ -184,7 +184,7 @@ class Follower:
         self._output.finish()
 
     def _read(self, name: str, reader: LineReader) -> tuple[list[Record], int]:
-        """Read new data of one file of the record; returns its complete lines, and the bytes read."""
+        """Read new data of the file `name` of the run record; returns the complete lines as records, and the number of bytes."""
         try:
             data = self.connection.read(os.path.join(self.run_dir, name), reader.next_read, CHUNK)
         except OSError as error:

@@ -63,11 +63,11 @@ class Evidence:
 
     @property
     def end_or_partial(self) -> Record | None:
-        """The `end` record; while there is none, a record of the context and usage so far; None without a context."""
+        """The `end` record; before it exists, a dict with the context and usage so far, or None if there is no context either."""
         return self.end or ({"context": self.context, "usage": self.usage} if self.context else None)
 
     def add_record(self, record: Record, nonce: str) -> None:
-        """Add one line of the record; an `end` counts only with the payload's own nonce."""
+        """Add one record to the evidence; ignores an `end` record with a nonce other than `nonce`."""
         kind = record.get("type")
         if kind == "start":
             self.started_at = float(record["at"])
@@ -85,7 +85,7 @@ class Evidence:
             self.end = record
 
     def add_message(self, method: str, params: Mapping[str, Any]) -> None:
-        """Count a Pipes message that opens or closes Pipes, and keep an exception that it reports."""
+        """Count a Pipes message that opens or closes the Pipes session; store the exception that a closing message reports."""
         self.opened += method == "opened"
         self.closed += method == "closed"
         if method == "log" or method.startswith("report_"):
@@ -97,7 +97,7 @@ class Evidence:
             self.exception = exception
 
     def add_output(self, record: Record) -> None:
-        """Add a chunk of output; only the last chunks are kept."""
+        """Add a chunk of the payload's output to the evidence, which keeps only the latest chunks."""
         self.last_output.append((record["s"], record["d"][-_OUTPUT_CHUNK:]))
 
     def output_tail(self) -> str:
@@ -109,7 +109,7 @@ class Evidence:
         return "".join(text for stream, text in self.last_output if stream == "stderr")
 
     def _add_usage(self, usage: dict[str, Any], memory: float) -> None:
-        """Append a point of the usage chart: seconds since the start, CPUs busy since the last point, bytes in use."""
+        """Store the usage so far, and append a point of the usage chart: seconds since the start, busy CPUs, bytes in use."""
         before, points = self.usage, self.usage.get("points", [])
         elapsed = usage["elapsed"] - before.get("elapsed", 0.0)
         busy = (usage["cpu_seconds"] - before.get("cpu_seconds", 0.0)) / elapsed if elapsed > 0 else 0.0
@@ -117,7 +117,7 @@ class Evidence:
 
 
 class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
-    """Dagster's side of one run's Pipes session; it reads no messages itself, as `Follower` does."""
+    """Dagster's side of one run's Pipes session; the messages are read by `Follower`, and not by this class."""
 
     # Set within the session: what backends write into the run directory, and Dagster's handler of the payload's messages.
     pipes_context: PipesContextData
@@ -146,7 +146,7 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
     @contextlib.contextmanager
     def session(self, extras: PipesExtras | None, uses_pipes: bool) -> Iterator[dg.PipesSession]:
-        """Open the Pipes session, without Dagster's warning of missing messages if no payload uses Pipes or the run fails."""
+        """Inside the block, a Pipes session is open; Dagster's warning of missing messages is hidden if it would mislead."""
         quiet = not uses_pipes
 
         def keep(record: logging.LogRecord) -> bool:

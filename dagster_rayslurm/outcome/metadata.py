@@ -199,7 +199,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def cpus_of(context: Mapping[str, Any]) -> float:
-    """Returns how many CPUs a run has on all nodes: those that Slurm granted, else those of Ray, at most the machine's."""
+    """Returns the CPUs of a run on all nodes: those that Slurm granted, else those that Ray counts, limited to real ones."""
     if context.get("granted"):
         return float(sum(node["num_cpus"] for node in context["granted"]))
     nodes = context.get("nodes") or []
@@ -276,7 +276,7 @@ def _table(rows: Iterable[dict[str, Any]]) -> dg.TableMetadataValue:
 
 
 def _used(usage: NodeUsage, nodes: Sequence[Node]) -> dict[str, float]:
-    """Returns two columns of a table: the CPU time of some nodes together, and the highest peak memory among these nodes."""
+    """Returns two columns of a table about some nodes: the sum of their CPU time, and their highest peak of memory."""
     if not usage:
         return {}
     found = [_usage_of(usage, node) for node in nodes]
@@ -293,7 +293,7 @@ def _memory(context: Mapping[str, Any], node: Node) -> float:
 
 
 def _in_place(text: str) -> dg.TextMetadataValue:
-    """Returns the end of a text, short enough for Dagster to show in place; plain text, because logs may break Markdown."""
+    """Returns the end of a text as plain text, cut so that Dagster shows it inside the table of metadata."""
     text = without_colours(text).rstrip()
     if len(text) > _IN_PLACE:
         text = "…\n" + text[-_IN_PLACE:].partition("\n")[2]

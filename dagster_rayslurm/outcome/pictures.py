@@ -39,7 +39,7 @@ def usage_chart(usage: Mapping[str, Any], cpus: float = 0.0, memory: float = 0.0
 
 
 def _resample(points: Sequence[Point], columns: int) -> list[Point]:
-    """Returns at most one point per column: the mean of the busy CPUs and the peak of the memory."""
+    """Returns at most one point for each of `columns` columns of a chart: the mean of busy CPUs and the peak of the memory."""
     width = points[-1][0] / columns or 1.0
     resampled: list[Point] = []
     column, since, cpu_seconds, peak = -1, 0.0, 0.0, 0.0

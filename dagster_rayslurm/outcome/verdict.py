@@ -216,7 +216,7 @@ def signal_name(number: int) -> str:
 
 
 def with_hint(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Returns the verdict; a hint is added to its sentence if the sentence shows a common exception of payloads."""
+    """Returns the verdict, with a hint after its sentence if the sentence contains an exception that is common in payloads."""
     context: Mapping[str, Any] = (evidence.end or {}).get("context") or {}
     for pattern, hint in _HINTS.items() if verdict.kind == FailureKind.PAYLOAD else ():
         if re.search(pattern, verdict.sentence):
@@ -316,7 +316,7 @@ def shortened(text: str) -> str:
 
 
 def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
-    """Returns a clause about the last exception, and about the first in the chain of its causes."""
+    """Returns a clause about the last of some exceptions, and about its original cause if there is one."""
     last = cause = len(found) - 1
     while cause > 0 and found[cause].link == "cause":
         cause -= 1
@@ -334,7 +334,7 @@ def traceback_of(exception: Mapping[str, Any]) -> str:
 
 
 def read_traceback(text: str) -> list[Raised]:
-    """Returns the exceptions of all tracebacks in a text, in order, except those that the process survived."""
+    """Returns the exceptions in the tracebacks of a text, in order, without those that the process survived."""
     found: list[Raised] = []
     link, harmless = "", False
     for line in without_colours(text).splitlines():
@@ -365,7 +365,7 @@ def read_traceback(text: str) -> list[Raised]:
 
 
 def _take_text(current: Raised, line: str) -> None:
-    """Add a line after a traceback's frames to the exception: its name and message, a further line of it, or the Ray actor."""
+    """Add to an exception the text in a line after its traceback's frames: name and message, or the Ray actor that raised it."""
     actor = _ACTOR.match(line)
     if actor and current.text:
         current.text = f"{current.text.rstrip('.')}, {actor[1]} {actor[2]}"

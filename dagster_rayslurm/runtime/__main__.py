@@ -27,7 +27,7 @@ _dispensable = mmap.mmap(-1, 1)
 
 
 def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the payload of a run directory without Slurm, until it ends or the parent process is gone. Returns the exit code 0."""
+    """Run the payload of a run directory without Slurm; returns 0 when the payload has ended, or the parent process is gone."""
     from dataclasses import replace
 
     from .protocol import record
@@ -54,7 +54,7 @@ def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run one node of a Slurm job step; returns the exit code.
+    """Run the runtime on one node of a Slurm job; returns the exit code.
 
     The first node runs the payload of the run directory, the other nodes join its Ray cluster.
     """
@@ -69,7 +69,7 @@ def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run one node of a Slurm job step in which each component has a payload and a Ray cluster; returns the exit code."""
+    """Run the runtime on one node of a job whose components have a payload and a Ray cluster each; returns the exit code."""
     from dataclasses import replace
 
     from .node.allocation import head_address
@@ -96,7 +96,7 @@ def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def session(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run one node of a session's Slurm job step; returns the exit code.
+    """Run the runtime on one node of a session's Slurm job; returns the exit code.
 
     The first node runs payloads for clients until the session ends, the other nodes join its Ray cluster.
     """
@@ -159,7 +159,7 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 
 
 def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
-    """Call `lead` on the first node of an allocation, or run a worker node on any other node. Returns the exit code."""
+    """Call `lead` if this task is on the first node of the allocation, else run a worker node; returns the exit code."""
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)
 
@@ -180,7 +180,7 @@ _ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads; 
 
 
 def main(argv):  # type: (list[str]) -> int
-    """Run the role (such as `node`) that the first argument names, and return its exit code. The module's docstring lists all."""
+    """Run the role, such as `node`, that the first argument names (see the module's docstring); returns its exit code."""
     role = argv[0] if argv else ""
     if role == "ray-node":
         from .ray import node_main

@@ -43,7 +43,7 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
 
 
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
-    """Returns the start barrier, by which all payloads start together, for the runtime of each component.
+    """Returns, for the runtime of each component, how to reach the barrier that makes all payloads start together.
 
     The runtime of the first component is the barrier's host. All runtimes share `secret`, a hexadecimal number.
     """

@@ -48,11 +48,11 @@ class ReportMerger:
     results: dict[str, list[Message]] = field(default_factory=dict)
 
     def of(self, component: str) -> Any:
-        """Returns a handler for the Pipes messages of one component's payload."""
+        """Returns an object that handles the Pipes messages from the payload of `component`."""
         return SimpleNamespace(handle_message=lambda message: self._add(component, message))
 
     def _add(self, component: str, message: Message) -> None:
-        """Forward a message to Dagster, or keep it for `hand_over`; raises the exception of Dagster's handler for the message."""
+        """Pass a message on to Dagster, or store it for `hand_over`; raises the error by which Dagster's handler refuses it."""
         if message["method"] not in _KEPT:
             self.handler.handle_message(message)
             return
@@ -61,9 +61,9 @@ class ReportMerger:
         self.results.setdefault(component, []).append(message)
 
     def hand_over(self) -> list[tuple[str, Exception]]:
-        """Merge the results and pass all kept messages to Dagster.
+        """Merge the stored results of all components and pass them to Dagster; returns the errors of those that Dagster refused.
 
-        Returns the exceptions for messages that Dagster refused, each after a component that caused it.
+        Each error stands after the name of a component that caused it.
         """
         refused: list[tuple[str, Exception]] = []
         reports: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}
@@ -82,7 +82,7 @@ class ReportMerger:
 
 
 def merge(reports: Reports) -> list[Any]:
-    """Merge the reports of several components on one asset or check; returns the parameters of the messages for Dagster.
+    """Merge the components' reports on one asset or check; returns the `params` of each Pipes message to pass to Dagster.
 
     The reports of a single component stay as they are. A check passed if it passed in all components; else it has the worst
     severity of those that failed. Raises ValueError for reports that contradict each other.
@@ -113,7 +113,7 @@ def merge(reports: Reports) -> list[Any]:
 
 
 def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[str, list[Any]], bool]) -> dict[str, Any]:
-    """Merge the metadata of all components: a value for which `is_shared` is true appears once, others as "key (component)"."""
+    """Returns the metadata of all components: a value for which `is_shared` is True once, others as "key (component)"."""
     taken = {key for metadata in own.values() for key in metadata}
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metadata in own.values() for key in metadata):

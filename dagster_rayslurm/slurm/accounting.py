@@ -117,7 +117,7 @@ class JobFacts:
 
     @property
     def is_final(self) -> bool:
-        """Whether the final state of every component is known; the last one may explain why the others ended."""
+        """Whether the final state of every component is known; only then is it clear which component explains the job's end."""
         return all(each.final_state is not None for each in self.components or (self,))
 
     @property
@@ -128,7 +128,7 @@ class JobFacts:
 
 
 def severity(component: JobFacts) -> int:
-    """Returns a component's rank; of the components of a job the one with the highest rank explains the job's end.
+    """Returns a rank for the end of a component: the component with the highest rank explains the end of its job.
 
     A component that is cancelled or killed ends the others too, and the one with the batch script may then show only FAILED.
     """
@@ -137,7 +137,7 @@ def severity(component: JobFacts) -> int:
 
 
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
-    """Asks slurmctld, and accounting if there is any, for the facts of a job; returns None if Slurm does not know the job.
+    """Queries slurmctld and the accounting for the facts of a job; returns None if neither of them knows the job.
 
     Raises SlurmUnanswered if neither knows the job and one of them did not answer, and OSError for a failed connection.
     """
@@ -192,7 +192,7 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
 
 
 def _from_sacct(number: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
-    """The facts of a job, or of one component, from its rows in sacct, grouped by requeue."""
+    """Returns the facts of a job, or of a component, from its last run: `attempts` has its sacct rows for each (re)queued run."""
     job, *steps = attempts[-1]
     facts = _facts(number, job["State"], job["Reason"], job["ExitCode"], job["NodeList"], job["NNodes"])
     return replace(
@@ -207,7 +207,7 @@ def _from_sacct(number: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
 
 
 def _facts(number: int, state: str, reason: str, exit_code: str, nodes: str, num_nodes: str) -> JobFacts:
-    """Returns the facts from fields that scontrol and sacct print alike.
+    """Returns the facts made of those fields that scontrol and sacct print in the same form.
 
     After a node failure the facts have no exit code, as Slurm then shows a wrong one.
     """
@@ -223,7 +223,7 @@ def _facts(number: int, state: str, reason: str, exit_code: str, nodes: str, num
 
 
 def combine(components: Sequence[JobFacts]) -> JobFacts:
-    """Returns the facts of a whole job: those of the component that explains its end, with the job's id and all nodes."""
+    """Returns the facts of a whole job: those of the component that explains its end, but with the job's id and all nodes."""
     if len(components) == 1:
         return components[0]
     nodes = tuple(node for each in components for node in each.nodes)
@@ -307,7 +307,7 @@ def memory_kill(output: str) -> str | None:
 
 
 class JobVerdict(NamedTuple):
-    """A failure of a run, explained by the end of its job; `retry` says whether to retry the run, None for the kind's default."""
+    """A failure of a run that is explained by the end of its job; `retry` has the same meaning as in `RunFailure`."""
 
     kind: FailureKind
     sentence: str
@@ -370,7 +370,7 @@ def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> 
 
 
 def _explaining_part(job: JobFacts, killed: str | None) -> JobFacts:
-    """The component whose end explains the job's end; the job itself if all components ended alike."""
+    """Returns the facts of the component that explains the job's end, or of the whole job if all components ended alike."""
     if not job.components:
         return job
     step = _STEP.search(killed or "")

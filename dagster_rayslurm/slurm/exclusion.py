@@ -22,13 +22,13 @@ Partitions = Mapping[str, Sequence[str]]  # The usable nodes of each partition; 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """The nodes that failed a health check, divided into those that a job avoids and those that it may still get."""
+    """Nodes that failed a health check: those that a job excludes, and those that it may get nevertheless, with the reasons."""
 
     nodes: tuple[UnhealthyNode, ...] = ()  # Excluded.
     kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Not excluded, with the reason.
 
     def problem(self, unhealthy: Sequence[UnhealthyNode]) -> str | None:
-        """Returns a sentence on why a new job may get one of these nodes again; None if it cannot get any of them."""
+        """Returns a sentence on why a new job may get one of the nodes `unhealthy` again; None if the job excludes them all."""
         excluded = {each.node for each in self.nodes}
         reasons = {each.node: why for each, why in self.kept}
         left = [each.node for each in unhealthy if each.node not in excluded]
@@ -39,7 +39,7 @@ class Exclusion:
 
 
 def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
-    """Returns which unhealthy nodes to exclude, in their order: those in a partition of the job, while enough others are left."""
+    """Returns which unhealthy nodes in the job's partitions to exclude: as many as leave enough other nodes for the job."""
     exclusion = Exclusion()
     for each in unhealthy:
         if not any(each.node in partitions.get(name, ()) for part in request.components for name in _partitions(part)):
@@ -80,7 +80,7 @@ def parse_partitions(text: str) -> Partitions:
 
 
 def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: Partitions) -> str | None:
-    """Returns why a component does not fit its partitions without the nodes `out`; None if it fits.
+    """Returns a sentence if a component's partitions have too few nodes left without the nodes `out`; else None.
 
     Each component gets nodes of its own, so the components in one partition count together.
     """
@@ -115,7 +115,7 @@ def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) 
 
 
 def exclusion_for(connection: Connection, base: str, request: JobRequest) -> Exclusion:
-    """Returns which nodes a job must avoid; raises OSError if the cluster does not answer."""
+    """Returns the unhealthy nodes of this cluster that a job must avoid; raises OSError if the cluster does not answer."""
     found = connection.call(known, base, MEMORY, repeat=True, timeout=_TIMEOUT)
     if not found:
         return Exclusion()

@@ -143,7 +143,7 @@ def _advice(stderr: str, errors: Sequence[str]) -> str:
 
 
 def is_temporary(stderr: str) -> bool:
-    """Whether sbatch failed without an objection to the request, so that the same request may succeed later.
+    """Whether sbatch failed for a passing reason, so that the same request may succeed later; `stderr` is its error output.
 
     slurmctld may have taken the job although its answer was lost, so search for the job by its name first.
     """
@@ -151,7 +151,7 @@ def is_temporary(stderr: str) -> bool:
 
 
 def impossible(reason: str, partition: str | None = None) -> str | None:
-    """Returns why a pending job can never start as requested; None if time, other jobs, nodes or an administrator may help.
+    """Returns a sentence if a pending job can never start for this `reason` of Slurm; None if the job may start later.
 
     The reason is that of squeue, or of scontrol with its underscores. If `partition` names several, separated by commas, the
     reason is that of the last one tried, and the job may start in another one.
@@ -164,7 +164,7 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
 
 
 def _over_limit(reason: str) -> str | None:
-    """Returns a sentence for a reason of Slurm that names a limit on single jobs; None for any other reason."""
+    """Returns a sentence if Slurm's `reason` names a limit of the account or QOS on each job; None for any other reason."""
     reason = reason.strip()
     limit = _LIMIT.fullmatch(reason)
     if not limit:
@@ -178,7 +178,7 @@ def _over_limit(reason: str) -> str | None:
 
 
 def with_requested_values(sentence: str, request: JobRequest) -> str:
-    """Returns the sentence, followed by the requested value of each field that the sentence names, for each component."""
+    """Returns the sentence, followed by the job's values of all fields that the sentence names, for each component."""
     heterogeneous = bool(request.further_components)
     values = [(_values(sentence, each), f" of {each.component_id!r}" if heterogeneous else "") for each in request.components]
     text = "; ".join(named + component for named, component in values if named)
@@ -200,7 +200,7 @@ def _values(sentence: str, request: JobRequest) -> str:
 
 
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
-    """Returns the request for the component in a row of the queue; for an unknown one, only its label and partition."""
+    """Returns the request for the component that a row of the queue shows; if unknown, one with label and partition only."""
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
         return replace(request.components[int(number)], further_components=())
@@ -210,7 +210,7 @@ def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
 
 
 def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
-    """Returns the row of the component that delays its job the longest, as far as Slurm shows; None if all rows are alike."""
+    """Returns the row of the component for which its job seems to wait longest; None if the rows are all alike."""
     if len({(row.reason, row.start) for row in rows}) < 2:
         return None
 
@@ -243,7 +243,7 @@ def waiting_text(reason: str, start: float | None, now: float) -> str:
 
 
 def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
-    """Returns why the job, or one of its components, can never start; None if all may start."""
+    """Returns a sentence if the job, or one of its components, can never start; None if all components may start."""
     for row in rows:
         part = component_request(row, request)
         reason = impossible(row.reason, part.queue.partition)

@@ -34,7 +34,7 @@ class Inheritance(Enum):
 
 @dataclass(frozen=True)
 class SbatchField:
-    """How one field of `SlurmQueueConfig` reaches sbatch, and how its values are compared."""
+    """How a field of `SlurmQueueConfig` is passed to sbatch: option and inheritance; and how to compare two of its values."""
 
     name: str
     # Called with the value that a payload wants and the value that a session was granted; returns whether the session satisfies
@@ -62,7 +62,7 @@ def granted_gpus(queue: Mapping[str, Any]) -> int | None:
 
 # These functions are values of `SbatchField.granted`, where their arguments and results are described.
 def _at_most(wanted: int, granted: int | None) -> bool:
-    """Whether the wanted amount is granted; True if `granted` is None, an amount that Slurm chose and only the session knows."""
+    """Returns True if `granted` is at least the wanted amount, or is None, in which case only the session knows the amount."""
     return granted is None or wanted <= granted
 
 
@@ -151,7 +151,7 @@ _MAX_COMMENT = 500  # Most bytes of a job's comment; slurmctld refuses strings o
 
 @dataclass(frozen=True)
 class JobRequest:
-    """All options of one job. Of a heterogeneous job they are the first component's, and `further_components` has the others."""
+    """The options of a job or, for a heterogeneous job, of its first component; `further_components` has the others."""
 
     job_name: str
     comment: str
@@ -173,7 +173,7 @@ class JobRequest:
 
     @property
     def login_variables(self) -> list[str]:
-        """The `SBATCH_*` variables of the user's login that sbatch may see, as no component sets the field they stand for."""
+        """The `SBATCH_*` variables of the user that sbatch shall see, because no component sets the corresponding field."""
         names = [each.name for each in SBATCH_FIELDS if each.login_variable]
         return [f"SBATCH_{name.upper()}" for name in names if all(getattr(each.queue, name) is None for each in self.components)]
 
@@ -320,7 +320,7 @@ LOG = "slurm.log"  # File in the run directory with the output of the batch scri
 
 
 def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str]:
-    """Returns an srun command that starts one task on the head node of a running job; a `node` of None is the job's first one."""
+    """Returns an srun command that starts a task on the head node of a running job: on `node`, or if None on the first node."""
     # Without --overlap the step would wait for the CPUs that the job's own step holds. Without --mem=0 it would request
     # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
     # (tried on Slurm 22.05 and 24.11).
@@ -407,7 +407,7 @@ def render_script(
 
 
 def parse_exit(data: bytes, job_id: int) -> int | None:
-    """Returns the exit code of srun since the last requeue of a job, from the content of the file `exit`; None if there is none.
+    """Returns srun's exit code from the content of the file `exit`, if srun has ended since the job's last requeue; else None.
 
     The batch script writes the file. Another job may have left lines too, if a submission was repeated after a lost answer.
     """
@@ -435,7 +435,7 @@ def sbatch_options(request: JobRequest) -> Iterator[str]:
 
 
 def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
-    """Yields sbatch options that keep a component from inheriting values of the component before it."""
+    """Yields sbatch options that prevent a component from inheriting values from the preceding component, `before`."""
     for each in SBATCH_FIELDS:
         inherits = getattr(before.queue, each.name) is not None and getattr(request.queue, each.name) is None
         if each.inheritance is Inheritance.RESETTABLE and inherits:
@@ -443,7 +443,7 @@ def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
 
 
 def _srun(request: JobRequest, command: Sequence[str], more: Sequence[str]) -> str:
-    """Returns the shell text of an srun for one step on all nodes, whose tasks are numbered from the first node on.
+    """Returns shell text that runs `command` with srun, as one task on each node; the task numbers follow the order of nodes.
 
     The output is relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know. With
     components `--output` counts tasks anew in each (22.05), so the shell chooses the log by the task's own SLURM_NODEID. Without

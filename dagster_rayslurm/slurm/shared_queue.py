@@ -50,7 +50,7 @@ def run_slurm(
     function: Callable[..., Any] = slurm.run,
     options: Sequence[Any] = (),
 ) -> Completed:
-    """Runs a command that is, or runs, a program of Slurm, like `Connection.run`; `keep` names `SBATCH_*` variables for it."""
+    """Runs a program of Slurm, or a command that calls one, by `Connection.run`; the program sees the variables in `keep`."""
     return connection.run(command, stdin, timeout, function, (list(keep), *options))
 
 
@@ -189,7 +189,7 @@ def parse_count(text: str) -> int:
 
 @dataclass
 class ClusterClock:
-    """The clock of the edge node, computed from this machine's clock; times on the cluster are compared with this clock only.
+    """Computes the time on the edge node from this machine's clock, for comparison with other times on the cluster.
 
     `local` is this machine's clock, in seconds; it may stand still while the machine sleeps.
     """
@@ -199,7 +199,7 @@ class ClusterClock:
     _offset: float | None = None
 
     def now(self) -> float:
-        """Returns the time on the edge node, in seconds of the epoch; only the first call asks the edge node (raises OSError)."""
+        """Returns the time on the edge node, in seconds of the epoch. The first call asks the edge node and may raise OSError."""
         if self._offset is None:
             sent = self.local()
             stamp = self.connection.call(slurm.now, repeat=True)
@@ -207,7 +207,7 @@ class ClusterClock:
         return self.local() + self._offset
 
     def observe(self, stamp: float, asked: float, answered: float) -> float:
-        """Corrects the clock by a time stamp of the edge node that was asked for, and arrived, at two `local()` times.
+        """Corrects the clock by the edge node's time `stamp`, which was requested and received at two times of `local()`.
 
         Returns the seconds to add to a `local()` time for the time on the edge node.
         """
@@ -240,7 +240,7 @@ class SharedQueue:
         self.clock = self.clock or ClusterClock(self.connection)
 
     def latest(self, now: float) -> QueueSnapshot | None:
-        """Returns the newest known snapshot, None before the first; does not wait for Slurm. `now` is the cluster's time.
+        """Returns the newest known snapshot at once, None if there is none yet; starts a query of the queue if that is due.
 
         If the snapshot is too old, a query starts, and a later call returns the new snapshot.
         """
@@ -285,7 +285,7 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
 
 
 def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
-    """Returns the cluster's time at the call, and the queue, or None if there is no newer answer.
+    """Returns the time on the cluster, and the queue or, if the shared answer has not changed, None.
 
     `shared` are the path, interval and time of the shared answer, as for `edge.slurm.queue`; without them squeue is run.
     """

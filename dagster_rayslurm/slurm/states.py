@@ -62,7 +62,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobWatch:
-    """The sum of all observations of a job so far. `seen`, `started` and `exited` return a copy with one more observation.
+    """All observations of a job so far; `seen`, `started` and `exited` return a copy with one more observation.
 
     Times are those of the cluster's clock.
     """
@@ -82,7 +82,7 @@ class JobWatch:
 
     @property
     def view(self) -> JobStatus:
-        """The status of the job after all observations so far; only its exit code may change once it is over."""
+        """The status of the job that follows from all observations so far."""
         if self.final or self.started_at is None:
             return self.final or self.reported
         if self.reported.phase is JobPhase.PENDING and self.started_at >= self.reported_at:

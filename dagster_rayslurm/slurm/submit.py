@@ -42,7 +42,7 @@ class SubmissionRefused(StartError):
 
 
 class ClaimTaken(Exception):
-    """Raised when another process creates this session, or has marked this process's attempt at it as abandoned.
+    """Raised when another process creates this session instead, or has declared this process's attempt to do so abandoned.
 
     No job remains submitted.
     """
@@ -57,7 +57,7 @@ class SubmittedJob:
 
 
 class NextStep(Enum):
-    """The next action after one attempt to submit a job, see `next_step`."""
+    """The next action after an attempt to submit a job, as `next_step` returns it."""
 
     DONE = "the job is submitted"
     STOP = "another process submits the session's job"
@@ -67,7 +67,7 @@ class NextStep(Enum):
 
 
 def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
-    """Returns the action that follows an answer to a submission, or an error, if `left` more submissions are allowed. Pure.
+    """Returns the action after an attempt to submit a job, which gave `answer`; `left` is the number of attempts left. Pure.
 
     `claim` is True if other processes may submit the same job.
     """
@@ -94,7 +94,7 @@ def submit(
     claim: bool = False,
     patience: float = 0.0,
 ) -> SubmittedJob:
-    """Creates the run directory `run_dir`, an absolute path, with its `files`, and submits its `job.sh` exactly once.
+    """Creates the run directory `run_dir` (absolute) with `files`, submits its `job.sh` exactly once, and returns the job.
 
     `job.sh` has the options of `request`, whose job name is unique. If `claim`, other processes may create the same directory,
     and only one of them submits. Once the job may exist, the search for it goes on for `patience` seconds while the edge node is
@@ -142,7 +142,7 @@ def submit(
 
 
 def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, request: JobRequest) -> SubmissionRefused:
-    """Returns the error to raise for a failed submission, from its exit code and output."""
+    """Returns the exception that explains a failed submission, from the exit code and the output of the attempt."""
     place, temporary = connection.place, False
     base = re.split("/(?:runs|sessions)/", run_dir)[0]
     if not isinstance(answer, Completed):
@@ -167,7 +167,7 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
 
 
 def _find(connection: Connection, job_name: str, patience: float) -> str | None:
-    """Returns the id of the job with a unique name; None if two searches find none. Raises ConnectionFailed without an answer."""
+    """Searches twice for a job by its unique name; returns its id or None. Raises ConnectionFailed if Slurm does not answer."""
     for attempt in range(2):
         time.sleep(_PAUSE * attempt)
         try:
@@ -224,7 +224,7 @@ def wait_until_gone(connection: Connection, job_id: int, patience: float = 0.0) 
 
 
 def cancel_named(connection: Connection, name: str, log: Any) -> None:
-    """Cancels the job with a name, if there is one, after a submission that was cut off, so that the id of its job is unknown."""
+    """Cancels the job `name`, if there is one; used after an interrupted submission, when the job's id is not known."""
     reason, began = "Slurm has not confirmed its end", time.monotonic()
     try:
         while time.monotonic() - began < _GONE_DEADLINE:

@@ -34,7 +34,7 @@ _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
 
 class ConnectionFailed(ConnectionError):
-    """A connection cannot be made or has broken; if `temporary`, a later try with the same configuration may succeed.
+    """Raised when a connection cannot be made or has broken; if `temporary` is True, a retry without changes may succeed.
 
     `subject` is the part of a login that failed: "network", "host key", "authentication" or "login shell".
     """
@@ -45,15 +45,15 @@ class ConnectionFailed(ConnectionError):
 
 
 class ServerBusy(ConnectionFailed):
-    """The SSH server closes connections before the login, because too many logins are under way or it is restarting."""
+    """Raised when the SSH server closes connections before the login: too many logins are under way, or it is restarting."""
 
 
 class ConnectionGone(ConnectionFailed):
-    """The connection had ended before the operation started, so the server did not carry it out."""
+    """Raised when the connection had ended before the operation started, so that the server did not carry it out."""
 
 
 class ConnectionLost(ConnectionFailed):
-    """The connection broke during an operation, and it is unknown whether the server carried it out."""
+    """Raised when the connection broke during an operation, so that it is unknown whether the server carried it out."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Connection(ABC):
 
     @abstractmethod
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:
-        """Call `operation`, which calls functions of the package `edge` on the machine, and return its result.
+        """Call `operation`, which runs functions of the package `edge` on the machine, and return the result of `operation`.
 
         `doing` describes the operation in error messages, such as "reading /a/b". After a lost connection the operation is called
         again if the machine did not carry it out, or if `repeat` is True, until `deadline`, a value of `time.monotonic()`.
@@ -105,12 +105,12 @@ class Connection(ABC):
         """Log out. The next use of the connection logs in again."""
 
     def call(self, function: Callable[..., T], *args: Any, repeat: bool = False, timeout: float | None = None) -> T:
-        """Call a function of a module of `edge` on the machine; returns its result. With `repeat`, calls again after a lost
-        connection.
+        """Call a function of the package `edge` on the machine, and return its result.
 
-        Arguments and results are bytes or JSON values; a result may also be a tuple of them. Raises TimeoutError if the call took
-        longer than `timeout` seconds, after which its commands were killed; ConnectionLost if the connection broke and the
-        function may have been called; and any OSError of the function itself.
+        With `repeat`, a function that may have been called is called again after a lost connection. Arguments and results are
+        bytes or JSON values; a result may also be a tuple of them. Raises TimeoutError if the call took longer than `timeout`
+        seconds, after which its commands were killed; ConnectionLost if the connection broke and the function may have been
+        called; and any OSError of the function itself.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]
@@ -261,7 +261,7 @@ class Connection(ABC):
 
 
 def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yields the results of calls in order, with up to `_WINDOW` under way at once; each item of `calls` waits for a result."""
+    """Starts calls, up to `_WINDOW` ahead, and yields their results in order; each item of `calls` waits for one result."""
     waiting = deque[Callable[[], T]]()
     try:
         for call in calls:
@@ -304,7 +304,7 @@ def expand_home(connection: Connection, path: str) -> str:
 
 
 class Backoff:
-    """Computes the pauses between retries in one outage, which began at `since`, a value of `time.monotonic()`, by default now.
+    """Computes the pauses between retries while a machine is out of reach, which it is since the monotonic time `since`.
 
     Each pause is twice the last one, but at most 30 s, and at most 1.5 s or a twentieth of the outage, whichever is longer.
     """

@@ -128,13 +128,13 @@ class SSHConnectionResource(StrictResource):
 
 
 def _variables() -> dict[str, str]:
-    """Returns the names of the fields that `from_env` reads, by the ends of their variables' names, such as "KEY_PATH"."""
+    """Returns the names of the fields that `from_env` sets, by the names of their variables without prefix, as "KEY_PATH"."""
     names = [name for name in SSHConnectionResource.model_fields if name not in ("jump_host", "require_existing_master")]
     return {"KEY": "key_path"} | {name.upper(): name for name in names}  # dagster-slurm says KEY.
 
 
 def _references(stem: str) -> dict[str, Any]:
-    """Returns `EnvVar` references for fields whose variables are set, and always for `host`, so that an error names HOST."""
+    """Returns an `EnvVar` for each field whose variable is set, by field name, and always one for the required field `host`."""
     return {
         name: (dg.EnvVar.int if name in _INTEGERS else dg.EnvVar)(stem + variable)
         for variable, name in _variables().items()
@@ -144,7 +144,7 @@ def _references(stem: str) -> dict[str, Any]:
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
-    """Warn about variables with the prefix `stem` from which no field is read; once for each prefix and set of variables."""
+    """Warn about environment variables that have the prefix `stem`, but belong to no field; only once for the same ones."""
     unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in _variables()]
     if unknown:
         known = ", ".join(stem + name for name in _variables() if name != "KEY")

@@ -56,7 +56,7 @@ class Stream(Protocol):
         ...
 
     def failure(self, noise: str) -> Exception:
-        """Returns the exception for a command that ended at once, after it printed `noise`: `Refused` or a `ConnectionFailed`."""
+        """Returns the exception to raise for a command that ended at once after the output `noise`."""
         ...
 
 
@@ -68,14 +68,14 @@ class Transport(Protocol):
         ...
 
     def start(self, command: str) -> Iterator[Stream]:
-        """Start a command in the login shell; yields its channel, and further ones in case the server refuses the first.
+        """Start a command in the login shell; yields its channel and, if the server refused this and the caller goes on, others.
 
         Raises `Refused` or `ConnectionFailed`.
         """
         ...
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Copy bytes between `client` and an address that the server can reach; `ConnectionGone` if the copying did not begin."""
+        """Copy bytes between `client` and an address that the server reaches; raises `ConnectionGone` if none were copied."""
         ...
 
     def interact(self, command: str) -> int:
@@ -193,7 +193,7 @@ class AgentClient:
 
 
 def _resolve(future: Future[Any], header: dict[str, Any], values: list[Any]) -> None:
-    """Set the result or the exception of `future`, which stands for a call, from the agent's answer to that call."""
+    """Complete `future`, which a call waits for, with the result or the exception that the agent's answer contains."""
     if "failure" in header:
         future.set_exception(RuntimeError(f"{header['failure']} on the edge node: {values[0]}"))
     elif "errno" in header:
@@ -260,7 +260,7 @@ class SSHConnection(Connection):
             time.sleep(pause)
 
     def _named(self, error: OSError, doing: str) -> OSError:
-        """Returns an error of the edge node with a message that names the node, and the failed operation or the file."""
+        """Returns a copy of an error from the edge node whose message names the node, and the operation `doing` or the file."""
         if isinstance(error, TimeoutError) and error.errno is None:
             return error
         what = f"{doing} failed: " if doing else f"{error.filename}: " if error.filename else ""

@@ -24,7 +24,7 @@ def failed(ssh: SSHConnectionResource, sentence: str, temporary: bool = False, s
 def _failure(
     sentence: str, temporary: bool = False, kind: type[ConnectionFailed] = ConnectionFailed, subject: str = "network"
 ) -> Callable[..., ConnectionFailed]:
-    """Returns a function that creates the exception; `{said}` in the sentence stands for the detail in parentheses, if any."""
+    """Returns a function that creates an exception with the message `sentence`, in which it replaces names in braces."""
 
     def make(ssh: SSHConnectionResource, detail: str = "", **more: str) -> ConnectionFailed:
         jump = address(ssh.jump_host or ssh)

@@ -1,4 +1,4 @@
-"""Access to this machine without SSH, and a private directory with locks that all processes of the user on it share."""
+"""Access to this machine without SSH, and a private directory here with locks that all processes of the user share."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def private_dir() -> str:
 
 @contextlib.contextmanager
 def locked(name: str, count: int = 1, timeout: float = float("inf")) -> Iterator[None]:
-    """Inside the block, hold one of `count` locks called `name`, which all processes of the user on this machine share.
+    """Inside the block, hold one of the `count` locks called `name`, for which all processes of this user compete.
 
     Raises `TimeoutError` if none of them was free for `timeout` seconds.
     """

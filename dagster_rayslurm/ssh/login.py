@@ -40,7 +40,7 @@ _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b"
 
 @contextlib.contextmanager
 def login_slot(ssh: SSHConnectionResource) -> Iterator[None]:
-    """Inside the block, hold one of the `SLOTS` slots for logins to a server; raises `ConnectionFailed` if none gets free."""
+    """Inside the block, hold one of `SLOTS` slots for logins to a server; raises `ConnectionFailed` if none is free in time."""
     target, limit = f"{ssh.host}:{ssh.port}", WAIT_FACTOR * ssh.connect_timeout
     with contextlib.ExitStack() as slot:
         try:
@@ -52,7 +52,7 @@ def login_slot(ssh: SSHConnectionResource) -> Iterator[None]:
 
 
 def asks_password(prompt: str) -> bool:
-    """Whether a prompt asks for the password of the account, and not for a second factor."""
+    """Returns True if a prompt asks for the account's password, False if it asks for a second factor or anything else."""
     return "password" in prompt.lower() and not _ONE_TIME.search(prompt)
 
 
@@ -70,7 +70,7 @@ class Prompts:
     _given: set[tuple[int, str]] = field(default_factory=set)
 
     def answer(self, prompt: str) -> str | None:
-        """Returns the configured secret for a prompt; None if there is none, or if it was given before."""
+        """Returns the configured secret for a prompt; None if there is none, or if an earlier prompt got the same secret."""
         for number, ssh in enumerate(self.servers):
             if secret := self._secret(ssh, prompt):
                 if (number, secret) not in self._given:
@@ -247,7 +247,7 @@ def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
 
 
 def _matches(patterns: str, name: str) -> bool:
-    """Returns True if the first field of a line of a known hosts file (a list of patterns, or a hash) covers a host name."""
+    """Returns True if the host field of a line in a known hosts file, patterns or a hash, includes the host `name`."""
     if patterns.startswith("|1|"):
         with contextlib.suppress(ValueError, AssertionError):
             return bool(paramiko.HostKeys.hash_host(name, patterns) == patterns)

@@ -112,7 +112,7 @@ def _text(file: Any) -> str:
 
 
 class OpenSSHTransport:
-    """One login by the `ssh` program: a master with the control socket `path`, or another one once it allows no more sessions."""
+    """A login by the `ssh` program: starts commands through the master at `path`, or a further master when that is full."""
 
     def __init__(self, ssh: SSHConnectionResource, path: str) -> None:
         self.ssh = ssh
@@ -211,7 +211,7 @@ def _file(path: str) -> str:
 
 
 def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
-    """Returns the path of the control socket of a master, which is the same in all processes with the same SSH configuration.
+    """Returns the path of the control socket of a master; equal SSH configurations give equal paths in all processes.
 
     The masters to one server differ in `number`.
     """
@@ -237,10 +237,7 @@ def master_command(ssh: SSHConnectionResource) -> str:
 
 
 def existing_master(ssh: SSHConnectionResource) -> str:
-    """Returns the control socket of a master that a person opened: `control_path`, or the ControlPath of the user's ssh_config.
-
-    Raises `ConnectionFailed` if no such master runs.
-    """
+    """Returns the path of the control socket of a running master that a person opened; raises `ConnectionFailed` without one."""
     login = [*(["-l", ssh.user] if ssh.user else []), *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
     configuration = _ask(["ssh", "-G", *login, "--", ssh.host]) or ""
     own = re.search(r"^controlpath (?!none$)(.+)$", configuration, re.MULTILINE)

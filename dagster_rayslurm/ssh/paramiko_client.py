@@ -40,7 +40,7 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
 def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
-    """Log in to a server through its jump hosts. Each host on the way has its own `connect_timeout`.
+    """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`.
 
     Returns the login to the server. Raises `ConnectionFailed`.
     """
@@ -103,7 +103,7 @@ def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
 
 
 def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> ConnectionFailed:
-    """Returns the `ConnectionFailed`, with a sentence for the user, for another exception that was raised during a login."""
+    """Returns a `ConnectionFailed`, with a sentence for the user, in place of an exception raised during a login."""
     text = str(error) or type(error).__name__
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return errors.unknown_host(ssh)
@@ -143,7 +143,7 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
     prompts = login.Prompts([ssh])
 
     def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
-        """Try a method; True if the server accepts it, perhaps as one of several factors; None if the method is not offered."""
+        """Try one method to authenticate: True if the server accepts it, False if not, None if the server does not offer it."""
         nonlocal offered
         try:
             offered = method(user, *arguments)
@@ -314,7 +314,7 @@ class ParamikoTransport:
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
 
     def _keep_alive(self) -> None:
-        """Close the transport after the server was silent for two keepalive intervals: behind a jump host TCP does not notice.
+        """Close the transport if the server was silent for two keepalive intervals, as TCP notices no loss behind a jump host.
 
         paramiko's own `set_keepalive` requests no answer; `global_request` waits for an answer.
         """

@@ -63,7 +63,7 @@ atexit.register(close_connections)
 
 
 def _forget_all() -> None:
-    """Forget the parent process's connections in a forked child, which must not use them, and replace the lock."""
+    """Called in a forked child: forget the connections, which belong to the parent process, and create a new lock."""
     global _lock
     _lock = threading.Lock()
     _connections.clear()

@@ -24,7 +24,7 @@ def has_terminal() -> bool:
 
 
 def relay(channel: Any, command: str) -> int:
-    """Run a command on a new paramiko channel until the command ends, with a remote terminal if this process has a terminal.
+    """Run a command on a new paramiko channel, in a remote terminal if this process has a terminal; returns its exit code.
 
     Returns the command's exit code.
     """
@@ -69,7 +69,7 @@ def _resized(channel: Any) -> Iterator[None]:
 
 
 def _copy(channel: Any) -> int:
-    """Copy standard input to the channel, and the channel's output to standard output and error, until the command has ended.
+    """Copy this process's input to the channel, and the channel's outputs back, until the command ends; returns its exit code.
 
     Returns the command's exit code.
     """

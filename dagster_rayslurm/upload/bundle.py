@@ -83,7 +83,7 @@ class Manifest:
 
 
 def scan(directory: str) -> Manifest:
-    """Return the manifest of a directory, without the files that its ignore files name or that no cluster needs.
+    """Return the manifest of a directory, without the files that its ignore files exclude or that no cluster needs.
 
     A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces it, as in Ray. Raises
     ValueError if the files exceed the limits, or a file cannot be read or copied; the sentence says what to do.
@@ -116,7 +116,7 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Ma
 
 
 def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
-    """Return True if an entry is left out. As in git, the deepest ignore file of a name with a matching pattern decides.
+    """Return True if a fixed rule or an ignore file excludes an entry; of all matching ignore files, the deepest decides.
 
     Ray treats links to directories as directories.
     """
@@ -143,7 +143,7 @@ class _Scan:
     _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)  # Path and name; their directory's rules.
 
     def manifest(self, root: str | None) -> Manifest:
-        """Return the manifest of all collected entries. Links are resolved here, when all other entries are known."""
+        """Return the manifest of all entries that were added; decides first how to include each symbolic link."""
         if root is not None:
             self._places[root] = ""
         while self._links:
@@ -161,7 +161,7 @@ class _Scan:
             self._check_limits()
 
     def walk(self, top: str, name: str, rules: _Rules | None) -> None:
-        """Add a directory without its ignored entries; `manifest` adds its links. If `rules` is None, no ignore file is read."""
+        """Add a directory and its entries, without ignored ones; symbolic links are only noted, for `manifest` to add."""
         waiting = [(top, name, rules)]
         while waiting:
             path, name, rules = waiting.pop()
@@ -187,7 +187,7 @@ class _Scan:
                     self._add_file(item.path, full)
 
     def follow(self, path: str, name: str, rules: _Rules | None) -> None:
-        """Add the file or directory to which `path` leads; raises `ValueError` for a link to a directory above the link."""
+        """Add as `name` the file or directory to which `path` leads; raises `ValueError` if that directory contains the link."""
         real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(os.path.abspath(path)))
         if not os.path.isdir(real):
             return self._add_file(real, name)
@@ -216,7 +216,7 @@ class _Scan:
         self.add(Entry(name, EntryKind.LINK, path, target=target))
 
     def _ignore_file(self, kind: str, directory: str, path: str) -> tuple[str, str, GitIgnoreSpec]:
-        """Read an ignore file of the directory `path`, whose name in the bundle is `directory`; returns one of the `_Rules`."""
+        """Read the ignore file `kind` of the directory `path`; returns `kind`, the directory's name, and the patterns."""
         file = os.path.join(path, kind)
         lines: list[str] = []
         if os.path.isfile(file):
@@ -268,7 +268,7 @@ class _Scan:
 
 
 def _largest(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Sum sizes by the first two parts of their names; returns the five largest sums with these parts, the largest first."""
+    """Add up sizes by the first two parts of paths; returns the five paths with the largest sums, each with its sum."""
     sums: Counter[str] = Counter()
     for name, size in sizes:
         parts = name.split("/")

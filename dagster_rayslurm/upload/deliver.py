@@ -80,7 +80,7 @@ def install(
 
 
 def send_files(connection: Connection, base: str, files: Mapping[str, str], progress: Progress) -> None:
-    """Send files that only their owner can read there; `files` maps paths on the cluster to paths on this machine.
+    """Send files to the cluster, where only their owner can read them; `files` maps paths there to paths on this machine.
 
     `progress` is called with the bytes that have arrived, and the bytes of all files. Raises `OSError` if a file cannot be read,
     sent or written.
@@ -153,7 +153,7 @@ def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Pr
 def _make(
     connection: Connection, base: str, path: str, function: Callable[..., None], *content: object, more: float = 0.0
 ) -> None:
-    """Create the runtime or a bundle at `path` on the cluster by a call of `function`, of the module `base_directory`.
+    """Create the runtime or a bundle at `path` on the cluster, by `function` of the module `base_directory`.
 
     `content` are the further arguments of the call; `more` seconds are added to its timeout. Raises `OSError` if it fails.
     """

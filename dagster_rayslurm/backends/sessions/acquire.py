@@ -110,7 +110,7 @@ class Site:
     needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 
     def deliver(self) -> None:
-        """Upload the bundles that are missing on the cluster."""
+        """Upload the bundles that are missing on the cluster; in local mode, do nothing."""
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
         """Claim a generation, by creating its directory, and start its allocation. Returns False if another process was faster.
@@ -124,7 +124,7 @@ class Site:
         raise NotImplementedError
 
     def cancel(self, creator: str) -> None:
-        """Cancel the Slurm job whose name is `creator`, the content of a generation's file "creator"; no effect without Slurm."""
+        """Cancel the Slurm job of a generation by its name `creator`, as its id may be unknown; no effect without Slurm."""
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
         """Returns whether an allocation lives; None if Slurm's queue cannot be read now."""
@@ -140,7 +140,7 @@ class Site:
 
 
 class Action(Enum):
-    """What a step does next about the newest generation of its session."""
+    """The next action of a step, which depends on the state of the newest generation of its session."""
 
     CREATE = "create the next generation"
     USE = "use the session, if it still accepts requests"
@@ -175,7 +175,7 @@ class AcquiredSession:
 
 @dataclass(eq=False)
 class SessionAcquisition:
-    """Finds, joins or creates a session for one step and waits until it accepts requests; again if the session then refuses."""
+    """Finds, joins or creates a session for one step and waits until it accepts requests; repeats this after a refusal."""
 
     site: Site
     target: Target
@@ -187,7 +187,7 @@ class SessionAcquisition:
         self._log = self.site.step.log
 
     def acquire(self, after: int) -> AcquiredSession:
-        """Find, join or create a session, and wait until it accepts requests.
+        """Find, join or create a session, wait until it accepts requests, and return it.
 
         `after` is the number of the last generation that did not serve this step, or 0; only later generations are used.
         Raises RunFailure if the session's job ends early or waits too long in the queue, StartError if no session can be created,
@@ -212,7 +212,7 @@ class SessionAcquisition:
                 after = number
 
     def _act(self, action: Action, newest: Generation, number: int) -> LiveSession | None:
-        """Carry out an action, and return the session once it accepts requests; None if the registry must be read again."""
+        """Carry out `action`; returns the session if it accepts requests now, None if `acquire` must read the registry again."""
         if action is Action.CREATE:
             if self.site.create(self.registry, self.target, number, lambda job: self._jobs.__setitem__(number, job)):
                 return self._wait(number, self._jobs[number], created=True)
@@ -232,9 +232,9 @@ class SessionAcquisition:
         return None
 
     def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
-        """Raise RunFailure if a session that refuses the payload for good never accepted any payload; otherwise do nothing.
+        """Called when a session refuses the payload for good; raises RunFailure if the session never accepted one.
 
-        Also do nothing if this step did not wait for that session. RunFailure is raised because a new session would do no
+        Does nothing if this step did not wait for that session. RunFailure is raised because a new session would do no
         better. `reason` is the session's answer. `unhealthy` are the nodes whose failed health checks led to it, if any.
         """
         job = self._jobs.get(number)
@@ -297,7 +297,7 @@ class SessionAcquisition:
             time.sleep(self.site.cadence.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T]) -> T:
-        """Returns the result of `action`, repeated for up to `patience` seconds while the cluster or its files do not answer."""
+        """Call `action` and return its result; repeat the call for up to `patience` seconds while the cluster does not answer."""
         return ask_patiently(action, self.site.patience, True, self._log.warning)
 
     def _stop_waiting(self, number: int, job: Allocation) -> None:

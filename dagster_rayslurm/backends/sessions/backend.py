@@ -161,7 +161,7 @@ class SessionBackend(batch.ClusterBackend):
         return start_in_session(site, choice)
 
     def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes, Environment]:
-        """Bundle a plan's files, and send the environment if the cluster lacks it.
+        """Bundle a plan's files, send the environment if the cluster lacks it, and choose a session; returns all three.
 
         Returns the bundled files, the session for the plan, the content of `REQUEST_FILE`, and the environment on the cluster.
         """
@@ -203,7 +203,7 @@ class SessionBackend(batch.ClusterBackend):
 
     @property
     def name(self) -> str:
-        """The configured name of the session, or "default". Sessions of one name but other settings have other directories."""
+        """The configured name of the session, or "default". Two sessions of one name are separate if their settings differ."""
         return self.session.name or "default"
 
     @cached_property
@@ -261,7 +261,7 @@ class SessionBackend(batch.ClusterBackend):
         return misfit(required, capacity)
 
     def choice(self, plan: Plan, run_id: str, base: str, data_dir: str, environment: Environment | None = None) -> Choice:
-        """Returns which session the payload gets; `base` and `data_dir`, the payloads' common directory, are absolute paths."""
+        """Returns the choice of a session for the payload; `data_dir` is the data directory that all payloads share."""
         what = {
             "base": base,
             "runtime": [PROTOCOL_VERSION, runtime_name()],

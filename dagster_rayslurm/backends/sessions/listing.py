@@ -48,7 +48,7 @@ class SessionState(TextEnum):
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
-    """Returns the row of a generation's job (or its first component) in the queue; None if it has ended or is not there."""
+    """Returns the row in the queue of a generation's job, or of its first component; None if the job has ended or has no row."""
     if generation.ended:
         return None
     if generation.job_id is not None:
@@ -105,7 +105,7 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
 
 @dataclass(eq=False)
 class IdleSessions:
-    """A `MakeWay`: ends idle sessions of the same user and base directory for one waiting job.
+    """Ends idle sessions of the same user and base directory, so that a waiting job can start; `SlurmJob` calls the object.
 
     The snapshot of the queue that all steps share tells which sessions hold nodes, so Slurm is not queried again.
     """
@@ -117,7 +117,7 @@ class IdleSessions:
     _keep: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have refused to yield.
 
     def __call__(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
-        """Ask one idle session to end if it holds nodes for which the job waits; to be called again while the job waits."""
+        """Ask one idle session to end if it holds nodes for which the job waits. The job repeats the call while it waits."""
         now = time.monotonic()
         wanted = {name for row in waiting if row.reason in _WAITS_FOR_NODES for name in row.partition.split(",")}
         if not wanted or now < self._next_check:
@@ -135,7 +135,7 @@ class IdleSessions:
                 return
 
     def _yields(self, generation: Generation, nodes: str) -> bool:
-        """Ask an idle session to end so that the job can start; returns False if it refuses, as it does with a payload."""
+        """Ask an idle session to end so that the job can start; returns False if it refuses, as it does when it has a payload."""
         answer = send_request(self.connection, generation, {"op": Operation.YIELD})
         if answer.get("ok"):
             self.log.info(f"[rayslurm] session {generation.key} was idle and held {nodes}: it ends, so that this job can start")

@@ -129,7 +129,7 @@ class Choice:
     strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
     def text(self) -> str:
-        """Returns session and requirements as a text; a retry of the step continues the payload only if its text is equal."""
+        """Returns session and requirements as text; a retry of a step may continue its payload only if both texts are equal."""
         return _as_text([self.target.key, self.required])
 
 
@@ -159,7 +159,7 @@ def _digest(text: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """Returns dataclasses and configuration as JSON text, for comparison."""
+    """Returns JSON text of a value that contains dataclasses and configuration objects; equal values have equal texts."""
 
     def plain(each: Any) -> Any:
         return each.model_dump(mode="json") if isinstance(each, BaseModel) else vars(each)
@@ -168,7 +168,7 @@ def _as_text(value: Any) -> str:
 
 
 def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | None) -> str | None:
-    """Returns the component in which a payload must run, by its launcher or components; None for that of the session's head."""
+    """Returns the name of the component in which a payload must run; None if any session's head component will do."""
     if isinstance(launcher, RayLauncher) and launcher.component_id is not None:
         return launcher.component_id
     return next((each.component_id for each in own_components or () if each.head), None)
@@ -185,7 +185,7 @@ def misfit_error(problem: str) -> str:
 
 
 def adapted(payload: PayloadSpec, ray: RaySpec | None, required: Requirements, capacity: Capacity) -> PayloadSpec:
-    """Returns the payload changed for a session: with a Ray cluster, claims of CPUs and GPUs, and a time limit of its own.
+    """Returns the payload with the Ray cluster, the reserved CPUs and GPUs, and the time limit that it gets inside a session.
 
     It gets the Ray cluster `ray` unless payloads share that of the session, claims unless Ray divides the session's nodes, and a
     time limit if that is shorter than the session's.
@@ -210,7 +210,7 @@ def adapted(payload: PayloadSpec, ray: RaySpec | None, required: Requirements, c
 
 
 def _misfits(required: Requirements, capacity: Capacity) -> Iterator[str | None]:
-    """Yields a sentence for each requirement not met, and None for others; checks after the first sentence may raise KeyError."""
+    """Compares requirements and capacity; yields a sentence for each requirement that is not met, and None for others."""
     queues, there = capacity.queues, [name for name in capacity.queues if name is not None]
     wanted = [each.component_id for each in required.components]
     if wanted and not there:

@@ -69,7 +69,7 @@ class SessionPayload(RunningPayload):
         return self.job.end_description(started=True)
 
     def _is_lost(self, silence: float) -> bool:
-        """Ask the session for its payloads if that is due; returns True if two answers in a row did not list this payload."""
+        """At intervals, ask the session for its payloads; returns True if two answers in a row did not list this payload."""
         if silence < _DESCRIBE_AFTER:
             self._describe_at, self._missed = _DESCRIBE_AFTER, False
         elif silence >= self._describe_at and not self.job.status.over:
@@ -151,5 +151,5 @@ class SessionPayload(RunningPayload):
 
 
 def _leaks(evidence: Evidence) -> str:
-    """Returns sentences about everything that the payload left alive on the session's Ray cluster; "" if there is nothing."""
+    """Returns sentences about things that the payload left alive in the session's Ray cluster, such as actors; "" for none."""
     return "; ".join(map(str, ((evidence.end or {}).get("context") or {}).get("leaks") or []))

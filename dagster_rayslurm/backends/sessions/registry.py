@@ -76,7 +76,7 @@ class LiveSession:
 
 @dataclass(frozen=True)
 class Generation:
-    """One allocation of a session, as read from its directory once; values that were not written yet are None or empty."""
+    """One allocation of a session, as its files were when they were read; values not written by then are None or empty."""
 
     key: str  # Name of the session's directory.
     number: int
@@ -91,7 +91,7 @@ class Generation:
 
     @property
     def live(self) -> LiveSession | None:
-        """The session, if it accepts requests in this process's version of the protocol; otherwise None."""
+        """This generation, if it accepts requests in this process's version of the protocol; otherwise None."""
         said, manifest = self.announcement, self.manifest
         if manifest is None or said is None or said.protocol != PROTOCOL_VERSION or said.closing is not None:
             return None
@@ -135,7 +135,7 @@ def generation_of(base: str, found: dict[str, Any]) -> Generation:
 
 @dataclass(frozen=True)
 class SessionRegistry:
-    """The generations of one session, read from and written to its directory.
+    """The files of one session on the cluster: reads and writes the directory of the session and those of its generations.
 
     Methods raise OSError if the directory cannot be used.
     """
@@ -174,9 +174,9 @@ class SessionRegistry:
         self.connection.call(sessions.wait_for, self.generation_dir(number), waiter, repeat=True, timeout=_TIMEOUT)
 
     def stop_waiting(self, number: int, waiter: str) -> bool:
-        """Record that the process `waiter` no longer waits for a generation.
+        """Record that the process `waiter` no longer waits for a generation; returns True if the caller must cancel the job.
 
-        Returns True if the caller must cancel the generation's job: no process waits any more, and the session has not announced
+        This is the case if no process waits any more, and the session has not announced
         itself. The generation is then marked as abandoned.
         """
         arguments = self.generation_dir(number), waiter, 3 * TOUCH_INTERVAL

@@ -43,7 +43,7 @@ _tcp_failed_at: dict[str, float] = {}  # When TCP failed while srun succeeded (m
 
 
 class Unreachable(OSError):
-    """Raised when a session cannot be reached; it has not received the request."""
+    """Raised when a session cannot be reached, so that the session has not received the request."""
 
 
 def send_request(
@@ -110,7 +110,7 @@ def _send_by_srun(
 
 @dataclass(eq=False)
 class RunRequest:
-    """The request to run the payload of a step: submit it to a session, or withdraw it."""
+    """The request to run the payload of one step: `submit` sends it to a session, `withdraw` takes it back."""
 
     site: Site
     on_accepted: Callable[[LiveSession], None]  # Called before an interrupt can come.
@@ -120,7 +120,7 @@ class RunRequest:
     _problem: str = field(default="", init=False)  # Why the last try failed.
 
     def submit(self, session: LiveSession, files: Mapping[str, str]) -> dict[str, Any]:
-        """Ask a session to run the payload, with the first files of its run directory, and return the session's answer.
+        """Ask a session to run the payload, with contents for new files of its run directory; returns the session's answer.
 
         The answer is {"ok": True} also if an earlier session had accepted the payload, and has the error "gone" if this session
         has ended. Raises StartError if the session does not answer, cannot write the run directory, or does not see the uploaded
@@ -191,7 +191,7 @@ class RunRequest:
         return {"op": op, "request_id": self.site.plan.payload.nonce, "run_dir": self.site.run_dir, **more}
 
     def _write_secrets(self) -> None:
-        """Write the secret variables, if any, to the run directory: just before a request, as a sweep may remove older ones."""
+        """Write the payload's secret variables, if any, to the run directory anew, as a sweep may have removed an older file."""
         if self.secrets:
             self.site.connection.make_dir(self.site.run_dir)
             self.site.connection.write(os.path.join(self.site.run_dir, SECRETS), self.secrets)
@@ -239,13 +239,13 @@ class RunRequest:
         return {"ok": True}
 
     def _acceptor(self) -> LiveSession | None:
-        """Returns the session that began the payload's record; None if none has. Raises OSError if the record cannot be read."""
+        """Returns the session that has accepted the payload, as its journal tells; None if none has. May raise OSError."""
         data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
         starts = [record for record in LineReader().feed(data) if record.get("type") == "start"]
         return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool:
-        """Returns False if a session is known to have ended or, if it is `unreachable`, to be closing; otherwise True."""
+        """Returns False if a session has certainly ended, or is out of reach and has announced that it closes; otherwise True."""
         try:
             if unreachable:  # A session in reach may still answer, even if it announces that it is closing.
                 data = self.site.connection.read(os.path.join(session.directory, SESSION), 0, MOST_BYTES)

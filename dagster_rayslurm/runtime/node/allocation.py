@@ -107,7 +107,7 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
 
 
 def head_address(allocation: Allocation) -> str:
-    """The address by which the other nodes reach the head node; to be called on the head node only.
+    """The address by which other nodes reach the head node; this function can only be called on the head node itself.
 
     If Slurm reports no such address, this is the head's own address on the network by which it reaches another node, or else the
     head's name. For a job of one node, it is the first known address.
@@ -121,7 +121,7 @@ def head_address(allocation: Allocation) -> str:
 
 
 def select_component(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
-    """The allocation with the names `component_ids` given to its components; unchanged if there are no names.
+    """A copy of the allocation whose components have the names `component_ids`; the same object if there are no names.
 
     In a heterogeneous job, this also sets the variables of the task's own component in `environ`, the task's environment: Slurm
     gives every task those of the first or the last component (srun(1); tried on Slurm 22.05 and 24.11). Raises ValueError if the

@@ -29,7 +29,7 @@ _PORT_STATE = re.compile(r"[0-9]+: ")  # Before the word in the file `state` of 
 
 @dataclass(frozen=True)
 class Order:
-    """The input of the process that runs the checks: the names of the checks, and the facts about the job that they need."""
+    """The input of the process that runs the health checks: names of the checks, and the facts that the checks need."""
 
     checks: List[str]
     gpus: Optional[int] = None  # GPUs that the node must have; None where they are simulated.
@@ -291,7 +291,7 @@ CHECKS: Dict[str, Check] = {
 
 
 def first_problem(order: Order) -> Optional[Tuple[str, str]]:
-    """The first check that this node fails, and its error text; None if the node passes all checks."""
+    """The first check that this node fails, and the error text of that check; None if the node passes all checks."""
     for check in order.checks:
         name, _, value = check.partition("=")
         try:

@@ -73,7 +73,7 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def _find(python: str) -> Tuple[str, Dict[str, Any]]:
-    """The directory of the environment that contains the executable `python`, and the recipe in it; {} without a recipe."""
+    """The directory of the environment to which the executable `python` belongs, and the environment's recipe; {} for none."""
     prefix = os.path.dirname(os.path.dirname(python))
     for path in (prefix, os.path.dirname(prefix)):  # pixi-pack makes `env/bin/python`.
         try:

@@ -52,7 +52,7 @@ class Group(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes of memory that the job uses on one node, and the limit; `groups` may be empty below the share `WARN` of the limit."""
+    """One measurement on a node: bytes of memory that the job uses, the job's limit, and groups of processes near the limit."""
 
     used: int
     limit: int
@@ -96,7 +96,7 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
 
 
 def pause(used: int, limit: int) -> float:
-    """Seconds to wait until the next sample; the nearer `used` is to the limit, the fewer."""
+    """Seconds to wait until the next sample: fewer if `used` is nearer to `limit`."""
     return min(_LONGEST, max(_SHORTEST, (KILL * limit - used) / _FILL_RATE))
 
 
@@ -151,7 +151,7 @@ def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
 
 
 def job_cgroups(limits: Iterable[Tuple[str, int]]) -> List[Tuple[str, int]]:
-    """Those of the `limits` (see `resources.cgroup_limits`) that Slurm set on the cgroups of this job."""
+    """The entries of `limits`, cgroup directories with memory limits, whose limit Slurm has set for this job."""
     memory = resources.hardware_memory()  # Version 1 writes a huge number for no limit.
     return [(directory, limit) for directory, limit in limits if _JOB.search(directory) and 0 < limit < memory]
 
@@ -176,7 +176,7 @@ def _cgroup_use(directory: str) -> Optional[int]:
 
 
 def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_pids: Iterable[int]) -> List[Group]:
-    """This process and all processes of the table below it, divided into groups.
+    """Groups that contain this process and all processes below it; each Ray worker and each payload leads a group.
 
     Each Ray worker below one of `ray_pids`, and each of `payload_pids`, leads a group of all processes below it. Each other
     process is a group of its own.

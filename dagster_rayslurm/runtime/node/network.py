@@ -125,7 +125,7 @@ def parse_range(text: str) -> Tuple[int, int]:
 
 
 def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
-    """Up to `count` ports that the head's RPC server may try to bind in turn; they are chosen before the head's node is known.
+    """Up to `count` ports that the head's RPC server will try one after another; chosen before the head's node is known.
 
     With a `port_range`, each is the last port of a block: Ray uses the last ports for its workers, not for its services.
     """
@@ -195,7 +195,7 @@ def ephemeral_range() -> Tuple[int, int]:
 
 
 def _claim_block(port_range: str) -> Tuple[socket.socket, List[int]]:
-    """A socket that is bound to the first port of a block, so that no other Ray cluster takes it, and the block's free ports.
+    """Take a block of ports for a Ray cluster; returns a socket on its first port, which reserves it, and its free ports.
 
     Raises OSError if every block of the range is taken.
     """

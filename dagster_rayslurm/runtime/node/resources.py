@@ -63,7 +63,7 @@ def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> 
 
 
 def named(hostname: str, component: Optional[str]) -> str:
-    """A node's name for messages: "g1", or "g1 (component gpu)"."""
+    """A node's name for messages: the host name "g1", or with a component "g1 (component gpu)"."""
     return hostname if component is None else "%s (component %s)" % (hostname, component)
 
 
@@ -89,7 +89,7 @@ class NodeResources:
 
 
 def usable_memory(node: NodeResources) -> int:
-    """Bytes of a node's memory that Ray may use: the share `SHARE_FOR_RAY` of what the node grants."""
+    """Bytes of memory that Ray may use on a node: the share `SHARE_FOR_RAY` of the memory granted there."""
     return int((node.memory if node.memory_limit is None else node.memory_limit) * SHARE_FOR_RAY)
 
 
@@ -271,7 +271,7 @@ _FIRST_MISSING_DEVICE = 1000  # The first of the GPU indices that stand for miss
 
 
 class Share(NamedTuple):
-    """The part of this machine's CPUs, GPUs and memory that one simulated Ray node gets."""
+    """The part of this machine's CPUs, GPUs and memory that one simulated node gets."""
 
     machine: NodeResources  # With simulated CPUs and GPUs.
     environ: Variables  # For Ray on this node.
@@ -323,7 +323,7 @@ def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str
 
 
 def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
-    """The environment variables by which a process sees only the GPUs `own`.
+    """The environment variables by which a process sees only the GPUs with the ids `own`.
 
     If these are fewer than `gpus`, ids that belong to no device stand for the others, which are simulated.
     """
@@ -334,7 +334,7 @@ def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
 
 
 def _remark(cpus: int, gpus: int, has_cpus: int, has_gpus: int) -> str:
-    """A sentence about CPUs and GPUs that Ray counts although this machine does not have them; "" if there are none."""
+    """A sentence for the Dagster log about CPUs and GPUs that Ray counts but this machine lacks; "" if it lacks none."""
     units = [("CPU", cpus, has_cpus), ("GPU", gpus, has_gpus)]
     short = [(_count(counted, unit), _count(has, unit)) for unit, counted, has in units if counted > has]
     if not short:

@@ -161,7 +161,7 @@ def started_ahead(log_dir: str) -> Tuple[int, Set[int]]:
 
 
 class Attribution(NamedTuple):
-    """The processes of a node, divided into those of one payload, those of no payload and those of other payloads."""
+    """The processes of a node in three sets: those of one payload, those that no payload owns, and those of other payloads."""
 
     own: List[Process]  # The payload's driver and the workers of its jobs, with all processes below them.
     shared: List[Process]  # Ray's daemons, and workers that wait for a job.
@@ -170,15 +170,16 @@ class Attribution(NamedTuple):
 
 @dataclass
 class RayJobs:
-    """Finds the processes of one payload among those of a shared Ray cluster on this node."""
+    """Finds the processes that belong to one payload on this node, where several payloads share a Ray cluster."""
 
     log_dir: str
     ray_pid: Callable[[], Optional[int]]  # The process below which all of Ray's processes run; None while Ray does not run.
     job_ids: Set[str] = field(default_factory=set)  # The payload's Ray jobs that are known so far.
 
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
-        """Divide `candidates`, processes not known to belong to other payloads, by the payload that they belong to.
+        """Returns the processes of this node in three sets: this payload's, those that no payload owns, and other payloads'.
 
+        `candidates` are the processes that no other payload has claimed yet.
         `table` has all processes of this machine by id. The Ray job of each new driver among the candidates is added to
         `job_ids`.
         """
@@ -203,7 +204,7 @@ class RayJobs:
         return result
 
     def _jobs_of_workers(self, ray: Collection[int]) -> Dict[int, str]:
-        """The Ray job id of each worker that has a job, by process id; `ray` are the process ids of Ray."""
+        """The Ray job id of each Ray worker that has a job, by the worker's process id; `ray` has all process ids of Ray."""
         jobs: Dict[int, str] = {}
         for pid, named, path in _logs(self.log_dir, _WORKER_LOG):
             job = (named if named != _NO_JOB else _logged_job(path)) if pid in ray else None
@@ -230,7 +231,7 @@ def _logged_job(path: str) -> Optional[str]:
 
 
 def _age(job: str) -> int:
-    """The number of a job: Ray numbers its jobs in order and writes the lowest byte first, so a newer job has a larger number."""
+    """The number in a Ray job id; newer jobs have larger numbers. Ray writes the lowest byte of the number first."""
     return int.from_bytes(bytes.fromhex(job), "little")
 
 
@@ -390,7 +391,7 @@ class UsageSampler:
             self.meter.add_gpus(gpus)
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
-        """The processes below `roots`, without those that `excluded` names and those below them."""
+        """The processes below the processes `roots`, without those of `excluded` and all processes below these."""
         others = list(self.excluded())
         excluded = {*others, *(process.pid for root in others for process in descendants(root, table))}
         roots = [os.getpid()] if self.roots is None else self.roots()
@@ -402,7 +403,7 @@ _PEAKS = ("peak_memory", "gpu_utilization_max", "gpu_memory_max", "shared_peak_m
 
 
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
-    """Merge the usage of one payload on several nodes, given by node name, into one dictionary.
+    """Merge the usage of one payload on several nodes into one dictionary; `usages` has the usage by name of node.
 
     Its key `nodes` has the CPU time and peak memory of each node. The first node is the head, whose elapsed time and points
     count. CPU time and spilled bytes are sums; peak memory is that of the node that used most, because `--mem` applies to each
@@ -427,7 +428,7 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
 
 
 def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[float]:
-    """A point of the head, merged with the latest point of each other node that is not later.
+    """A point of the head's usage chart, combined with the latest point of each other node that is not newer.
 
     The merged point has the sum of the busy CPUs, and the memory of the node that uses most.
     """

@@ -24,7 +24,7 @@ UsageByHost = Dict[str, Dict[str, Any]]  # The measured usage of each node, by h
 
 
 class Identity(NamedTuple):
-    """The pair that identifies a node in Ray's node table; `component` is None if the allocation has no components."""
+    """Host name and component, which identify a node in Ray's node table; the component is None if there are none."""
 
     hostname: str
     component: Optional[str]
@@ -32,7 +32,7 @@ class Identity(NamedTuple):
 
 @dataclass(eq=False)
 class WorkerNode:
-    """One worker node as the head's runtime sees it: its name, resources and pending commands, and the connection to it."""
+    """A worker node from the head's view: its name, resources, connection, and commands to repeat after a reconnection."""
 
     node_id: int  # Its index in the allocation, in which 0 is the head.
     name: str
@@ -50,7 +50,7 @@ class WorkerNode:
 
     @property
     def here(self) -> bool:
-        """Whether the node is connected."""
+        """Whether the node is connected to the head now."""
         return self.channel is not None
 
     def send(self, **message: Any) -> None:
@@ -70,7 +70,7 @@ class WorkerNode:
 
     @property
     def identity(self) -> Identity:
-        """The node's identity in Ray's node table, which has hostnames; Slurm's name of a node may differ from them."""
+        """The node's host name, which may differ from its name in Slurm, and its component: its key in Ray's node table."""
         return Identity(self.name if self.machine is None else self.machine.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:
@@ -134,20 +134,20 @@ class WorkerNodes(Listener):
         self.send_command(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
 
     def collect(self, nonce: str, done: Callable[[UsageByHost], None]) -> None:
-        """Tell the worker nodes to stop measuring a payload; calls `done` with the usage from those that answer in time."""
+        """Tell the worker nodes to stop measuring a payload; later `done` is called with the usage from nodes that answered."""
         expected = {node.node_id for node in self.members.values() if node.here}
         self._collections[nonce] = expected, {}, done
         self.send_command(self.members, op=NodeCommand.REPORT, id=nonce)
         self.loop.call_later(_USAGE_TIMEOUT if expected else 0.0, lambda: self._finish(nonce))
 
     def dismiss(self) -> None:
-        """Tell all worker nodes to end their runtimes; a node that connects later is told then."""
+        """Tell all connected worker nodes to end their runtimes, and later each node that connects afterwards."""
         self._stopped = True
         for node in self.members.values():
             node.send(op=NodeCommand.STOP)
 
     def wait_gone(self, patience: float) -> None:
-        """Block until the worker nodes have cleaned up and disconnected, or a time limit is over.
+        """Block until all worker nodes have disconnected, which they do after their cleanup, or until a time limit is over.
 
         Without this wait, the end of this runtime could end theirs before they have cleaned up. Nodes that never connected get
         `patience` seconds to do so: only this runtime can tell them to end.
@@ -180,7 +180,7 @@ class WorkerNodes(Listener):
             self.on_event(node, message)
 
     def closed(self, channel: Channel, why: str) -> None:
-        """Called when a connection has ended: reports LOST, and later GONE if the node does not reconnect in time."""
+        """Called when a connection has ended: reports the event LOST, and later GONE if the node does not reconnect in time."""
         node = self._node_of_channel.pop(channel, None)
         if node is not None:
             node.channel = None
@@ -195,7 +195,7 @@ class WorkerNodes(Listener):
         return all(node.joined for node in self.members.values())
 
     def _introduce(self, channel: Channel, message: Message) -> None:
-        """Assign a new connection to the node that its first message names, and send the node its commands."""
+        """Assign a new connection to the node that its first message names, and send this node its pending commands."""
         try:
             machine = from_fields(NodeResources, message.get("machine"), "what a node tells of itself")
             node = self.members[message["node_id"]]
@@ -234,5 +234,5 @@ class WorkerNodes(Listener):
 
 
 def _subject(op: NodeCommand, name: str) -> str:
-    """The key under which a node's command is kept; a command that ends something has the key of the command that began it."""
+    """The key for storing a command to a node; a later command that undoes the first has the same key and so replaces it."""
     return "%s %s" % (_UNDOES.get(op, op), name)

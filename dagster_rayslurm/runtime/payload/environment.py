@@ -27,7 +27,7 @@ Environment = Dict[str, str]  # Environment variables of a process, by name.
 
 
 def pipes_param(params: Dict[str, Any]) -> str:
-    """Encodes a bootstrap parameter of Dagster Pipes like `dagster_pipes.encode_param`: base64 of compressed (zlib) JSON."""
+    """Returns a bootstrap parameter of Dagster Pipes as `dagster_pipes.encode_param` encodes it: base64 of zlib of JSON."""
     return base64.b64encode(zlib.compress(json.dumps(params).encode("utf-8"))).decode("ascii")
 
 
@@ -75,9 +75,9 @@ def payload_environment(
 
 
 def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
-    """Returns the variables from the preset for the network fabric that are not set otherwise.
+    """Returns those variables of the network fabric's preset that neither the user nor the runtime sets.
 
-    A variable is set otherwise if the payload's configuration sets it, or if it is in `taken`, the payload's other variables.
+    The user sets variables in the payload's configuration; `taken` has the payload's other variables.
     """
     return {name: value for name, value in spec.default_env.items() if name not in taken and name not in spec.env}
 
@@ -153,7 +153,7 @@ def raylet_resources(command: bytes) -> Dict[str, float]:
 
 
 def own_ray_warning(resources: Dict[str, float], node: NodeResources, has_cluster: bool) -> Optional[str]:
-    """Returns a warning about a Ray cluster with these resources that a payload has started itself; None if none is needed.
+    """Returns a warning about a Ray cluster that a payload has started itself, with these `resources`; None if not needed.
 
     With `has_cluster`, the launcher gave the payload another Ray cluster, which idles now.
     """

@@ -58,7 +58,7 @@ class Phase(IntEnum):
 
 
 class Awaited(Enum):
-    """An event for which the `end` record waits after the payload's process has ended."""
+    """Events that may come after the end of a payload's process, and for which the writing of the `end` record waits."""
 
     OUTPUT = "the rest of the output"
     USAGE = "usage of the other nodes"
@@ -67,7 +67,7 @@ class Awaited(Enum):
 
 
 class Do(Enum):
-    """An action that `Payload` must take when the state of its `Life` has changed."""
+    """Actions for `Payload` to take; the methods of `Life` return them with the new state."""
 
     TERMINATE = "send SIGTERM to the process"
     KILL = "send SIGKILL at `kill_at`"
@@ -77,7 +77,7 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Life:
-    """The state of a payload. Each method for an event returns the next state and the actions to take, without side effects."""
+    """The state of a payload, immutable; for each event, a method returns the next state and the actions to take."""
 
     phase: Phase = Phase.QUEUED
     exit: Optional[End] = None  # How the payload's process ended; None as long as it runs.
@@ -88,7 +88,7 @@ class Life:
 
     @property
     def result(self) -> Optional[End]:
-        """How the payload ended: the runtime's reason, else the end of the process; None while neither is known."""
+        """How the payload ended: by the runtime's decision, else as its process ended; None while the payload runs."""
         return self.forced or self.exit
 
     @property
@@ -109,7 +109,7 @@ class Life:
         return 128 + self.exit.signal if self.exit.signal is not None else int(self.exit.exit_code or 0)
 
     def end_early(self, end: End, grace: float, now: float) -> Tuple[Life, List[Do]]:
-        """Handle a wish of the runtime to end the payload; returns the next state and the actions to take now.
+        """Handle the runtime's decision to end the payload; returns the next state and the actions to take now.
 
         `Payload.end_early` tells the rules. `grace` is the time from SIGTERM to SIGKILL in seconds, `now` the time of the
         loop's clock.
@@ -127,7 +127,7 @@ class Life:
         return replace(forced, kill_at=kill_at), [Do.TERMINATE] * (grace > 0 and self.kill_at is None) + [Do.KILL]
 
     def exited(self, end: End, awaited: FrozenSet[Awaited]) -> Tuple[Life, List[Do]]:
-        """Handle the end of the process; returns the next state and the actions to take.
+        """Handle the end of the payload's process; returns the next state and the actions to take.
 
         The `end` record waits for the events `awaited`, and after a failure also for a signal to the runtime.
         """
@@ -136,7 +136,7 @@ class Life:
         return replace(self, phase=max(self.phase, Phase.EXITED), exit=end, awaited=awaited)._finish_if_complete()
 
     def received(self, awaited: Awaited) -> Tuple[Life, List[Do]]:
-        """Stop waiting for an event that has come or is too late; returns the next state and the actions to take."""
+        """Handle an event for which the `end` record waited, or its timeout; returns the next state and the actions to take."""
         life = replace(self, awaited=self.awaited - {awaited})
         return life._finish_if_complete() if self.phase == Phase.EXITED else (life, [])
 
@@ -189,7 +189,7 @@ class Payload:
 
     @property
     def ended(self) -> bool:
-        """Whether the payload is over: its `end` record is written, or writing it failed and is retried."""
+        """Whether the payload has ended, with its `end` record written, or to be written after a failed attempt."""
         return self.ending.phase == Phase.ENDED
 
     @property
@@ -198,7 +198,7 @@ class Payload:
         return self._process.pid if self.ending.exit is None else None
 
     def safely(self, call: Callable[[], None]) -> None:
-        """Call a function that acts for this payload; an exception in it ends this payload, but not the runtime."""
+        """Call a function that handles an event of this payload; an exception ends this payload, but not the runtime."""
         try:
             call()
         except Exception as error:
@@ -214,11 +214,11 @@ class Payload:
     # ---- The run record
 
     def keep(self, *records: Record) -> None:
-        """Write records into the journal; if that fails, the payload ends, because these records must not be lost."""
+        """Write records that must not be lost into the journal; if writing fails, the payload is ended."""
         self._guarded(lambda: self.files.write(*records))
 
     def note(self, record: Record) -> None:
-        """Write a record that may get lost, such as a usage sample, into the journal; an OSError is ignored."""
+        """Write a record whose loss does no harm, such as a usage sample, into the journal; ignores an OSError."""
         with contextlib.suppress(OSError):
             self.files.write(record)
 
@@ -234,7 +234,7 @@ class Payload:
             self._guarded(lambda: self._write_status(name, message, at))
 
     def tail(self, name: str, text: str) -> None:
-        """Record `text`, the last lines of a log that explains a failure; does nothing after the payload has ended."""
+        """Write `text`, the last lines of the log `name`, into the journal; does nothing after the payload has ended."""
         if not self.ended:
             self.keep({"type": "tail", "name": name, "text": text})
 
@@ -249,7 +249,7 @@ class Payload:
             print("rayslurm: %s: the end of the run cannot be recorded yet" % self.run_dir, file=sys.stderr)
 
     def write_end(self) -> bool:
-        """Write the `end` record if it is due and not written yet, with a retry after a second; returns False if that failed."""
+        """Write the `end` record if it is due; if that fails, returns False and tries again a second later. Otherwise True."""
         end = self._unwritten_end
         if end is None:
             return True
@@ -269,14 +269,14 @@ class Payload:
         write_atomically(os.path.join(self.run_dir, STATUS), json.dumps(status).encode("utf-8"))
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Call `write`, which writes to the run directory; an OSError ends the payload, because its results would be lost."""
+        """Call `write`, which writes to the run directory; if it raises OSError, end the payload, whose results would be lost."""
         try:
             write()
         except OSError as error:
             self.end_early(End(EndReason.RECORD, "%s cannot be written: %s" % (self.run_dir, error.strerror)))
 
     def copy_chunk(self) -> bool:
-        """Copy the next chunk of Pipes messages into the journal. Returns False if there was nothing to read."""
+        """Copy the next chunk of the payload's Pipes messages into the journal; returns False if no message was left."""
         data = self._message_file.read(_CHUNK) if self._message_file is not None else b""
         lines, self._partial = split_lines(self._partial + data)
         now = time.time()
@@ -354,7 +354,7 @@ class Payload:
     # ---- What the process does
 
     def process_started(self, error: Optional[str], not_forked_because: Optional[str]) -> None:
-        """Called when the process has started, or when it cannot be started because of `error`.
+        """Called when the payload's process has started, or with an `error` text when it could not be started.
 
         `not_forked_because` is the reason if the process was to be forked from a preload process and was not; otherwise None.
         """
@@ -571,7 +571,7 @@ class PayloadProcess:
         self.signal(signal.SIGKILL)
 
     def kill_leftovers(self) -> None:
-        """Send SIGKILL to all processes of this run, which have the path of the run directory in their environment."""
+        """Send SIGKILL to all processes of this run; the path of the run directory in their environment identifies them."""
         processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self.payload.run_dir))
 
     def read_stream(self, name: str, fd: int) -> None:

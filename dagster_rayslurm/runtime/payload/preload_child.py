@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _load(names: List[str]) -> Optional[str]:
-    """Import the modules `names`; returns why this process cannot be forked afterwards, or None if it can be."""
+    """Import the modules `names`; returns a reason if this process cannot be forked after the imports, else None."""
     for name in names:
         try:
             __import__(name)
@@ -125,7 +125,7 @@ def fork_problem(python: List[str], native: List[str], libraries: List[str], ope
 
 
 def _serve(control: socket.socket, problem: Optional[str]) -> socket.socket:
-    """Fork a process for each request on the socket `control`; in the forked process, return the socket for its payload.
+    """Fork a process for each request on the socket `control`, for ever; only the forked process returns, with its socket.
 
     The preload process never returns. If there is a `problem`, no process is forked, and each request is answered with it.
     """
@@ -167,7 +167,7 @@ def _answer(connection: socket.socket, pid: Optional[int], problem: Optional[str
 
 
 def _begin(connection: socket.socket, files: FileStates, directory: str) -> List[str]:
-    """Read the request, prepare this process for its payload, and wait for the word "go"; returns the payload's command."""
+    """In a forked process: read the request, prepare for the payload, wait for the word "go"; returns the payload's command."""
     with connection:
         line = connection.makefile("rb").readline()
         if not line.endswith(b"\n"):
@@ -190,9 +190,9 @@ def _begin(connection: socket.socket, files: FileStates, directory: str) -> List
 
 
 def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
-    """Bring this process into the state of a fresh interpreter at the payload's first line.
+    """Make this process like a fresh interpreter that is about to run the payload; returns a reason if impossible, else None.
 
-    Returns why that is impossible; None after success. `directory` was the working directory during the imports.
+    `directory` was the working directory during the imports.
     """
     os.chdir(request["cwd"])
     cwd, script = os.getcwd(), request["argv"][1]
@@ -294,7 +294,7 @@ def _read_text(path: str) -> str:
 
 
 def run(argv: List[str]) -> None:
-    """Run a payload as `python SCRIPT …` or `python -m MODULE …` would (CPython 3.8 to 3.14: pythonrun.c and main.c)."""
+    """Run a payload in this process as `python SCRIPT …` or `python -m MODULE …` would (CPython 3.8 to 3.14)."""
     # The present module, which has only what Python gave it, is frozen: the garbage collector would never clear it.
     bare, path = vars(sys.modules["__main__"]), argv[1]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -325,7 +325,7 @@ def run(argv: List[str]) -> None:
 
 
 def leave_ray() -> None:
-    """Shut Ray down when the payload exits, without the half second for which Ray's own exit handler sleeps.
+    """Exit handler that shuts Ray down faster than Ray's own exit handler, which sleeps for half a second.
 
     Ray sleeps so that the last lines of its workers reach the driver (Ray 2.60: `ray.shutdown` in `_private/worker.py`). This
     exit handler runs after those of the payload and before Ray's. It does nothing if lines may still be on their way, or if the

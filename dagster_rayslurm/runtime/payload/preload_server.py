@@ -133,7 +133,7 @@ class PreloadServer:
         secrets: Iterable[str] = (),
         streams: Tuple[int, int],
     ) -> Union[Cancel, str]:
-        """Request that a process is forked for one payload from a preload process, which is started if there is none.
+        """Request a fork of a preload process for one payload; starts the preload process if there is none for these modules.
 
         Args:
             modules: Names of the modules that the preload process has imported.
@@ -180,7 +180,7 @@ class PreloadServer:
     def _await_fork(
         self, process: _Process, connection: socket.socket, streams: Tuple[int, int], on_exit: ExitCallback, done: Done
     ) -> Cancel:
-        """Wait for the forked process's answer, and let that process begin unless there is a problem or the time is over.
+        """Watch for the forked process's answer and let that process begin, unless there is a problem or the answer is late.
 
         The payload cannot run twice, because a forked process begins only at the word "go". Returns a function that cancels the
         wait.

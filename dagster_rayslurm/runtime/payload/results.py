@@ -41,7 +41,7 @@ class UsageMeasurement:
         self._announce_jobs()
 
     def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
-        """End the measurement when the payload's process `pid` has ended; `rusage` has the kernel's figures (getrusage(2)).
+        """End the measurement after the payload's process `pid` has ended; returns True if `done` will be called later.
 
         Returns True if there are worker nodes. In this case `done` is called when they have sent their figures, or the time for
         that is over.
@@ -87,7 +87,7 @@ class UsageMeasurement:
             self.workers.measure(self.nonce, None if jobs is None else sorted(jobs))
 
     def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
-        """Have the worker nodes stop measuring and send their figures to `done`, by node; returns False without worker nodes."""
+        """Ask the worker nodes for their figures, which `done` gets by node name; returns False if there are no worker nodes."""
         workers, self.workers = self.workers, None
         if workers is not None:
             workers.collect(self.nonce, done)
@@ -110,7 +110,7 @@ class OutputSearch:
     left_out: List[str] = field(default_factory=list)
 
     def run(self) -> Iterator[None]:
-        """Search, and fill `files` and `left_out`; yields None after each file and directory, so that the caller can pause."""
+        """Search in steps and fill `files` and `left_out`; yields None after each file and directory, so that others can work."""
         sizes: Dict[str, int] = {}
         real_work_dir = os.path.realpath(self.work_dir)
         for pattern in self.patterns:

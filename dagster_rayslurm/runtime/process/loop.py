@@ -73,19 +73,19 @@ class Loop:
         return timer
 
     def on_signal(self, signum: int, call: Callable[[int], None]) -> None:
-        """Call `call` with the signal's number, from within the loop, whenever this process receives the signal."""
+        """Call `call` with the number `signum`, in the loop's thread, whenever this process has received that signal."""
         self._signals[signum] = call
         signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
-        """Start a process in a session of its own by `subprocess.Popen`, call `on_exit` at its end, and return its process id."""
+        """Start a process in a POSIX session of its own, and return its id; the loop calls `on_exit` when the process ends."""
         process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
         self._children[process.pid] = (process, on_exit)
         return process.pid
 
     def adopt(self, pid: int, on_exit: ExitCallback) -> None:
-        """Call `on_exit` when a process ends that another process started and that this process, a subreaper, has adopted."""
+        """Call `on_exit` when the process `pid` ends, which this process, a subreaper, has adopted but did not start itself."""
         self._children[pid] = (None, on_exit)
 
     def children(self) -> List[int]:
@@ -110,7 +110,7 @@ class Loop:
                     timer.call()
 
     def resume(self, seconds: float) -> None:
-        """Run again after `stop()`: until the next `stop()`, but for at most this number of seconds."""
+        """Run the loop again after `stop()`, until it is stopped once more, for at most `seconds` seconds."""
         self._stopping = False
         timer = self.call_later(seconds, self.stop)
         self.run()
@@ -144,14 +144,14 @@ class Loop:
 
 @dataclass(eq=False)
 class Timers:
-    """Named timers: a new timer cancels an earlier one of the same name. `safely` is called with each due call to make it."""
+    """Timers by name: setting one cancels an earlier one of its name. `safely` makes the calls, and may catch exceptions."""
 
     loop: Loop
     safely: Callable[[Callable[[], None]], None] = lambda call: call()
     _timers: Dict[str, Timer] = field(default_factory=dict)
 
     def due(self, name: str, delay: float, call: Callable[[], None]) -> None:
-        """Call `call` after `delay` seconds; a call of the same name that is still to come is cancelled."""
+        """Call `call` after `delay` seconds, and cancel an earlier call of the same name that is still pending."""
         self.cancel(name)
         self._timers[name] = self.loop.call_later(delay, lambda: self.safely(call))
 

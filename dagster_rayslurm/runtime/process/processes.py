@@ -69,7 +69,7 @@ def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
 
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
-    """The processes below `root`, including zombies, without `root` itself; `processes` is a `table` that was read before."""
+    """The processes below `root`, zombies included, but without `root` itself; `processes` is a result of `table`."""
     below: Dict[int, List[Process]] = {}
     for process in (table() if processes is None else processes).values():
         below.setdefault(process.parent, []).append(process)
@@ -86,7 +86,7 @@ def resident_and_shared(pid: int) -> Tuple[int, int]:
 
 
 def environment(pid: int) -> List[bytes]:
-    """The entries `NAME=value` with which a process was started; none if the process is gone or belongs to another user."""
+    """The entries `NAME=value` with which a process was started; empty if the process is gone or belongs to another user."""
     return _read(pid, "environ").split(b"\0")
 
 
@@ -115,7 +115,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def uptime() -> float:
-    """Seconds since this machine booted, which is the clock of `Process.started`."""
+    """Seconds since this machine booted; `Process.started` is a time on the same clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
@@ -203,10 +203,9 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
-    """Send SIGKILL to all processes below `root`, a subreaper, until none is left, not even a zombie.
+    """Send SIGKILL to all processes below `root`, a subreaper, until none is left; returns those left after `timeout` seconds.
 
-    `collect` is called in between and must reap zombies. Returns the processes that did not end within `timeout` seconds, such as
-    those in uninterruptible sleep.
+    `collect` is called in between and must reap zombies, which count as left. Processes in uninterruptible sleep may be left.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -239,7 +238,7 @@ class StrayProcesses:
         self._timer = Timer()
 
     def begin(self, nonce: str) -> None:
-        """To be called before a payload starts processes on this node; `nonce` identifies the payload."""
+        """Record that the payload `nonce` may start processes from now on; to be called before the payload starts."""
         self._running.setdefault(nonce, uptime())
 
     def end(self, nonce: str) -> None:
@@ -280,7 +279,7 @@ def guard(
     in_a_step: bool = False,
     orphaned: Callable[[], None] = lambda: None,
 ) -> int:
-    """Turn this process into the keeper: run `main` in a forked child, and afterwards kill all processes below this one.
+    """Turn this process into the keeper: it runs `main` in a forked child, then kills all processes left below itself.
 
     Returns the exit code of `main`, or 128 + the signal that ended it; but 0 if `main` failed and `excused`, which is called
     then, returns True. `in_a_step` tells that the parent is the slurmstepd of a Slurm job step, or a program that starts a
@@ -356,7 +355,7 @@ def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = 
 
 
 def _wait(child: int) -> int:
-    """Wait for the child, reaping others that end before; returns its exit code, or 128 + the signal that ended it."""
+    """Wait for the child `child`, and reap others that end earlier; returns the exit code, 128 + N after signal N."""
     while True:
         pid, status = os.wait()
         if pid == child:

@@ -38,7 +38,7 @@ def _bases(short: bool) -> List[str]:
 
 
 class Scratch:
-    """A directory with mode 0700 for sockets, tokens and Ray's files; the process that makes it removes it at its end.
+    """A private directory (mode 0700) for sockets, tokens and Ray's files, which its process removes when it ends.
 
     With `needed` not 0, it is for a copy of an environment: the disk must have that many bytes free and allow programs to run,
     and the path of the directory may be long.
@@ -64,7 +64,7 @@ class Scratch:
         return os.path.join(self.path, "r")
 
     def join(self, *names: str) -> str:
-        """A path below this directory."""
+        """The path of a file in this directory; `names` are the parts of the path."""
         return os.path.join(self.path, *names)
 
     def remove(self) -> None:

@@ -83,7 +83,7 @@ class NodeCommand(TextEnum):
 
 
 class NodeEvent(TextEnum):
-    """An event on a worker node: the `event` of a message from its node agent, or of one that the head makes itself."""
+    """The kinds of events on a worker node: reported by the node's agent, or noticed by the head."""
 
     JOINED = "joined"  # The node connected, for the first time or again. The head makes this event itself.
     LOST = "lost"  # The node's connection was lost. The head makes this event itself.
@@ -124,15 +124,15 @@ class Refusal(TextEnum):
 
 
 def refuse(error: Refusal, message: object = None, **more: Any) -> Answer:
-    """An answer that refuses a request: `error` and `message` tell why, and `more` are further keys of the answer."""
+    """An answer that refuses a request: `error` is the kind of refusal, `message` explains it, `more` are further keys."""
     answer = {"ok": False, "error": error.value, **more}
     return answer if message is None else {**answer, "message": str(message)}
 
 
 def answer_safely(handle: Callable[[], Any]) -> Any:
-    """Call `handle`, which handles a request, and return its answer.
+    """Call `handle`, which answers a request, and return its answer; if it raises an exception, return a refusal.
 
-    If it raises an exception, the answer is a refusal, because one request must not end the payloads of others.
+    Otherwise one request could end the payloads of others.
     """
     try:
         return handle()

@@ -190,7 +190,7 @@ class RunRecord:
         self._journal.sync()
 
     def end(self, record: Record) -> None:
-        """Append the `end` record and close the run record; disk space is reserved for that, so it works on a full disk.
+        """Append the `end` record and close the run record; reserved disk space lets this succeed on a full disk.
 
         After an `OSError` this may be called again.
         """
@@ -207,7 +207,7 @@ class RunRecord:
         self._close()
 
     def withdraw(self) -> None:
-        """Close the record without an `end`, for a payload that does not start: only empty files stay in the directory."""
+        """Close the run record without an `end`, for a payload that will not start; empty files stay in the directory."""
         self._free()
         self._close()
 
@@ -227,12 +227,12 @@ def node_log(place: int) -> str:
 
 
 def component_dir(run_dir: str, component_id: str) -> str:
-    """Path of the run directory of one component, below the run's directory (separate topology)."""
+    """Path of the run directory of one component, given the directory of the whole run (separate topology)."""
     return os.path.join(run_dir, COMPONENTS, component_id)
 
 
 def run_of_component(directory: str) -> str:
-    """Path of the run's directory, given the run directory of one of its components (separate topology)."""
+    """Path of the directory of the whole run, given the run directory of one component (separate topology)."""
     return os.path.dirname(os.path.dirname(directory))
 
 
@@ -259,7 +259,7 @@ def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
 
 
 def tail_lines(text: str, lines: int = 40) -> str:
-    """The last lines of a text: at most `lines` of them, with at most 8,000 characters."""
+    """The end of a text: at most its last `lines` lines, and at most 8,000 characters."""
     return "\n".join(text[-8000:].splitlines()[-lines:])
 
 

@@ -43,7 +43,7 @@ class Kind(IntEnum):
 
 
 class Stream:
-    """One of the connections that a `Multiplexer` carries."""
+    """One connection of the many that a `Multiplexer` carries over a single stream of bytes."""
 
     def __init__(self, multiplexer: Multiplexer, number: int) -> None:
         self._multiplexer, self._number = multiplexer, number
@@ -75,7 +75,7 @@ class Stream:
             await self._multiplexer.send(self._number, Kind.DATA, piece)
 
     async def until_reset(self) -> None:
-        """Wait until the connection is over in both directions."""
+        """Wait until the connection is closed in both directions."""
         while not self._broken:
             await self._wait()
 
@@ -108,7 +108,7 @@ class Stream:
 
 
 class Lines:
-    """A substitute for an `asyncio.StreamWriter` that sends the bytes of each write as one line of base64."""
+    """Replaces an `asyncio.StreamWriter`: sends the bytes of each write as a line of base64, for channels that carry text."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -135,7 +135,7 @@ async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) 
 
 
 class Multiplexer:
-    """One side of the stream; `run` processes the frames of the other side until the stream ends.
+    """One side of a stream that carries many connections; `run` processes the frames that the other side sends.
 
     `accept` is called with each connection that the other side opens, and with the port; without `accept`, these are ignored.
     """
@@ -204,7 +204,7 @@ class Multiplexer:
 
 
 class _Over(Exception):
-    """Raised inside `copy` to end it."""
+    """Raised inside `copy` when the connection is over, so that `copy` ends."""
 
 
 async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serves: bool = False) -> None:
@@ -252,7 +252,7 @@ async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.Str
 
 
 async def _connect(stream: Stream, port: int) -> None:
-    """Connect a stream that the client has opened to a port of this node's loopback address, and copy data until either ends."""
+    """Connect to the port of this node that the client has requested by opening `stream`; copy data until one side ends."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:

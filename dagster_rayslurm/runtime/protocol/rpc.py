@@ -42,7 +42,7 @@ RECONNECT_GRACE = 10.0
 
 
 class Role(TextEnum):
-    """The end of a connection that a process has: the client connects, the server accepts."""
+    """The role of a process in a connection: the client opens the connection, the server accepts it."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -66,7 +66,7 @@ def _decode(line: bytes) -> Message:
 
 
 class Handshake:
-    """One end's part of the mutual authentication: send `opening`, then what `receive` returns for each line, until `done`."""
+    """The messages by which one end proves that it knows the key, and checks the other end: first `opening`, then answers."""
 
     def __init__(self, key: str, role: Role) -> None:
         self._key, self._role = key, role
@@ -76,7 +76,7 @@ class Handshake:
         self.done = False
 
     def receive(self, line: bytes) -> bytes:
-        """Check a line from the other end, and return the line to send next, or b"" if there is none.
+        """Take one step of the handshake: check the other end's line, and return the next line to send, b"" if there is none.
 
         Raises ValueError if the other end does not know the key or this protocol.
         """
@@ -146,7 +146,7 @@ class Channel:
         self._send_line(_encode(message))
 
     def wait_closed(self, deadline: float) -> None:
-        """Block until the other end closes the connection, or until the deadline; then close this end.
+        """Block until the other end closes the connection, or the deadline has come; then close this end of the connection.
 
         For the end of the process, when the event loop no longer runs.
         """
@@ -166,7 +166,7 @@ class Channel:
             self.sock.close()
 
     def fail(self, why: str) -> None:
-        """Close the connection and tell the listener why."""
+        """Close the connection and call the listener's `closed` with the reason `why`."""
         if self._open:
             self.close()
             self.listener.closed(self, why)
@@ -254,7 +254,7 @@ def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
 
 @dataclass(eq=False, repr=False)
 class RpcServer:
-    """Listens for connections; each becomes a `Channel` that calls `listener`."""
+    """Listens for connections; for each it creates a `Channel`, which calls the methods of `listener`."""
 
     loop: Loop
     key: str
@@ -327,7 +327,7 @@ class RpcClient(Listener):
             self._channel.send(**message)
 
     def connect(self) -> None:
-        """Try to connect to the next of the addresses, unless the client is closed."""
+        """Begin to connect to the next address in the list; does nothing after `close`."""
         if self._closed:
             return
         (address, info), sock = self._targets.pop(0), None
@@ -411,7 +411,7 @@ def call(
     """
 
     def exchange(line: bytes, limit: int) -> bytes:
-        """Send a line, and return the next line that arrives."""
+        """Send one line to the session, and return the next line that the session sends."""
         sock.sendall(line)
         answer = lines.readline(limit)
         if not answer.endswith(b"\n"):

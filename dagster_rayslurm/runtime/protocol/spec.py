@@ -31,7 +31,7 @@ RAY_COORDINATES = (
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Settings of Ray for the nodes of one component; the fields are those of the same names in `RaySpec`."""
+    """Settings of Ray for the nodes of one component; they replace the fields with the same names in `RaySpec`."""
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -113,7 +113,7 @@ class PayloadSpec:
 
 @dataclass(frozen=True)
 class BarrierSpec:
-    """How the runtime of one component finds the barrier, at which the components of the separate topology wait for each other.
+    """How the runtime of a component reaches the barrier, at which the payloads of all components wait for each other.
 
     The first component's runtime is the host of the barrier.
     """
@@ -221,7 +221,7 @@ def from_json(cls: Type[T], text: str) -> T:
 
 
 def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
-    """An instance of a dataclass from a JSON object; raises SpecError, which names it by `where`, if keys or types are wrong."""
+    """An instance of the dataclass `cls` from a JSON object; raises SpecError, which cites `where`, for wrong keys or types."""
     if not isinstance(data, dict):
         raise SpecError("%s is not a JSON object" % where)
     types = get_type_hints(cls)
@@ -236,7 +236,7 @@ def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    """Convert a JSON value to the type of a field, `kind`; JSON objects become dataclasses where that is the type.
+    """Returns a JSON value converted to `kind`, the type of a field; a JSON object becomes a dataclass if `kind` is one.
 
     Raises SpecError, which names the value by `where`, if the value has another type.
     """
@@ -256,7 +256,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def _is_scalar(kind: Any, value: Any) -> bool:
-    """Whether a JSON value is a str, bool, int or finite float, whichever `kind` is; an int also counts as a float."""
+    """Whether a JSON value is a valid value of the type `kind` (str, bool, int or float); an int is valid as a float."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is float and isinstance(value, (int, float)):
@@ -309,7 +309,7 @@ def load_spec(directory: str) -> RuntimeSpec:
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Read the payload's secret environment variables from the run directory, and delete their file unless `keep` is True.
+    """Returns the payload's secret environment variables from their file, and deletes the file unless `keep` is True.
 
     Returns {} if there is no file. Raises SpecError, and keeps the file, if it is invalid.
     """

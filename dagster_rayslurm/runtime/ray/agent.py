@@ -59,15 +59,15 @@ class NodeAgent:
         self._samplers: Dict[str, UsageSampler] = {}
 
     def pids(self, chosen: Callable[[RayNode], bool] = lambda _: True) -> List[int]:
-        """Process ids of Ray's root processes on this node, one for each Ray cluster for which `chosen` returns True."""
+        """Process ids of Ray on this node: the root process of each Ray cluster for which `chosen` returns True."""
         return [ray.pid for ray in self.rays.values() if ray.pid is not None and chosen(ray)]
 
     def guarded_pids(self) -> List[int]:
-        """Ids of Ray's root processes whose workers may be killed when the node's memory is nearly full."""
+        """Process ids of those root processes of Ray whose workers may be killed when the node's memory is nearly full."""
         return self.pids(lambda ray: ray.cluster.memory_guard)
 
     def prepare_ray(self, spec: RaySpec, key: str, nodes: int, on_event: Callable[[Event], None]) -> RayNode:
-        """A new `RayNode` for a cluster on this node, which is not started yet; an earlier one of the same cluster is ended.
+        """Create a `RayNode` for a cluster on this node, without starting Ray yet; ends an earlier one of the same cluster.
 
         Raises OSError if no directory can be made for the cluster.
         """
@@ -95,7 +95,7 @@ class NodeAgent:
             ray.end()
 
     def sampler(self, nonce: str, uses_ray: bool, shared: bool, foreign: Callable[[], List[int]] = list) -> UsageSampler:
-        """Start to measure a payload on this node; returns the sampler, which can be stopped.
+        """Begin to measure a payload on this node; returns the sampler, by which the caller stops the measurement.
 
         The processes `foreign` and the Ray clusters of other payloads do not count. If payloads have `shared` the Ray cluster,
         only this payload's Ray jobs count as its own.
@@ -157,7 +157,7 @@ class NodeAgent:
             self.end()
 
     def _failure(self, command: Message, error: ClusterError, tails: Mapping[str, str]) -> Message:
-        """Log an error of Ray on this node, and return the event that reports it to the head.
+        """Log an error of Ray on this node, and return the event by which the agent reports that error to the head.
 
         `command` is the one by which Ray was started, and `tails` are the last lines of Ray's logs by name.
         """
@@ -167,7 +167,7 @@ class NodeAgent:
         return {"event": NodeEvent.RAY_FAILED, **said, **what}
 
     def _start_ray(self, command: Message) -> None:
-        """Start Ray on this node, or start it again if the head had to take another port.
+        """Carry out the head's command to start Ray on this node, or to start Ray again with the head's new address.
 
         The head repeats the command after a reconnection. Then Ray is not started again; only a failure, which the head may have
         missed, is reported again.
@@ -208,7 +208,7 @@ class NodeAgent:
 
 
 def simulate(nodes: WorkerNodes, spec: RuntimeSpec, shares: List[Share], private: Scratch) -> RuntimeSpec:
-    """Add the simulated nodes of all components but the head's to `nodes`, and return the start record for their agents.
+    """Add a simulated node to `nodes` for each component but the head's; returns the start record that their agents get.
 
     In that record nothing is requested of Slurm, because the shares determine the resources, and there is a new shared secret.
     """
@@ -310,7 +310,7 @@ class Worker(Listener):
             self.loop.stop()  # Slurm ends the step, and the head ended first.
 
     def _signalled(self, signum: int) -> None:
-        """End this runtime after a signal, unless the head is connected and so decides when to end.
+        """Called on a signal: end this runtime, unless the head is connected, which then decides when this runtime ends.
 
         Slurm usually signals all processes of the step, and so the head as well, which gives payloads their grace period.
         """
@@ -324,7 +324,7 @@ class Worker(Listener):
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
-        """End this runtime unless the head has said that it ends too: Slurm then ends only this node's component."""
+        """End this runtime unless the head is ending as well, because Slurm then ends only the component of this node."""
         if not self._head_is_ending:
             self._agent.log("its component is being ended, and the head's goes on; ending")
             self.exit_code = 128 + signal.SIGTERM

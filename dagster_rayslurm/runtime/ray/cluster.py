@@ -59,15 +59,15 @@ class Leak(NamedTuple):
 
 
 def living(tables: Tables) -> List[Leak]:
-    """A leak for each actor, group and job in the tables that outlives the Ray job that made it; without side effects."""
+    """A leak for each actor, group and job in `tables`, which lists only those that outlive the Ray job that created them."""
     nonces, rows = tables["jobs"], tables["living"]
     return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
 
 
 def left_when_idle(tables: Tables) -> List[Leak]:
-    """The leaks in a cluster in which no payload runs; without side effects.
+    """The leaks that `tables` show if no payload runs: submitted jobs that run, and resources in use with their holders.
 
-    These are submitted jobs that still run, and used resources with all actors and placement groups that may hold them.
+    The holders are all actors and placement groups that may hold the resources.
     """
     taken = []
     for name, total in sorted(tables["total"].items()):
@@ -160,14 +160,14 @@ class RayCluster:
         }
 
     def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
-        """Ask Ray's process for the tables of the leak check, and call `done` with them, or with None after `timeout` seconds."""
+        """Ask Ray's process for the tables of the leak check; later call `done` with the tables, or with None after a timeout."""
         query = next(self._query_ids)
         self._queries[query] = done
         asked = self._ray.request(tables=query)
         self.loop.call_later(timeout if asked else 0.0, lambda: self._answer(query, None))
 
     def leak_check(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
-        """Returns a function to call at the end of the payload that starts now; it passes the payload's leaks to a callback."""
+        """Returns a function for the end of the payload that starts now; it finds the payload's leaks and tells a callback."""
         began = time.time()
 
         def find(done: Callable[[List[str]], None], tables: Optional[Tables]) -> None:
@@ -180,7 +180,7 @@ class RayCluster:
         return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Search the whole cluster for leaks in some seconds, unless `is_idle` returns False then because a payload runs."""
+        """Some seconds from now, search the whole cluster for leaks, unless a payload runs then (`is_idle` returns False)."""
 
         def check(tables: Optional[Tables]) -> None:
             if tables is not None and is_idle():
@@ -287,7 +287,7 @@ class RayCluster:
             self.tell(self, action)
 
     def _fail_health_check(self, error: ClusterError) -> None:
-        """Report that the cluster has failed, with all nodes that failed their health checks meanwhile."""
+        """Report that the cluster has failed, and in the message all nodes that have failed their health checks by now."""
         self.end()
         others = [each["node"] for each in self.unhealthy if each != error.unhealthy]
         more = " (and so did %s)" % ", ".join(others) if others else ""
@@ -299,12 +299,12 @@ class RayCluster:
             done(tables)
 
     def _problem(self, machine: NodeResources) -> Optional[str]:
-        """An error text if a node has too few resources for this cluster; None if they suffice."""
+        """An error text if a node has not enough CPUs, GPUs or memory for this cluster; None if it has enough."""
         own = node_footprint(node_spec(self.spec, machine.component))
         return footprint_error(own if self.key else runtime_footprint(self.head.spec, machine.component), machine)
 
     def _check_present(self) -> None:
-        """Handle the nodes that had connected, or were lost, before this cluster began to start."""
+        """Handle, as new events, the nodes that had connected or were lost before this cluster began to start."""
         for worker in self.workers.members.values():
             if worker.joined:
                 self.handle(worker, {"event": NodeEvent.JOINED})

@@ -47,7 +47,7 @@ class Node(NamedTuple):
 
 
 def feasible(bundles: Iterable[Mapping[str, Any]], strategy: str, nodes: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a placement group, or tasks at the same time (PACK), could run on nodes on which nothing else runs.
+    """Whether the bundles of a placement group, or tasks that run together (PACK), fit on nodes on which nothing else runs.
 
     The result is exact for up to some dozens of bundles. For more, and where the search would take longer than about a second,
     it is True unless a simple check excludes that.
@@ -116,7 +116,7 @@ def fits(bundle: Bundle, node: Node) -> bool:
 
 
 def lacking(bundle: Bundle, node: Node) -> List[str]:
-    """Names of the resources of which a node has less than one bundle needs."""
+    """Names of the resources of which the node has too little for the bundle."""
     return [name for name, amount in bundle.resources.items() if _units(amount) > _has(node, name)]
 
 
@@ -168,7 +168,7 @@ def _units(amount: float) -> int:
 
 
 def _has(node: Node, name: str) -> int:
-    """The units of a resource that a node has; `_UNLIMITED` if the amount is infinite, or if the node may have the resource."""
+    """The units of a resource that a node has; `_UNLIMITED` if infinite, or if it is not known whether the node has any."""
     if name not in node.resources:
         return _UNLIMITED if node.unknown is not None and re.match(node.unknown, name) else 0
     amount = node.resources[name]
@@ -220,7 +220,7 @@ class _Search:
         self.parts = [[_units(each.resources.get(name, 0)) for name in self.instances] for each in self.bundles]
 
     def succeeds(self) -> bool:
-        """Whether all bundles can be placed; True also if the search would take too long to tell."""
+        """Whether the nodes can hold all bundles; also True if the search takes too many steps to find out."""
         if not self._enough():
             return False
         if len(self.bundles) > _MOST_BUNDLES:
@@ -242,7 +242,7 @@ class _Search:
         return True
 
     def _enough(self) -> bool:
-        """Whether the nodes have enough of each resource in sum, and could hold all equal bundles if there were no others."""
+        """Whether two necessary conditions hold: the sum of each resource suffices, and each set of equal bundles fits alone."""
         free = [sum(node[1][place] for node in self.nodes) for place in range(len(self.plain))]
         whole = [sum(sum(node[2][place]) for node in self.nodes) for place in range(len(self.instances))]
         if any(sum(each) > there for each, there in zip(zip(*self.needs), free)):
@@ -259,7 +259,7 @@ class _Search:
         return True
 
     def _ways(self, place: int, state: Tuple[_Free, ...]) -> Any:
-        """The states of the nodes after bundle number `place` is put on a node, one for each way; none after the last bundle."""
+        """Yields the states of the nodes that can follow `state` if bundle number `place` is put on one of the nodes."""
         for at, (kind, free, instances) in enumerate(state if place < len(self.bundles) else ()):
             if (at and state[at - 1] == state[at]) or not self.labels[kind][place]:
                 continue
@@ -270,7 +270,7 @@ class _Search:
 
 
 def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> Iterable[Tuple[Tuple[int, ...], ...]]:
-    """The remainders of the instances of each resource after the amounts `parts` are taken, one for each way to take them."""
+    """Yields the free instances of each resource after the amounts `parts` are taken, once for each way to take them."""
     if not parts:
         yield ()
         return
@@ -280,7 +280,7 @@ def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> It
 
 
 def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]:
-    """The remainders of some instances after an amount is taken, one for each way to take it.
+    """Yields the free instances of one resource, such as GPUs, after `amount` is taken, once for each way to take it.
 
     Whole instances are taken first, and the rest comes from one other instance.
     """
@@ -298,7 +298,7 @@ def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]
 
 
 def _copies(needs: Sequence[int], parts: Sequence[int], node: _Free) -> int:
-    """How many copies of a bundle one empty node could hold at most, by the units that the bundle needs."""
+    """The largest number of equal bundles that an empty node could hold; `needs` and `parts` are the amounts for one bundle."""
     most = [there // need for there, need in zip(node[1], needs) if need]
     for there, part in zip(node[2], parts):
         if part:

@@ -79,7 +79,7 @@ def dashboard_problem() -> Optional[str]:
 
 
 def disable_client_server(command: List[str]) -> List[str]:
-    """Keep `ray start` in this process from starting the Ray Client server, which costs a second of CPU time and a port.
+    """Keep `ray start` from starting the Ray Client server, which costs a CPU second and a port; returns the command to use.
 
     Ray 2.60 always starts it if `grpcio` is installed, and refuses an option for its port if not. `ray symmetric-run` calls
     `ray start` in other processes, where this has no effect. Returns the command to use instead of `command`.
@@ -157,7 +157,7 @@ def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
 
 
 def published_head(client: Any) -> Optional[SimpleNamespace]:
-    """The facts that `publish_head` has written, as a row of Ray's node table for `assume_head`; None if not yet complete."""
+    """The head's facts from `publish_head`, as a row of Ray's node table; None as long as some of them are missing."""
     with contextlib.suppress(Exception):  # The GCS does not answer yet.
         namespace = _module("ray._private.ray_constants").KV_NAMESPACE_SESSION
         temp_dir, session = (client.internal_kv_get(key, namespace) for key in (_TEMP_DIR_KEY, b"session_name"))
@@ -168,7 +168,7 @@ def published_head(client: Any) -> Optional[SimpleNamespace]:
 
 
 def assume_head(head: SimpleNamespace) -> None:
-    """Make `ray start --address` in this process use the row `head`, instead of polling for it every two seconds (Ray 2.60)."""
+    """Make `ray start --address` in this process take the head's facts from `head`, instead of polling for them (Ray 2.60)."""
     setattr(_module("ray._private.node"), _HEAD_INFO, lambda *_, **__: [head])
 
 
@@ -176,7 +176,7 @@ def assume_head(head: SimpleNamespace) -> None:
 
 
 def unschedulable(client: Any) -> Dict[str, str]:
-    """Sentences about tasks, actors and placement groups that wait for resources that no node can ever grant; see `misfits`.
+    """Sentences, by key, about tasks, actors and placement groups that wait for resources which no node can ever grant.
 
     They are read from Ray's interface for autoscalers.
     """
@@ -187,7 +187,7 @@ def unschedulable(client: Any) -> Dict[str, str]:
 
 
 def misfits(state: Any, hostnames: Mapping[str, str]) -> Dict[str, str]:
-    """Sentences about the requests in a `ClusterResourceState` that the nodes could not hold even if nothing else ran. Pure.
+    """Sentences, by key, about requests in a `ClusterResourceState` that would not fit even if nothing else ran. Pure.
 
     The key of a sentence stays the same when the number of tasks in it changes. `hostnames` has the host names of the nodes by
     Ray's id.
@@ -271,7 +271,7 @@ def connect_state(gcs: str) -> Any:
 
 
 def living_things(accessor: Any) -> Dict[str, Any]:
-    """The tables for the leak check, as a dictionary for JSON: what is alive and does not end with its Ray job. Takes some 2 ms.
+    """The tables for the leak check, as a dictionary for JSON: living things in the cluster that outlive their Ray job.
 
     `jobs` are the payloads' nonces by Ray's job id; `living` are detached actors, placement groups that outlive their job, and
     running jobs of `ray job submit`; `available` and `total` are amounts by name of resource.
@@ -327,7 +327,7 @@ def can_start_workers() -> bool:
 
 
 def connect_raylet(gcs: str) -> Any:
-    """A client of the raylet on the head node, which authenticates with the Ray cluster's token."""
+    """A client for the raylet on the head node; the client authenticates itself with the Ray cluster's token."""
     nodes: List[Any] = list(connect_gcs(gcs).get_all_node_info(timeout=_TIMEOUT).values())
     head = next(node for node in nodes if node.is_head_node)
     address = join_host_port(head.node_manager_address, head.node_manager_port)

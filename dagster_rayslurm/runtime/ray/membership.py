@@ -25,7 +25,7 @@ CLUSTER_READY, UNSCHEDULABLE = "cluster-ready", "unschedulable"
 
 
 class Report(TextEnum):
-    """A report about Ray on one node. The program `node_main` sends some kinds of reports, and `RayNode` makes the others."""
+    """The kinds of reports about Ray on one node: some come from the program `node_main`, the others from `RayNode`."""
 
     NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one. `ray_version` is Ray's version.
     ENTRYPOINT = "entrypoint"  # `ray symmetric-run` has started its command, so the Ray cluster is up.
@@ -78,7 +78,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """The state of a Ray cluster's membership; `step` computes the next state."""
+    """The state of a Ray cluster while nodes join and get lost; `step` returns the next state after an event."""
 
     spec: RaySpec
     head: str  # Name of the head node in messages.
@@ -106,7 +106,7 @@ class Membership:
         return self.expected if self.spec.min_nodes is None else min(self.spec.min_nodes, self.expected)
 
     def step(self, event: Event) -> Step:
-        """The state after an event, and the actions that follow from it; nothing changes once the cluster has failed."""
+        """The next state after `event`, and the actions to take; a state in which the cluster has failed never changes."""
         handler = _HANDLERS.get(event["event"])
         unknown = "node" in event and event["node"] not in self.members
         return (self, []) if self.failed or handler is None or unknown else handler(self, event)
@@ -143,7 +143,7 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
     def _give_up(self, node_id: int, error: ClusterError) -> Step:
-        """Go on without a worker node; fail if too few nodes are left to start the cluster.
+        """The step after the failure of a worker node: go on without it, or fail if too few nodes are left to start the cluster.
 
         Nothing changes if the node was given up before: a node may report its failure again.
         """
@@ -237,7 +237,7 @@ def title(node: Node) -> str:
 
 
 def within(spec: RaySpec, nodes: Nodes) -> Nodes:
-    """The node table, with None for every component if the start record has no components.
+    """A copy of the node table with the component None in each row, if the start record has no components; else the table.
 
     Ray's label for the component is then a label that the user has set.
     """

@@ -116,7 +116,7 @@ class _Reporter:
 
 
 def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
-    """Start threads that serve the runtime's requests: JSON lines from a socket or pipe, each with one of these keys.
+    """Start threads that serve requests from the runtime: JSON lines with the keys `tables` or `prestart`.
 
     tables: report Ray's tables for the leak check, or None after an error; the value is the id of the query.
     prestart: bring the number of idle Ray workers up to one for each of `cpus`, at most `MOST_IDLE_WORKERS`, for the first tasks
@@ -150,7 +150,7 @@ def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
 
 
 def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int) -> None:
-    """In a thread: each time `wanted` is set, start Ray workers until `number` of them wait for work on this node."""
+    """Thread function: each time `wanted` is set, start Ray workers until `number` of them wait for work on this node."""
     raylet: Any = None
     try:
         while wanted.wait():
@@ -212,7 +212,7 @@ def _wait_for_head(gcs: str, command: List[str]) -> None:
 
 
 def _wait_for_port(gcs: str) -> None:
-    """Wait until the GCS listens at "HOST:PORT". The constructor of Ray's own client would retry more slowly."""
+    """Wait until the GCS listens at "HOST:PORT", with more frequent attempts than Ray's own client would make."""
     while _connect_error(gcs, 1.0):
         time.sleep(_FAST)
 

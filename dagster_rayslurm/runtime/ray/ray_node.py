@@ -60,7 +60,7 @@ _DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directory is removed, an
 def start_arguments(
     spec: RaySpec, machine: NodeResources, chosen: Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
-    """The arguments of `ray start` on this node, whose address is `address`; `gcs` is the head to join, None on the head."""
+    """The arguments for `ray start` on this node with the address `address`; `gcs` is the head's, None if this is the head."""
     head = ["--head", "--include-dashboard=%s" % ("true" if spec.dashboard else "false")]
     arguments = ["--block", *(head if gcs is None else ["--address=" + gcs])]
     if address:
@@ -84,7 +84,7 @@ def start_arguments(
 
 
 def symmetric_arguments(start: List[str], gcs: str, nodes: int, entrypoint: List[str]) -> List[str]:
-    """Convert the arguments of `ray start` on a node, `start`, to the arguments of `ray symmetric-run`.
+    """The arguments of `ray symmetric-run` on a node, converted from `start`, the arguments of `ray start` there.
 
     `gcs` is "HOST:PORT" of the head, on which `ray symmetric-run` runs `entrypoint` once `nodes` nodes have joined.
     """
@@ -165,7 +165,7 @@ class ClusterDir(Scratch):
 
 @dataclass(eq=False)
 class RayNode:
-    """Starts Ray on this node, as head or worker, watches it and ends it; tries again with other ports if a port was taken."""
+    """Runs Ray on this node, as head or worker: starts Ray, with other ports if a port was taken, watches it and ends it."""
 
     loop: Loop
     runtime: RuntimeSpec
@@ -209,7 +209,7 @@ class RayNode:
             self._run_command()
 
     def request(self, **request: Any) -> bool:
-        """Send a request to Ray's process, see `node_main.serve`; returns whether there is a process that can get it."""
+        """Send a request to the process of `node_main`; returns False if this process does not run or cannot take the request."""
         try:
             return self._socket is not None and self._socket.send(json.dumps(request).encode("utf-8") + b"\n") > 0
         except OSError:
@@ -364,7 +364,7 @@ class RayNode:
         return {name: value for name, value in wanted.items() if value is not None}
 
     def _write_shim(self) -> str:
-        """Write the `ray` program that `ray symmetric-run` calls. Returns its directory, which must be the first in PATH."""
+        """Write a program `ray` for `ray symmetric-run` to call; returns the program's directory, to put at the start of PATH."""
         directory = self.scratch.join("bin")
         os.makedirs(directory, exist_ok=True)
         with open(os.path.join(directory, "ray"), "w", opener=lambda name, flags: os.open(name, flags, 0o700)) as file:

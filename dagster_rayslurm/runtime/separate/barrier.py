@@ -80,7 +80,7 @@ class Barrier:
         self._interrupted = False
 
     def connected(self, component: str) -> None:
-        """Record that a component's runtime has connected: the host waits for the component again, even if it had given it up."""
+        """Record that a component's runtime has connected: the host waits for that component again, even if it was given up."""
         self._members[component].until = _NEVER
         self._members[component].problem = "its cluster is not up"
 
@@ -135,7 +135,7 @@ class Barrier:
         return "not all components were ready within %g s, missing: %s" % (self._patience, ", ".join(missing))
 
     def _fail(self, component: str, why: str, exit_code: int, now: float) -> None:
-        """Record the first failure of a component, which ends all payloads; later failures change nothing."""
+        """Record the failure of a component, on which the whole run fails; does nothing if a failure is recorded already."""
         if self.state.failed is None:
             self.state, self.exit_code = replace(self.state, failed=component, why=why), exit_code
             for member in self._members.values():

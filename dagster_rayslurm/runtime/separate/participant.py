@@ -61,7 +61,7 @@ class Participant(Hooks, Listener, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Disconnect from the other components; the host first waits a few seconds for the guests to disconnect."""
+        """Close the connections to the other components; before that, the host waits some seconds until the guests have left."""
 
     @abstractmethod
     def _join(self) -> None: ...
@@ -73,7 +73,7 @@ class Participant(Hooks, Listener, ABC):
     def _check(self) -> None: ...
 
     def tell(self, **news: Any) -> None:
-        """Change fields of this component's state, and report the new state to the barrier."""
+        """Set fields of this component's state, given as keywords, and report the new state to the barrier."""
         self.mine = replace(self.mine, **news)
         self._report()
 
@@ -83,7 +83,7 @@ class Participant(Hooks, Listener, ABC):
         payload.on_ended.append(lambda: self.tell(ended=_end_of(payload)))
 
     def may_start(self, payload: Payload) -> bool:
-        """Whether all components are ready, so that the payload may start; the first call reports this component as ready."""
+        """Whether all components are ready, so that the payload may start; the first call announces that this one is ready."""
         if self.mine.place is None:
             others = ["component %r" % each for each in self.spec.components if each != self.spec.component_id]
             if others:
@@ -92,7 +92,7 @@ class Participant(Hooks, Listener, ABC):
         return bool(self.told.places)
 
     def finished(self, loop: Loop) -> None:
-        """Do nothing when this component's payload has ended, because the runtime stays until the whole run is finished."""
+        """Called when this component's payload has ended; does nothing, as the runtime stays until the whole run has finished."""
 
     def follow(self, told: RunState) -> None:
         """Act on each change of the run's state: start the payload, end it, or end this runtime. `told` is the new state."""
@@ -116,7 +116,7 @@ class Participant(Hooks, Listener, ABC):
             self.loop.stop()
 
     def _end_after(self, failed: str, why: str) -> End:
-        """Returns the reason and message with which this component's payload ends after the component `failed` has failed."""
+        """Returns how this component's payload ends, and why, after the component `failed` (perhaps this one) has failed."""
         if failed != self.spec.component_id:
             return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
         if isinstance(self, Host):
@@ -161,7 +161,7 @@ class Host(Participant):
         self.loop.call_later(0.0, self._act)
 
     def interrupted(self, loop: Loop, signum: int) -> None:
-        """Called on a signal after the host's own payload has ended: end the payloads of the other components first."""
+        """Called on a signal after the host's own payload has ended: end the other payloads; the host ends only afterwards."""
         self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
         self._act()
 
@@ -219,7 +219,7 @@ class Guest(Participant):
 
     @property
     def exit_code(self) -> int:
-        """1 if the host is lost and the payload did not succeed, so that `srun` ends all components; otherwise 0."""
+        """The exit code of this runtime: 1 if the host is lost and the payload did not succeed, otherwise 0."""
         return 1 if self._given_up and (self.mine.ended is None or self.mine.ended.failure is not None) else 0
 
     def _report(self) -> None:

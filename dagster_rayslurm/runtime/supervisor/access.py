@@ -25,7 +25,7 @@ from ..ray.cluster import RayCluster
 
 @dataclass(eq=False)
 class Relays(Listener):
-    """Starts a relay, a child process, for each client that knows the key. The first call of `access` starts the server."""
+    """Starts a relay process for each client that connects with the key; the first call of `access` opens the server for this."""
 
     loop: Loop
     spec: RuntimeSpec
@@ -38,7 +38,7 @@ class Relays(Listener):
         self._command = [sys.executable, "-I", os.path.abspath(sys.argv[0]), "relay"]
 
     def access(self, cluster: RayCluster) -> ClusterAccess:
-        """Returns how a client reaches the dashboard of a cluster that is ready; in a Slurm allocation, by which relay server.
+        """Returns how clients reach the dashboard of a cluster: directly, or in a Slurm allocation through the relay server.
 
         Raises OSError if no port is free for the relay server.
         """

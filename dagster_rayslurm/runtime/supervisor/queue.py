@@ -86,7 +86,7 @@ def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limi
 
 
 def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str]:
-    """Returns a sentence about a resource that a payload needs and a node lacks; None if all nodes are large enough.
+    """Returns a sentence about a resource of which a payload needs more than a node has; None if all nodes have enough.
 
     In an allocation with components, a payload without Ray needs its resources on the head node (the first) only, where it
     runs; for a payload with Ray, the settings of its Ray cluster for each component are compared with the component's nodes.
@@ -115,7 +115,7 @@ class Entry(NamedTuple):
 
 
 class Next(Enum):
-    """The way in which a runtime that has no payloads goes on, after a delay."""
+    """The ways in which a runtime without payloads ends after a delay, unless a payload comes in time."""
 
     FINISH = "no other payload will come"
     STOP = "leave"
@@ -170,9 +170,9 @@ class Queue:
     # ---- Payloads come, start and go
 
     def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
-        """Returns why a new payload cannot finish before the allocation's time limit, which is `left` seconds away.
+        """Returns a sentence if a new payload cannot finish within `left` seconds, before the job's time limit; None if it can.
 
-        Returns None if the payload may be added. Its wait is estimated from the known durations of the payloads ahead. If the
+        The payload's wait is estimated from the known durations of the payloads ahead. If the
         estimate is too low, `late` returns the payload later.
         """
         if not self.served:
@@ -182,7 +182,7 @@ class Queue:
         return self._too_little_time(spec, sum(ahead) / self.limit, left)
 
     def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
-        """Returns the waiting payloads that cannot finish in the seconds `left` any more, each with the reason as a sentence."""
+        """Returns the waiting payloads that need more than the `left` seconds of the job, each with a sentence that says so."""
         found = [(entry.payload, self._too_little_time(entry.spec, 0.0, left)) for entry in self.waiting if self.any_started]
         return [(payload, why) for payload, why in found if why is not None]
 
@@ -228,7 +228,7 @@ class Queue:
     # ---- The runtime ends
 
     def ended_by(self, end: End, now: float) -> Queue:
-        """Returns the queue of a runtime that ends its payloads because of `end`; only the first reason counts."""
+        """Returns the queue of a runtime that ends its payloads for the reason `end`; unchanged if it has a reason already."""
         if self.ending is not None:
             return self
         why = end.message or "it ends"
@@ -236,14 +236,14 @@ class Queue:
         return replace(self, ending=why, ending_since=now, failed=failed)
 
     def may_give_way(self, now: float) -> bool:
-        """Whether a session is idle enough to end because another Slurm job of its user waits for nodes."""
+        """Returns True if the session has been idle for long enough to end, so that another job of its user can start."""
         idle = self.idle_for(now)  # The run that started a session which has served nobody is about to send a payload.
         return idle is not None and idle >= _MIN_IDLE and self.served > 0
 
     def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:
-        """Returns the new queue, and how a runtime without payloads goes on, with the delay in seconds.
+        """Returns the new queue; for a runtime without payloads also the action to take next, and in how many seconds, else None.
 
-        Instead of the latter, returns None if the runtime has payloads or just waits for one.
+        The action is None too if the runtime just waits for a payload.
         """
         if self.arrived or self.running:
             return self, None

@@ -61,7 +61,7 @@ def serve_run_dir(
 
 
 def parent_is_gone() -> bool:
-    """Whether the parent process has closed its end of the pipe that is standard input, on which it writes nothing."""
+    """Whether the parent process has closed its end of the pipe that is this process's standard input, or has ended."""
     return bool(select.select([0], [], [], 0.0)[0])
 
 
@@ -73,9 +73,9 @@ def _is_free(lock: str) -> bool:
 
 
 def _cancel(payload: Payload, text: bytes) -> None:
-    """Cancel a payload if `text`, the content of its file `cancel.json`, is a request to do so.
+    """Cancel a payload if the text of its file `cancel.json` is a cancel request.
 
-    Any other content is ignored, because the payload can write to the file too.
+    Any other text is ignored, because the payload can write to the file too.
     """
     try:
         request = json.loads(text.decode("utf-8"))
@@ -136,7 +136,7 @@ class RequestServer(Listener):
         self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
-        """Update the announcement and write it, unless `found`, the one in the file, is equal or belongs to another session."""
+        """Update the announcement, and write it unless `found`, the one in the file, is equal or another session's."""
         closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
         if closing != self._announcement.closing:
             said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
@@ -231,7 +231,7 @@ def _was_accepted(run_dir: str) -> bool:
 
 
 def _use(path: str) -> bool:
-    """Whether a file exists and belongs to this user; also sets its time to now, so that cleanup does not remove it."""
+    """Returns True if a file exists and belongs to this user; then also sets its modification time, so that cleanup keeps it."""
     try:  # An NFS client remembers for up to a minute that a name was missing, so the directory is listed.
         found = os.path.basename(path) in os.listdir(os.path.dirname(path)) and os.lstat(path).st_uid == os.geteuid()
     except OSError:

@@ -55,10 +55,10 @@ _MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
 
 
 class Hooks:
-    """Callbacks by which the separate topology delays the start of payloads and the end of the runtime; by default no delay."""
+    """Callbacks of the supervisor, which the separate topology overrides to delay the start of payloads and the runtime's end."""
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
-        """Whether a payload may start once its Ray cluster is up; an override calls `Supervisor.schedule` when this changes."""
+        """Whether a payload whose Ray cluster is up may start; an override calls `Supervisor.schedule` when that changes."""
         return True
 
     def finished(self, loop: Loop) -> None:
@@ -238,7 +238,7 @@ class Supervisor:
         return ends
 
     def settle(self) -> None:
-        """End a runtime that has no payload: at once, or after the idle timeout of a session. Otherwise does nothing."""
+        """End this runtime if it has no payload: at once, or after the idle timeout of a session. Otherwise do nothing."""
         self.queue, then = self.queue.settled(self.loop.now())
         what, delay = then or (None, 0.0)
         if what == Next.FINISH:
@@ -259,7 +259,7 @@ class Supervisor:
             self.hooks.interrupted(self.loop, signum)
 
     def _refresh(self) -> None:
-        """Update the modification times of the run directories at intervals, so that cleanup does not remove them."""
+        """Now and at intervals, set the modification times of the run directories, so that cleanup does not remove them."""
         for payload in self.payloads:
             payload.keep_fresh()
         self.loop.call_later(_REFRESH_INTERVAL, self._refresh)
@@ -267,7 +267,7 @@ class Supervisor:
     # ---- From the start to the end of a payload
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-        """Queue the payload of a run directory and return it; it starts now if it can.
+        """Queue the payload of a run directory and return it; the payload starts at once if its turn has come.
 
         The payload's environment is based on `environ`, by default that of this process. Raises `Closing` if the runtime
         accepts no more payloads, `Misfit` if the payload needs more than the nodes have, SpecError if its specification is not
@@ -343,7 +343,7 @@ class Supervisor:
                 payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
 
     def _is_fresh(self, spec: PayloadSpec) -> bool:
-        """Whether a payload gets a new Ray cluster of its own."""
+        """Whether a payload gets a new Ray cluster of its own, and not the warm one."""
         return self.cluster is None and spec.ray is not None
 
     def _waits(self, spec: PayloadSpec) -> bool:
@@ -445,7 +445,7 @@ class Supervisor:
                     payload.safely(functools.partial(self._start, payload, cluster))
 
     def _report_demand(self, cluster: RayCluster, payloads: List[Payload], said: Say) -> None:
-        """Report, to the Dagster logs of running payloads, resource demands that the Ray cluster can never meet.
+        """Report resource demands that the Ray cluster can never meet to the Dagster logs of the payloads `payloads`.
 
         Ends a payload that is configured to fail then, if no other payload runs and no further node is expected.
         """
@@ -456,7 +456,7 @@ class Supervisor:
             payloads[0].end_early(End(EndReason.INFEASIBLE, said.message))
 
     def _lose_node(self, name: str) -> None:
-        """Let the payloads go on without a lost worker node; a session accepts no more payloads."""
+        """Handle the loss of a worker node: running payloads go on, but a session accepts no more payloads."""
         if self.is_session:
             self.drain("node %s is lost" % name)
 
@@ -482,7 +482,7 @@ class Supervisor:
             self.drain("%s failed a health check" % ", ".join(each["node"] for each in cluster.unhealthy))
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
-        """Pass a worker node's message to the Ray clusters; report a lack of memory, a lost node, or an uncopied environment."""
+        """Pass a worker node's message to the Ray clusters; report memory shortage, node loss, or a failed environment copy."""
         for cluster in self._clusters:
             cluster.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
@@ -493,14 +493,14 @@ class Supervisor:
             self._note_remark(member.title, message.get("remark"))
 
     def _note_remark(self, name: str, remark: Optional[Sequence[str]]) -> None:
-        """Report once, in all payloads' logs, that a worker node could not copy the environment; only for the first few nodes."""
+        """Report in all payloads' logs that the node `name` could not copy the environment: once per node, for few nodes."""
         if remark and remark[0] == local_copy.NO_COPY and name not in self._remarks and len(self._remarks) < _MOST_NAMES:
             self._remarks[name] = (remark[0], remark[1])
             for payload in self.payloads:
                 payload.phase(*self._remarks[name])
 
     def _report_memory(self, message: str, killed: bool) -> None:
-        """Report to running payloads that a node is nearly out of memory; count the Ray workers killed for it while each ran."""
+        """Report to running payloads that a node is nearly out of memory; for each, count the Ray workers killed meanwhile."""
         for payload in self._running:
             payload.phase("memory", message)
             if killed:
@@ -589,7 +589,7 @@ class Supervisor:
         return [payload.pid for payload in self._running if payload.pid is not None]
 
     def _foreign_pids(self, payload: Payload) -> List[int]:
-        """Returns the ids of processes that do not belong to a payload, and neither do their descendants.
+        """Returns the ids of processes outside this payload; their use of resources does not count as the payload's.
 
         They are the processes of other payloads, preload processes, simulated nodes and relays.
         """

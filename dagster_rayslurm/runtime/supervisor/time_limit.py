@@ -49,7 +49,7 @@ def signal_number(name: str) -> Optional[int]:
 
 @dataclass
 class TimeLimit:
-    """Learns when a Slurm job reaches its time limit, and calls functions before that moment.
+    """Knows when a Slurm job will reach its time limit, and calls functions at given times before that.
 
     The limit comes from SLURM_JOB_END_TIME, which newer versions of Slurm set, otherwise from squeue.
     """
@@ -84,7 +84,7 @@ class TimeLimit:
             self.unknown("squeue cannot be run (%s)" % error.strerror)
 
     def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
-        """Have `call` called with the seconds left, `before` seconds ahead of the time limit; does nothing without a known limit.
+        """Arrange that `call` gets the seconds left, `before` seconds ahead of the time limit; does nothing without a limit.
 
         If that moment is past, `call` is called at once. Just before that moment, squeue is run again (unless `asked`), because
         an administrator may have moved the limit; if squeue does not answer, the last known limit counts.
@@ -105,7 +105,7 @@ class TimeLimit:
             again()
 
     def _ask(self, then: Callable[[bool], None]) -> None:
-        """Run squeue to update the limit, then call `then` with True if the job has no limit, otherwise with False.
+        """Run squeue to learn the time limit; later call `then` with True if the job has no limit, with False otherwise.
 
         Raises OSError if squeue cannot be run.
         """
