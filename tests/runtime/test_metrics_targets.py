@@ -51,7 +51,9 @@ def test_files_of_killed_clusters_are_removed(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made_is_no_reason_to_fail(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    MetricsTargets(Loop(), str(tmp_path / "file" / "x"), "c1", {}, str(tmp_path)).stop()
+    of = MetricsTargets(Loop(), str(tmp_path / "file" / "x"), "c1", {}, str(tmp_path))
+    assert (of.problem or "").startswith(f"metrics_dir='{tmp_path}/file/x' cannot be used: Not a directory;")
+    of.stop()
 
 
 @pytest.mark.parametrize("content", [[{}], [1], 3, [{"targets": 1, "labels": {}}], [{"targets": [], "labels": 1}]])

@@ -321,6 +321,8 @@ class RayCluster:
             name = "-".join(filter(None, [self.head.spec.cluster_id, self.key]))
             job = {"slurm_job": os.environ["SLURM_JOB_ID"]} if os.environ.get("SLURM_JOB_ID") else {}
             self._targets = MetricsTargets(self.loop, self.spec.metrics_dir, name, job, self._ray.scratch.ray_temp_dir)
+            if self._targets.problem is not None:
+                self.tell(self, membership.Say("metrics", self._targets.problem))
         self._bring_up = self.loop.now() - self._started
         self._deadline.cancel()
         self.tell(self, membership.Say(membership.CLUSTER_READY, up))

@@ -7,12 +7,13 @@ documentation, "Configuration"; Ray 2.60). That directory is on one node, privat
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import json
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 from ..process.loop import Loop, Timer
 from ..protocol.record import write_atomically
@@ -26,7 +27,7 @@ _REFRESH, _LEFT_BEHIND = 60.0, 900.0
 
 @dataclass(eq=False)
 class MetricsTargets:
-    """Keeps a cluster's file in a directory up to date, from construction until `stop`; errors of the file system are ignored."""
+    """Keeps a cluster's file in a directory up to date, from construction until `stop`."""
 
     loop: Loop
     directory: str  # Created if it is missing.
@@ -38,8 +39,16 @@ class MetricsTargets:
         self.path = os.path.join(self.directory, "%s%s.json" % (_PREFIX, self.cluster))
         self._written, self._written_at = "", 0.0
         self._timer = Timer()
-        with contextlib.suppress(OSError):
+        self.problem: Optional[str] = None  # Why there can be no file, as a sentence for the Dagster log.
+        try:
             os.makedirs(self.directory, exist_ok=True)
+            if not os.access(self.directory, os.W_OK):
+                raise PermissionError(errno.EACCES, "Permission denied")
+        except OSError as error:
+            self.problem = "metrics_dir=%r cannot be used: %s; Prometheus will not find this cluster" % (
+                self.directory,
+                error.strerror,
+            )
         self._remove_left_behind()
         self._copy()
 
