@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm.ssh.openssh import control_path
+
 from ..conftest import wait_until
+from ..connections.fixtures import end_master
 from .fixtures import Site
 from .test_dashboard import dashboard, get
 
@@ -63,6 +66,7 @@ def test_the_programs_of_openssh_lead_there_too(site: Site, tmp_path: Path, monk
         assert site.rayslurm("session", "stop", "work").returncode == 0
         assert wait_until(lambda: process.poll() == 0, 30), said.read_text()
     examined = json.loads(site.rayslurm("doctor", "--json").stdout)
+    end_master(control_path(site.ssh.model_copy(update={"client": "openssh"})))
     assert not [line for line in examined["lines"] if line["verdict"] in ("failure", "warning")], examined
 
 
