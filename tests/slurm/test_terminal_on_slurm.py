@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm.fields import read_variable
+from dagster_rayslurm.ssh.fields import SSHLogin, read_variables
 from dagster_rayslurm.ssh.openssh import control_path
 
 from ..conftest import wait_until
@@ -66,7 +68,9 @@ def test_the_programs_of_openssh_lead_there_too(site: Site, tmp_path: Path, monk
         assert site.rayslurm("session", "stop", "work").returncode == 0
         assert wait_until(lambda: process.poll() == 0, 30), said.read_text()
     examined = json.loads(site.rayslurm("doctor", "--json").stdout)
-    end_master(control_path(site.ssh.model_copy(update={"client": "openssh"})))
+    for name, value in site.environment.items():
+        monkeypatch.setenv(name, value)
+    end_master(control_path(SSHLogin(**read_variables("SLURM_EDGE_NODE_", lambda name, number: read_variable(name, "", number)))))
     assert not [line for line in examined["lines"] if line["verdict"] in ("failure", "warning")], examined
 
 
