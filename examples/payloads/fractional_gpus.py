@@ -27,7 +27,4 @@ if __name__ == "__main__":
         models = [Model.options(num_gpus=share).remote() for _ in range(pipes.get_extra("models"))]
         on = Counter(ray.get([model.device.remote() for model in models]))
         pipes.log.info(", ".join(f"GPU {device}: {count} models" for device, count in sorted(on.items())))
-        left = ray.available_resources().get("GPU", 0.0)
-        pipes.report_asset_materialization(
-            metadata={"models": len(models), "models on each GPU": {"type": "json", "raw_value": on}, "GPUs left": round(left, 2)}
-        )
+        pipes.report_asset_materialization(metadata={"models on each GPU": {"type": "json", "raw_value": on}})

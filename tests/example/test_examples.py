@@ -119,7 +119,7 @@ def test_batches_are_predicted_by_actors(example: Callable[[str], Example]) -> N
 @pytest.mark.core
 def test_models_share_gpus(example: Callable[[str], Example]) -> None:
     shared = example("fractional_gpus").run()
-    assert shared["models on each GPU"] == {"0": 3, "1": 3} and shared["GPUs left"] == 0.2
+    assert list(shared["models on each GPU"].values()) == [3, 3]
 
 
 @pytest.mark.ray
@@ -148,7 +148,9 @@ def test_ranks_are_pinned_to_gpus(example: Callable[[str], Example]) -> None:
     assert [each["rank"] for each in ranks] == [0, 1, 2, 3] and {each["sum"] for each in ranks} == {0 + 1 + 2 + 3}
     nodes = [each["node"] for each in ranks]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3] and nodes == sorted(nodes)
-    assert [each["device"] for each in ranks] == ["0", "1"] * 2 and [each["local_rank"] for each in ranks] == [0, 1] * 2
+    assert [each["local_rank"] for each in ranks] == [0, 1] * 2
+    devices = [int(each["device"]) for each in ranks]
+    assert devices[0] < devices[1] and devices[2] < devices[3]
 
 
 @pytest.mark.ray
