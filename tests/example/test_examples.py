@@ -16,6 +16,8 @@ from dagster_rayslurm import RunFailure
 from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.backends.sessions import local
 
+from ..stack.access import Stack
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
 
@@ -178,3 +180,26 @@ def test_partitions_share_a_session(example: Callable[[str], Example]) -> None:
     assert (first["days"], first["working days"], second["days"], second["working days"]) == (31, 22, 28, 20)
     assert first["Ray cluster ID"] == second["Ray cluster ID"] and second["Ray cluster was warm"] is True
     assert Path(first["table"]).parent == Path(second["table"]).parent and Path(second["table"]).exists()
+
+
+ON_SLURM = {
+    "batch_inference": {"rows": 10_000, "actors": 2},
+    "fractional_gpus": {"models on each GPU": {"0": 3, "1": 3}},
+    "placement_groups": {"STRICT_PACK": {"workers": 2, "nodes": 1}, "STRICT_SPREAD": {"workers": 2, "nodes": 2}},
+    "rollouts": {"best action": 2, "players": 2, "rounds": 3000},
+    "session_partitions": {"days": 31, "working days": 22},
+    "tune_asha": {"trials": 8},
+}
+"""What the examples report whose packages the stack's nodes have: there is no PyTorch, and Ray may install nothing."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ON_SLURM)
+def test_an_example_on_slurm(name: str, example: Callable[[str], Example], stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in {**stack.env, "RAYSLURM_MODE": "slurm"}.items():
+        monkeypatch.setenv(variable, value)
+    on_slurm = example(name)
+    found = on_slurm.run("2026-01" if name == "session_partitions" else None)
+    assert {key: found[key] for key in ON_SLURM[name]} == ON_SLURM[name] and found["Execution mode"].startswith("slurm")
+    if name == "session_partitions":
+        assert on_slurm.module.compute.cleanup_cluster(found["Ray cluster ID"])
