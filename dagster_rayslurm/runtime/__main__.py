@@ -1,4 +1,4 @@
-"""`python -I runtime.pyz run | node | part | session | serve | ask DIR`, and `relay | ray-node … | health … | archive …`."""
+"""`python -I runtime.pyz run DIR` (or `node`, `part`, `session`, `serve`, `ask`); `relay | ray-node … | health … | archive …`."""
 
 # Types stand in comments, because an older Python must parse this file to say that it is too old. Each role imports what it
 # needs when it begins: a start takes about 0.13 s, most of it imports.

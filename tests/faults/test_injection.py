@@ -230,7 +230,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ContainerEnvironment": {"image": "/x", "runtime": "podman"},
 }
 PUBLIC = [getattr(dagster_rayslurm, name) for name in dagster_rayslurm.__all__]
-CLASSES = [kind for kind in PUBLIC if getattr(kind, "model_fields", None)]
+# Components for dg hand their values to these classes.
+CLASSES = [kind for kind in PUBLIC if getattr(kind, "model_fields", None) and not issubclass(kind, dg.Component)]
 CHECKED_LATER = {"password", "key_passphrase", "site", "resources"}
 """Fields without a check of their own: only SSH uses them, a run checks them as variables, or they travel as JSON."""
 WORDLESS = (bool, int, float, type(None), dg.Config)

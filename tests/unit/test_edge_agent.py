@@ -1,5 +1,6 @@
 """The agent of the edge node over a pipe, without SSH, and the functions that it calls."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +27,14 @@ from dagster_rayslurm.ssh.connection import AgentClient, SSHConnection, agent_co
 from ..conftest import marked_processes, wait_until
 
 SHELLS = [shell for shell in ("dash", "bash", "busybox", "zsh", "tcsh", "fish") if shutil.which(shell)]
+
+
+def sleeps(mark: str) -> bool:
+    for process in marked_processes(mark):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() == "sleep":
+                return True
+    return False
 
 
 class Pipe:
@@ -145,7 +155,7 @@ def test_an_interrupt_leaves_the_connection_whole(moment: str, connect: Any, mon
         assert connection.run(["echo", "x"]).stdout == b"x\n"
         assert len(transport.streams) == 1
         mark = os.environ["PYTEST_OF_RAYSLURM"]
-        assert wait_until(lambda: not any(p.name() == "sleep" for p in marked_processes(mark)), 5)
+        assert wait_until(lambda: not sleeps(mark), 5)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -264,7 +274,7 @@ def test_a_call_that_nobody_waits_for_any_more_is_ended(connect: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         connection.run(["sleep", "55"])
     mark = os.environ["PYTEST_OF_RAYSLURM"]
-    assert wait_until(lambda: not any(p.name() == "sleep" for p in marked_processes(mark)), 5)
+    assert wait_until(lambda: not sleeps(mark), 5)
     assert connection.run(["echo", "x"]).stdout == b"x\n"
 
 

@@ -88,7 +88,8 @@ def test_a_session_is_seen_entered_and_stopped(cluster: Path, fake_slurm: FakeSl
     row = json.loads(started.stdout)
     assert row["key"].startswith("work-") and row["job_id"] == "1"
     one, two = tmp_path / "one", tmp_path / "two"
-    with serving("dashboard", "work", errors=one) as (url, first), serving("dashboard", "1", errors=two) as (other, second):
+    first_words, second_words = ("dashboard", "--wait", "work"), ("dashboard", "--wait", "1")
+    with serving(*first_words, errors=one) as (url, first), serving(*second_words, errors=two) as (other, second):
         assert url != other and get(f"{url}api/version") == get(f"{other}api/version")
         with pytest.raises(urllib.error.HTTPError, match="403"):  # Each has a secret of its own.
             get(f"http://{other.split('/')[2]}/{url.split('/')[3]}/api/version")
