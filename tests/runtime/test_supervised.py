@@ -83,12 +83,14 @@ def test_a_time_limit_warning_before_the_start_is_sent_at_the_start(tmp_path: Pa
     assert (records[-1]["type"], records[-1]["signal"]) == ("end", signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("source", ["squeue", "squeue of a heterogeneous job", "environment"])
+@pytest.mark.parametrize("source", ["squeue", "squeue of a heterogeneous job", "environment", "squeue beside a wrong clock"])
 def test_a_running_payload_gets_the_time_limit_warning(tmp_path: Path, squeue: str, source: str) -> None:
-    if source != "squeue":
-        says = "echo 0:30; echo 0:30" if source != "environment" else "echo 9:00"
+    says = {"squeue of a heterogeneous job": "echo 0:30; echo 0:30", "environment": "echo 9:00"}.get(source)
+    if says is not None:
         (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{says}\n")
-    env = {"SLURM_JOB_END_TIME": str(round(time.time()) + 30)} if source == "environment" else {}
+    starts = {"environment": 0, "squeue beside a wrong clock": -600}  # In seconds from now, by this node's clock.
+    start = int(time.time()) + starts.get(source, 0)
+    env = {"SLURM_JOB_START_TIME": str(start), "SLURM_JOB_END_TIME": str(start + 31)} if source in starts else {}
     records, _ = supervised(tmp_path, WARN % ("10", 0.0), ["sleep", "20"], PATH=squeue, **env)
     said = told(records)[0] + told(records)[1]
     assert re.search(r"(30|2\d) s are left; the payload", said) and records[-1]["signal"] == signal.SIGUSR1

@@ -50,7 +50,7 @@ def test_a_session_from_pending_to_its_end(
         import os, pathlib, ray, time
         ray.init()
         pathlib.Path(os.environ["RAYSLURM_DATA_DIR"], "up").write_text("x")
-        time.sleep(60)
+        time.sleep(600)
     """
     running: Running = start(compute, script(text), uses_pipes=False)
     job = running.up()

@@ -23,6 +23,7 @@ from .supervisor import Supervisor
 # Seconds before a planned call at which squeue is asked, because an administrator may have moved the limit.
 _AHEAD = 10.0
 _TIMEOUT = 5.0  # Seconds in which squeue must answer.
+_LONGEST_START = 60.0  # Seconds from the start of a job to that of the runtime; after a longer time, squeue is asked.
 _UNKNOWN = 30.0  # Seconds until squeue is asked again about a limit that is not known yet.
 _UNLIMITED = 600.0  # Seconds until squeue is asked again about a job that has no limit; it may get one.
 # Seconds before the time limit at which a session ends its payloads, so that it can still write their `end` records.
@@ -67,8 +68,10 @@ class TimeLimit:
 
     def start(self) -> None:
         """Find out the time limit, and then call `known`; while squeue prints no limit, it is run again later."""
-        end = os.environ.get("SLURM_JOB_END_TIME", "")
-        if end.isdigit() and "SLURM_HET_SIZE" not in os.environ:
+        start, end = (os.environ.get("SLURM_JOB_%s_TIME" % name, "") for name in ("START", "END"))
+        # These are times of the controller's clock. This node's clock agrees with it if the job has just started.
+        agrees = start.isdigit() and 0 <= time.time() - int(start) <= _LONGEST_START
+        if end.isdigit() and agrees and "SLURM_HET_SIZE" not in os.environ:
             self._end = self.loop.now() + int(end) - time.time()
             return self.known(int(end) - time.time())
 
