@@ -90,7 +90,7 @@ def test_a_running_payload_gets_the_time_limit_warning(tmp_path: Path, squeue: s
         (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{says}\n")
     starts = {"environment": 0, "squeue beside a wrong clock": -600}  # In seconds from now, by this node's clock.
     start = int(time.time()) + starts.get(source, 0)
-    env = {"SLURM_JOB_START_TIME": str(start), "SLURM_JOB_END_TIME": str(start + 31)} if source in starts else {}
+    env = {"SLURM_JOB_START_TIME": str(start), "SLURM_JOB_END_TIME": str(start + 30)} if source in starts else {}
     records, _ = supervised(tmp_path, WARN % ("10", 0.0), ["sleep", "20"], PATH=squeue, **env)
     said = told(records)[0] + told(records)[1]
     assert re.search(r"(30|2\d) s are left; the payload", said) and records[-1]["signal"] == signal.SIGUSR1
