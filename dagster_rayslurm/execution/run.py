@@ -241,14 +241,14 @@ class PayloadRun:
             component = list(self.plans)[len(self.payloads)]
             with delayed_interrupts():
                 self.payloads[component] = self._followed(component, running, handler_of(component))
-            if len(self.payloads) == 1:
-                self.on_start(running, self.plans[component], self.launch.name, self.backend.connection)
 
         try:
             try:
                 with noticed_interrupts() as raise_ignored:
                     with start_errors():
                         start(register)
+                    # Not in `register`: an interrupt there would cancel the job, also where it has to go on.
+                    self.on_start(self.first.running, self.first.plan, self.launch.name, self.backend.connection)
                     followed = [(each.follower, partial(self._poll, each, raise_ignored)) for each in self.payloads.values()]
                     follow_all(followed)
             except BaseException as error:
