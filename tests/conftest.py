@@ -161,6 +161,26 @@ def end_sessions(base: Path) -> None:
         local.end_session(session)
 
 
+PLAIN_INSTANCE = """
+telemetry: {enabled: false}
+compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}
+"""
+"""`dagster.yaml` of an instance whose processes write all they say to their own output.
+
+Otherwise Dagster mirrors the output of a step by `tail`, which it kills at the end, so that the last lines may be missing.
+"""
+
+
+def event_log(instance: dg.DagsterInstance) -> str:
+    """All messages and errors in the event logs of an instance's runs."""
+    said = []
+    for run in instance.get_runs():
+        for entry in instance.all_logs(run.run_id):
+            error = getattr(entry.dagster_event and entry.dagster_event.event_specific_data, "error", None)
+            said.append(f"{entry.user_message}\n{error.to_string() if error else ''}")
+    return "\n".join(said)
+
+
 def small_ray(**fields: Any) -> RayLauncher:
     """A Ray launcher for tests, with a small object store, no dashboard and no autoscaler. `fields` override its fields."""
     small = {"object_store_memory_gb": 0.1, "dashboard": False, "ray_args": ["--no-monitor"]}

@@ -23,7 +23,7 @@ import pytest
 from dagster_rayslurm import ComputeResource
 from stack.link import Link
 
-from ..conftest import pipes_script, wait_until
+from ..conftest import event_log, pipes_script, wait_until
 from ..connections.sshd import Sshd
 from ..slurm.fixtures import ROOT, Running, Site
 
@@ -148,8 +148,13 @@ class Dagster:
 
     @property
     def log(self) -> str:
-        """The output of all processes of this instance so far."""
+        """The output of all processes of this instance so far; when a process has ended, its last lines may be missing."""
         return (self.home / "log").read_text(errors="replace")
+
+    def said(self) -> str:
+        """All messages and errors in the event logs of the runs so far."""
+        with self.instance() as instance:
+            return event_log(instance)
 
     @contextmanager
     def instance(self) -> Iterator[dg.DagsterInstance]:

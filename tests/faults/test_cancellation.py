@@ -110,7 +110,7 @@ def test_a_run_is_interrupted(mode: str, phase: str, dagster: Dagster, site: Sit
     jobs = submitted(site)
     assert len(jobs) <= 1
     if mode != "slurm-session" and phase in ("pending", "cluster-start", "running"):
-        assert f"Slurm job {jobs[0]} is cancelled" in dagster.log
+        assert f"Slurm job {jobs[0]} is cancelled" in dagster.said()
         if site.stack.accounting:
             states = f"sacct -j {jobs[0]} --allocations --noheader --format=State%40"
             assert wait_until(lambda: {line.split()[0] for line in site.sh(states).splitlines()} == {"CANCELLED"}, 20)
@@ -156,7 +156,7 @@ def test_a_run_is_interrupted_out_of_reach(mode: str, dagster: Dagster, site: Si
         assert wait_until(lambda: bool(site.jobs()) == (mode == "slurm-session"), 10), site.sh("squeue --me")
         assert wait_until(lambda: not at_work(site), 10), at_work(site)
     assert interrupted(dagster), dagster.log[-4000:]
-    assert dagster.log.count(UNTOLD) == 1
+    assert dagster.said().count(UNTOLD) == 1
 
 
 def test_a_run_is_interrupted_while_slurmctld_is_away(dagster: Dagster, site: Site) -> None:
@@ -198,8 +198,8 @@ def test_nobody_can_be_told(mode: str, phase: str, dagster: Dagster, site: Site)
             assert wait_until(lambda: UNTOLD in dagster.log, 40), dagster.log[-4000:]
             held.process.send_signal(signal.SIGINT)
             assert held.process.wait(60) != 0, dagster.log[-4000:]
-        assert dagster.log.count(f"`scancel {job_id}`") == 1, dagster.log[-4000:]
-        assert dagster.log.count(UNTOLD) == 1, dagster.log[-4000:]
+        said = dagster.said()
+        assert said.count(f"`scancel {job_id}`") == 1 and said.count(UNTOLD) == 1, said[-4000:]
         assert submitted(site) == [job_id] and site.jobs(), "it goes on, as the log says"
         site.sh('scancel "$1"', job_id)
     assert interrupted(dagster), dagster.log[-4000:]

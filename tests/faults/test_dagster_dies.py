@@ -76,8 +76,8 @@ def one_result(dagster: Dagster, killed: str) -> None:
     run = dagster.runs()[-1]
     assert dagster.materializations() == [run.run_id] and run.parent_run_id == killed
     shown = numbers("\n".join([*dagster.output(killed), *dagster.output(run.run_id)]))
-    assert shown == list(range(AFTER)) if GOES_ON in dagster.log else shown[-AFTER:] == list(range(AFTER))
-    assert f"messages {list(range(AFTER))}" in dagster.log and dagster.log.count("messages [0, 1,") == 1
+    assert shown == list(range(AFTER)) if GOES_ON in dagster.said() else shown[-AFTER:] == list(range(AFTER))
+    assert f"messages {list(range(AFTER))}" in (said := dagster.said()) and said.count("messages [0, 1,") == 1
 
 
 @pytest.mark.parametrize(("mode", "phase"), CASES)
@@ -119,7 +119,7 @@ def test_a_service_that_is_stopped_leaves_its_job_to_the_retry(mode: str, phase:
     """With on_service_stop="detach", a retry has the one result, and all output once."""
     with held_in(phase, dagster, mode, on_service_stop="detach") as held:
         held.process.terminate()
-        assert held.process.wait(60) != 0 and "goes on: the next attempt at this step" in dagster.log
+        assert held.process.wait(60) != 0 and "goes on: the next attempt at this step" in dagster.said()
         stopped = dagster.mark_failed()
         dagster.define(mode, **held.fields)
         retry = dagster.start(retry_of=stopped)
@@ -128,7 +128,7 @@ def test_a_service_that_is_stopped_leaves_its_job_to_the_retry(mode: str, phase:
         let_go(site)
         assert retry.wait(90) == 0, dagster.log[-5000:]
     one_result(dagster, stopped)
-    assert GOES_ON in dagster.log and len(submitted(site)) == len(site.lines("ran")) == 1
+    assert GOES_ON in dagster.said() and len(submitted(site)) == len(site.lines("ran")) == 1
     assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
 
 
@@ -164,10 +164,11 @@ def test_dagster_is_killed_while_output_flows(mode: str, dagster: Dagster, site:
     assert following == total
     entries = [each.user_message for run in runs for each in dagster.events(run.run_id) if each.user_message.startswith("entry ")]
     assert entries == [f"entry {number}" for number in range(total // 20)]
-    assert f"messages {list(range(total // 20))}" in dagster.log and dagster.log.count("messages [0, 1,") == 1
+    said = dagster.said()
+    assert f"messages {list(range(total // 20))}" in said and said.count("messages [0, 1,") == 1
     assert dagster.materializations() == [runs[-1].run_id] and len(site.lines("ran")) == len(submitted(site)) == 1
-    assert dagster.log.count("submitted Slurm job") == 1 and dagster.log.count("at most the last batch is repeated") >= 2
-    assert "going on with Slurm job" in dagster.log or mode == "slurm-session"
+    assert said.count("submitted Slurm job") == 1 and said.count("at most the last batch is repeated") >= 2
+    assert "going on with Slurm job" in said or mode == "slurm-session"
     with dagster.instance() as instance:
         (record,) = instance.fetch_materializations(dg.AssetKey("slow"), limit=10).records
     made = record.asset_materialization
@@ -227,7 +228,7 @@ def test_the_process_of_a_step_is_killed(mode: str, dagster: Dagster, site: Site
         assert held.process.wait(90) == 0, dagster.log[-4000:]
     (run,) = dagster.runs()
     assert run.status == dg.DagsterRunStatus.SUCCESS and dagster.materializations() == [run.run_id]
-    assert f"messages {list(range(AFTER))}" in dagster.log and dagster.log.count("messages [0, 1,") == 1
+    assert f"messages {list(range(AFTER))}" in (said := dagster.said()) and said.count("messages [0, 1,") == 1
     assert len(submitted(site)) == len(site.lines("ran")) == 1
     assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
 
@@ -260,6 +261,7 @@ def test_a_process_that_was_taken_for_dead_leaves_its_job_to_the_retry(dagster: 
     assert new.wait(90) == 0, dagster.log[-5000:]
     retry = dagster.runs()[-1]
     assert dagster.materializations() == [retry.run_id] and retry.parent_run_id == taken_for_dead
-    assert f"run {retry.run_id} (process {new.pid} on " in dagster.log and "has gone on with this payload" in dagster.log
+    said = dagster.said()
+    assert f"run {retry.run_id} (process {new.pid} on " in said and "has gone on with this payload" in said
     assert len(submitted(site)) == len(site.lines("ran")) == 1
     assert wait_until(lambda: run_dirs(site) == [], 20), run_dirs(site)

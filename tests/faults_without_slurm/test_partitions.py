@@ -16,7 +16,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from ..conftest import pipes_script, wait_until
+from ..conftest import PLAIN_INSTANCE, pipes_script, wait_until
 from ..fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)
@@ -74,7 +74,7 @@ class Service:
         (home / "payload.py").write_text(PAYLOAD.format(home=str(home)))
         fields = {"base": str(home / "base"), "count": COUNT}
         (home / "definitions.py").write_text(textwrap.dedent(DEFINITIONS).format(**fields))
-        (home / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+        (home / "dagster.yaml").write_text(PLAIN_INSTANCE)
         self.dagster = dg.DagsterInstance.from_config(str(home))
         self.processes: list[subprocess.Popen[bytes]] = []
 

@@ -14,7 +14,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from ..conftest import pipes_script, wait_until
+from ..conftest import PLAIN_INSTANCE, pipes_script, wait_until
 from ..fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)
@@ -65,7 +65,7 @@ class Service:
         (home / "payload.py").write_text(PAYLOAD.format(home=str(home)))
         fields = {"base": str(home / "base"), "mode": "slurm", "scope": "shared", "policy": "detach", **fields}
         (home / "definitions.py").write_text(textwrap.dedent(DEFINITIONS).format(**fields))
-        (home / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+        (home / "dagster.yaml").write_text(PLAIN_INSTANCE)
 
     def start(self, *again: str) -> "subprocess.Popen[bytes]":
         env = {**os.environ, "DAGSTER_HOME": str(self.home), "PYTHONPATH": f"{self.home}:{os.getcwd()}"}

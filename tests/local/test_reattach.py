@@ -10,7 +10,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from ..conftest import wait_until
+from ..conftest import PLAIN_INSTANCE, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,7 +149,7 @@ class Scene:
         self.base.mkdir()
         runtime = path / "runtime.py"
         runtime.write_text(RUNTIME)
-        (self.home / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+        (self.home / "dagster.yaml").write_text(PLAIN_INSTANCE)
         text = DEFINITIONS.format(base=str(self.base), runtime=str(runtime))
         (self.home / "definitions.py").write_text(text)
         self.processes: list[subprocess.Popen[bytes]] = []

@@ -51,6 +51,11 @@ def get(url: str) -> Any:
         return json.load(answer)
 
 
+def host_names(url: str) -> set[str]:
+    """The nodes that the dashboard shows with their host names, which each node reports a while after it has joined."""
+    return {node["hostname"] for node in get(f"{url}nodes?view=summary")["data"]["summary"] if "hostname" in node}
+
+
 @pytest.mark.parametrize("way", ["tcp", "srun"])
 def test_the_dashboard_and_jobs_of_a_running_step(
     way: str,
@@ -69,7 +74,7 @@ def test_the_dashboard_and_jobs_of_a_running_step(
         site.connection.write(path, json.dumps({**access, "port": 9}).encode())
     with dashboard(site, job, tmp_path) as (url, process, said):
         assert get(f"{url}api/version")["ray_version"]
-        assert {node["hostname"] for node in get(f"{url}nodes?view=summary")["data"]["summary"]} == {"c1", "c2"}
+        assert wait_until(lambda: host_names(url) == {"c1", "c2"}, 60), host_names(url)
         steps = site.sh("squeue --me --steps --noheader --format=%i").split()
         assert (f"{job}.1" in steps) == (way == "srun"), steps
         secrets = [access["token"], access["key"], re.split("[/]", url)[3]]
