@@ -20,6 +20,7 @@ _COMMANDS = {
     "env": ("env", "Make the environment of payloads on the cluster."),
     "job": ("ray", "Submit jobs to a Ray cluster that runs, and look at them."),
     "logs": ("logs", "Print the output of a run."),
+    "migrate-check": ("migrate_check", "Say what changes in files that use dagster-slurm."),
     "ps": ("ps", "List runs, sessions and jobs."),
     "script": ("submit", "Print the batch script of a command."),
     "session": ("session", "Start, look at and stop warm sessions."),
@@ -38,7 +39,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f".{_COMMANDS[cmd_name][0]}", __package__), cmd_name)
+        command: click.Command = getattr(import_module(f".{_COMMANDS[cmd_name][0]}", __package__), cmd_name.replace("-", "_"))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
