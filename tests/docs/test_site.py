@@ -54,13 +54,15 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """Links between pages and to their headings are checked by the build."""
+    """Every link within it, and every anchor, leads somewhere."""
     shutil.copytree(DOCS, tmp_path / "docs")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     said = subprocess.run(
         [Path(sys.executable).with_name("zensical"), "build", "--strict"], cwd=tmp_path, capture_output=True, text=True
     )
     assert said.returncode == 0, said.stdout + said.stderr
+    links = runpy.run_path(str(ROOT / "scripts" / "docs_links.py"))
+    assert not links["problems_within"](tmp_path / "site", links["read"](tmp_path / "site"))
     # A name that mkdocstrings cannot find would leave an empty page.
     assert "payload_path" in (tmp_path / "site" / "reference" / "python" / "index.html").read_text()
 
