@@ -112,7 +112,7 @@ def test_snippets_of_other_languages_are_well_formed() -> None:
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert {language for language, _ in blocks} <= {
         *("python", "console", "bash", "toml", "yaml"),
-        *("dockerfile", "mermaid", "text"),
+        *("dockerfile", "mermaid", "text", "output"),
     }
     for language, text in blocks:
         if language == "toml":
