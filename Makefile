@@ -63,6 +63,7 @@ stack-logs: install  ## print what its services say
 docs: install  ## build the documentation site into site/
 	@$(BIN)/python scripts/configuration.py > docs/configuration.md
 	@$(BIN)/python scripts/commands.py > docs/reference/command-line.md
+	@$(BIN)/python scripts/messages.py > docs/reference/messages.md
 	@$(BIN)/zensical build --strict
 
 docs-links: docs  ## check the links of the built site: its own, and over the network those to elsewhere
