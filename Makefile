@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Most tests wait for something, so that more of them run at once than there are cores.
 PYTEST = $(BIN)/python -m pytest --numprocesses=3 --tb=native
+INTO ?= site-versions
 export RAYSLURM_MODE ?= local
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
-.PHONY: help install demo deploy dev test test-local test-stack test-all lint docs docs-screenshots bench stack-up stack-down stack-logs clean
+.PHONY: help install demo deploy dev test test-local test-stack test-all lint docs docs-links docs-version docs-screenshots bench stack-up stack-down stack-logs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,7 +63,14 @@ stack-logs: install  ## print what its services say
 docs: install  ## build the documentation site into site/
 	@$(BIN)/python scripts/configuration.py > docs/configuration.md
 	@$(BIN)/python scripts/commands.py > docs/reference/command-line.md
+	@$(BIN)/python scripts/messages.py > docs/reference/messages.md
 	@$(BIN)/zensical build --strict
+
+docs-links: docs  ## check the links of the built site: its own, and over the network those to elsewhere
+	@$(BIN)/python scripts/docs_links.py site
+
+docs-version: install  ## build the site of VERSION=x.y into site-versions/, beside those of other versions
+	@$(BIN)/python scripts/docs_version.py "$(VERSION)" "$(INTO)"
 
 docs-screenshots: install  ## renew the pictures of Dagster's UI in docs/images, which needs Chromium
 	@$(BIN)/python scripts/screenshots.py
@@ -72,4 +80,4 @@ bench: install  ## measure on the stack, beside doing it by hand and beside othe
 	@$(BIN)/python -m benchmarks run --into "benchmarks/results/$$(date -u +%F).json" --report
 
 clean:  ## remove .venv and what the example left in this directory
-	rm -rf $(VENV) .dagster_home .pytest_cache .mypy_cache .ruff_cache .cache site
+	rm -rf $(VENV) .dagster_home .pytest_cache .mypy_cache .ruff_cache .cache site site-versions

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from .runtime.protocol.messages import TextEnum
 
+# The page with messages and remedies; each kind of failure is a heading there.
+TROUBLES = "https://github.com/dagster-rayslurm/dagster-rayslurm/blob/main/docs/troubleshooting.md"
 _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 
 

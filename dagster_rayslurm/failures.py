@@ -9,11 +9,9 @@ from typing import Any
 
 import dagster as dg
 
-from .errors import FailureKind, UnhealthyNode, may_retry, without_colours
+from .errors import TROUBLES, FailureKind, UnhealthyNode, may_retry, without_colours
 
 _NEVER = ("cancelled", "superseded")  # Kinds that nobody can want to retry.
-# The page with messages and remedies; each kind of failure is a heading there.
-_TROUBLES = "https://github.com/dagster-rayslurm/dagster-rayslurm/blob/main/docs/troubleshooting.md"
 
 
 class RunFailure(dg.Failure):
@@ -37,7 +35,7 @@ class RunFailure(dg.Failure):
         self.unhealthy = tuple(unhealthy)
         if unhealthy:
             metadata = {"Unhealthy nodes": "; ".join(map(str, unhealthy)), **(metadata or {})}
-        page = dg.MetadataValue.url(f"{_TROUBLES}#{self.kind.value}")
+        page = dg.MetadataValue.url(f"{TROUBLES}#{self.kind.value}")
         super().__init__(
             description=without_colours(sentence),
             metadata={"Failure kind": self.kind.value, "Troubleshooting": page, **(metadata or {})},

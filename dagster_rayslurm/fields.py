@@ -25,8 +25,29 @@ _DESCRIBED = re.compile(r'^    (\w+): .*\n    """((?s:.+?))"""$', re.MULTILINE) 
 _NO_PACKING = "use environment=UvEnvironment(…) or PackedEnvironment(…), which are sent when they have changed"
 _ON_CLUSTER = 'for a file on the cluster write payload_path=["python", "/path/there.py"]'
 _QUEUE = "use slurm=SlurmResource(queue=SlurmQueueConfig(…))"
-# By class or method: field and argument names of other tools, mainly dagster-slurm, and what to write instead.
+_METADATA = "leave it out; each run has such figures as metadata"
+_RUN_SCOPE = 'use mode="slurm-session" with session=SessionConfig(scope="run")'
+_LOGIN = 'use SSHConnectionResource(certificate_path=…), or client="openssh" with a login of your own'
+# By module, class or method: names of other tools, mainly dagster-slurm, and what to write instead.
 _INSTEAD = {
+    "dagster_rayslurm": {
+        "ComputeLauncher": "use Launcher",
+        "SlurmSessionResource": "use SessionConfig, as session= of the ComputeResource",
+        "SlurmAllocation SlurmAllocationScope SlurmRunAllocationConfig": _RUN_SCOPE,
+        "SlurmWorkerAllocationConfig": 'use mode="slurm-hetjob" with a HetComponent for each kind of node',
+        "SlurmRunConfig": "set the run tag dagster-rayslurm/config, or arguments of run()",
+        "RayPortConfig": "use RayLauncher(port_range=…)",
+        "SparkLauncher": "write a Launcher whose command is spark-submit",
+        "LocalPipesClient SlurmPipesClient": "use ComputeResource, which is the Pipes client",
+        "SlurmMetric SlurmMetricsCallback SlurmMetricsContext": _METADATA,
+        "StepOIDCAuthProvider": _LOGIN,
+        "build_slurm_orphan_reconcile_sensor reconcile_orphaned_slurm_runs": (
+            "leave it out; the next attempt at a step goes on with the job that still runs"
+        ),
+        "run_with_ray_reserve_topup wait_for_stable_ray_resources": (
+            "leave it out; a payload starts when all nodes are in the Ray cluster, or RayLauncher(min_nodes=…) of them"
+        ),
+    },
     "SlurmQueueConfig": {
         "cpus cpus_per_task ntasks": "use cpus_per_node",
         "gpus": "use gpus_per_node",
@@ -34,29 +55,45 @@ _INSTEAD = {
         "memory": "use mem",
         "nodes": "use num_nodes",
         "time": "use time_limit",
+        "extra_sbatch_directives": "use extra_sbatch",
+        "time_min": 'use extra_sbatch, as ["--time-min=…"]',
     },
     "SlurmResource": {
         "extra_slurm_opts": "use queue=SlurmQueueConfig(…), and its extra_sbatch for options without a field",
-        "status_poll_interval_seconds status_poll_max_interval_seconds": "use poll_interval",
+        "from_env from_env_slurm": "use ssh=SSHConnectionResource.from_env() and queue=SlurmQueueConfig(…)",
+        "set_auth_provider": _LOGIN,
+        "status_poll_backoff_factor status_poll_interval_seconds status_poll_max_interval_seconds": "use poll_interval",
     },
     "SSHConnectionResource": {
+        "batch_mode force_tty": "leave it out; a login that needs a terminal is opened by hand, with require_existing_master",
         "extra_opts": 'use client="openssh", and write the options into ~/.ssh/config',
         "key": "use key_path",
         "post_login_command": "name what jobs need in SlurmResource(site={…}) or in the environment's activate.sh",
         "username": "use user",
     },
     "ComputeResource": {
-        "allocation_scope run_allocation": 'use mode="slurm-session" with session=SessionConfig(scope="run")',
-        "default_environment_name pack_on_remote pack_platform": _NO_PACKING,
+        "allocation_scope run_allocation": _RUN_SCOPE,
+        "cleanup_deferred_run_dir": "leave it out; keep_run_dirs says what is kept",
+        "get_pipes_client": "use run(), as a ComputeResource is the Pipes client",
+        "register_cluster": "use enable_cluster_reuse=True, which finds clusters that run",
+        "run_hetjob": 'use mode="slurm-hetjob" with components=[HetComponent(…)], and run()',
+        "cache_inject_globs default_environment_name pack_on_remote pack_platform remote_pack_timeout": _NO_PACKING,
+        "project_setup_cmd project_setup_env project_setup_input_globs": _NO_PACKING,
+        "cluster_reuse_tolerance": "use SessionConfig(on_misfit=…), which says what becomes of a payload that does not fit",
         "cleanup_on_failure debug_mode": 'use keep_run_dirs="all", "failed" or "none"',
         "default_extra_files": "use run(extra_files=[…])",
+        "default_skip_payload_upload": _ON_CLUSTER,
         "extra_slurm_opts queue": _QUEUE,
         "launcher": "use default_launcher",
         "ssh": "use slurm=SlurmResource(ssh=…)",
     },
     "SessionConfig": {
         "max_concurrent_jobs": "use max_concurrent_payloads",
-        "account constraint cpus_per_task gpus_per_node mem mem_per_cpu nodelist partition qos": _QUEUE,
+        "account constraint cpus_per_task gpus_per_node mem mem_per_cpu nodelist partition qos reservation": _QUEUE,
+        "signal_before_timeout": _QUEUE,
+        "enable_health_checks": "use RayLauncher(health_check=…)",
+        "enable_session": 'use ComputeResource(mode="slurm-session")',
+        "slurm": "use ComputeResource(slurm=…)",
     },
     "RayLauncher": {
         "activate_sh pre_start_commands": "use ComputeResource(pre_deployed_env_path=…), a directory with an activate.sh",
@@ -64,14 +101,19 @@ _INSTEAD = {
         "dashboard_port port_config port_strategy ray_port": "use port_range",
         "head_startup_timeout": "use startup_timeout",
         "node_ip_address_command use_head_ip": "use network_interface or head_node_address",
+        "ray_resources": "use resources",
+        "redis_password": "use auth, which is Ray's token authentication unless set",
+        "rejoin_timeout worker_cpu_bind worker_startup_delay": "leave it out; one srun starts Ray on all nodes at once",
         "ray_address": "use BashLauncher for a payload that connects to a cluster of its own with ray.init(address=…)",
     },
     "run()": {
         "config": "use queue=, launcher=, extra_env= and extras= instead",
+        "defer_cleanup": "leave it out; ComputeResource(keep_run_dirs=…) says what is kept",
         "env": "use extra_env",
         "environment_name": "use environment=PreDeployedEnvironment(path=…)",
         "extra_slurm_opts resource_requirements": "use queue=SlurmQueueConfig(…); fields that it does not set stay as they are",
         "force_env_push": _NO_PACKING,
+        "metrics_collector slurm_metrics": "leave it out; each run has such figures as metadata",
         "poll_timeout": "use ComputeResource(queue_timeout=…) for the wait in the queue, SlurmQueueConfig.time_limit for the run",
         "remote_payload_path skip_payload_upload": _ON_CLUSTER,
         "use_session": 'use ComputeResource(mode="slurm-session")',

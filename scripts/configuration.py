@@ -87,7 +87,8 @@ def other_names() -> str:
         [
             "## Names of other tools",
             "",
-            "These fields and arguments, mainly of dagster-slurm, are refused with the advice beside them.",
+            "These names, mainly of dagster-slurm, are refused with the advice beside them.",
+            "`rayslurm migrate-check` finds them in files.",
             "",
             "| of | name | |",
             "|---|---|---|",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,6 +21,7 @@ _COMMANDS = {
     "env": ("env", "Make the environment of payloads on the cluster."),
     "job": ("ray", "Submit jobs to a Ray cluster that runs, and look at them."),
     "logs": ("logs", "Print the output of a run."),
+    "migrate-check": ("migrate_check", "Say what changes in files that use dagster-slurm."),
     "ps": ("ps", "List runs, sessions and jobs."),
     "script": ("submit", "Print the batch script of a command."),
     "session": ("session", "Start, look at and stop warm sessions."),
@@ -38,8 +40,19 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f".{_COMMANDS[cmd_name][0]}", __package__), cmd_name)
+        command: click.Command = getattr(import_module(f".{_COMMANDS[cmd_name][0]}", __package__), cmd_name.replace("-", "_"))
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Called for each command: an error names the page of troubles, if it is not one of usage, which names `--help`."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError:
+            raise
+        except click.ClickException as error:
+            from .common import see_troubles
+
+            raise click.ClickException(error.message + see_troubles()) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

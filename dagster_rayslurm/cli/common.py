@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import StartError, one_sentence
+from ..errors import TROUBLES, StartError, one_sentence
 
 if TYPE_CHECKING:
     from ..failures import RunFailure
@@ -39,6 +39,14 @@ def _run_failure() -> tuple[type[RunFailure], ...]:
     """Returns the class `RunFailure`, or nothing if its module is not loaded, which imports Dagster: then nobody can raise it."""
     module = sys.modules.get("dagster_rayslurm.failures")
     return () if module is None else (module.RunFailure,)
+
+
+def see_troubles(kind: str = "") -> str:
+    """Returns the line below an error that names the page of troubles, with the section of a kind of failure.
+
+    Returns "" if standard error is no terminal: a program reads one line.
+    """
+    return f"\nSee {TROUBLES}{kind and f'#{kind}'}" if os.isatty(2) else ""
 
 
 def print_json(row: Mapping[str, Any]) -> None:

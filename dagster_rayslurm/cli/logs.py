@@ -23,7 +23,7 @@ from ..runtime.protocol.record import COMPONENTS, JOURNAL, LineReader, component
 from ..slurm.shared_queue import fetch_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import wait_until_gone
-from .common import json_option, one_sentence_errors, print_json, terminal_log
+from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log
 from .options import cluster_options
 from .ps import entry, ident_argument
 
@@ -62,7 +62,7 @@ def logs(ident: str, follow: bool) -> None:
     for each in followed:
         verdict = judge(each.evidence, uses_pipes=False, require_messages=False)
         if verdict.kind is not None:
-            click.echo(f"Error: {verdict.sentence}", err=True)
+            click.echo(f"Error: {verdict.sentence}{see_troubles(verdict.kind)}", err=True)
     sys.exit(next(filter(None, (exit_code(each.evidence.end) for each in followed)), 0))
 
 

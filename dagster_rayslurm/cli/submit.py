@@ -32,7 +32,7 @@ from ..slurm.config import SlurmQueueConfig
 from ..slurm.request import make_request
 from ..slurm.standalone import activate_prefix, standalone_script
 from .cluster import Cluster, find_cluster, the_cluster
-from .common import json_option, one_sentence_errors, print_json, terminal_log
+from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log
 from .options import all_cluster_options, cluster_option
 from .resource import changed
 
@@ -113,7 +113,7 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
     except click.UsageError:
         raise
     except click.ClickException as error:
-        error.show()
+        click.ClickException(error.message + see_troubles()).show()
         sys.exit(NOT_THE_PAYLOAD)
     shown: dict[str, Any]
     if isinstance(done, Detached):
@@ -303,7 +303,7 @@ def _where() -> str:
 
 
 def _tell_failure(failure: RunFailure) -> None:
-    click.echo(f"Error: {failure.description}", err=True)
+    click.echo(f"Error: {failure.description}{see_troubles(failure.kind)}", err=True)
     directory = failure.metadata.get("Run directory")
     if directory is not None:
         click.echo(f"[rayslurm] run directory: {directory.value}", err=True)

@@ -1,12 +1,16 @@
 """What the README and the pages behind it show is run, and what they name is there."""
 
 import ast
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import textwrap
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import pytest
 import tomli
 import yaml
 
+import dagster_rayslurm
 from dagster_rayslurm import BashLauncher, ComputeResource
 
 from ..stack.access import Stack
@@ -112,7 +117,7 @@ def test_snippets_of_other_languages_are_well_formed() -> None:
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert {language for language, _ in blocks} <= {
         *("python", "console", "bash", "toml", "yaml"),
-        *("dockerfile", "mermaid", "text"),
+        *("dockerfile", "mermaid", "text", "output"),
     }
     for language, text in blocks:
         if language == "toml":
@@ -221,7 +226,7 @@ def test_the_asset_of_the_readme_runs_where_nothing_is_prepared(
 ) -> None:
     """By the commands that make a lock, and the resource with `UvEnvironment()`."""
     (commands,) = re.findall(r"```console\n(\$ uv init.*?)```", README, re.DOTALL)
-    (text,) = (block for block in PYTHON if "environment=UvEnvironment()" in block)
+    (text,) = (block for block in PYTHON if "environment=UvEnvironment()" in block and block not in FILES.values())
     for name in ("train.py", "definitions.py"):
         (tmp_path / name).write_text(FILES[name])
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -238,22 +243,104 @@ def test_the_asset_of_the_readme_runs_where_nothing_is_prepared(
     assert "/prefixes/" in stack.exec("edge", ["sh", "-c", "ls -d /home/dev/.dagster_rayslurm/prefixes/*"])
 
 
-def test_the_second_stage_of_the_tutorial_runs_on_two_nodes(
-    tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("train.py", "definitions.py", "cluster.py"):
-        (tmp_path / name).write_text(FILES[name])
-    program = """
-        import dagster as dg
-        from cluster import defs
-        result = defs.resolve_implicit_global_asset_job_def().execute_in_process()
-        found = result.asset_materializations_for_node("model")[0].metadata
-        print("BEST", found["best score"].value, sorted(each.data["node"] for each in found["Nodes"].records))
-    """
-    env = {**os.environ, **stack.env, "HOME": str(tmp_path), "RAYSLURM_MODE": "slurm", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
-    assert "BEST 0.9375 ['c1', 'c2']" in said.stdout, said.stderr[-3000:]
+class Tutorial:
+    """The files of the tutorial in a directory, and its commands there as a user types them."""
+
+    def __init__(self, directory: Path, stack: Stack) -> None:
+        self.directory = directory
+        for name in ("train.py", "definitions.py", "cluster.py", "own_cluster.py"):
+            (directory / name).write_text(FILES[name])
+        (directory / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+        page = (ROOT / "docs" / "start" / "tutorial.md").read_text()
+        blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+        self.commands = [line.removeprefix("$ ").partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
+        ours = {name: value for name, value in stack.env.items() if name != "RAYSLURM_ENV_PATH"}
+        self.env = {**os.environ, **ours, "HOME": str(directory), "DAGSTER_HOME": str(directory), "COLUMNS": "200"}
+        self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.env["XDG_CACHE_HOME"] = str(directory / "cache")
+
+    def command(self, begin: str) -> str:
+        """The command of the page that begins so."""
+        (found,) = (each for each in self.commands if each.startswith(begin))
+        return found
+
+    def type(self, begin: str, **variables: str) -> str:
+        """What that command prints; pressing Materialize in `dagster dev` is a command as well."""
+        command = re.sub(r".*\bdagster dev( .*)", r"dagster asset materialize --select model\1", self.command(begin))
+        said = subprocess.run(
+            ["sh", "-ec", command], cwd=self.directory, env={**self.env, **variables}, capture_output=True, text=True, timeout=400
+        )
+        assert said.returncode == 0, (command, said.stdout[-3000:], said.stderr[-3000:])
+        return said.stdout + said.stderr
+
+    def metadata(self) -> Any:
+        """The metadata of the newest materialization, which Dagster's UI shows."""
+        code = "import dagster as dg; found = dg.DagsterInstance.get().get_latest_materialization_event(dg.AssetKey('model')); "
+        code += "print({key: value.text if hasattr(value, 'text') else value.value for key, value in "
+        code += "found.asset_materialization.metadata.items() if isinstance(value.value, (str, float, int, bool))})"
+        said = subprocess.run([sys.executable, "-c", code], env=self.env, capture_output=True, text=True, check=True, timeout=60)
+        return ast.literal_eval(said.stdout)
+
+
+@pytest.fixture
+def tutorial(tmp_path: Path, stack: Stack) -> Tutorial:
+    return Tutorial(tmp_path, stack)
+
+
+def test_the_second_stage_of_the_tutorial_runs_on_two_nodes(tutorial: Tutorial) -> None:
+    said = tutorial.type("RAYSLURM_MODE=slurm dagster dev", RAYSLURM_MODE="slurm")
+    assert re.search(r"submitted Slurm job \d+ \(.*\) to partition compute", said), said[-3000:]
+    assert tutorial.metadata()["best score"] == 0.9375
+    assert "model" in tutorial.type("rayslurm ps --all") and "c1" in tutorial.type("rayslurm show model")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_the_third_stage_of_the_tutorial_takes_less_than_ten_minutes(tutorial: Tutorial, stack: Stack) -> None:
+    """From nothing on the cluster to the first asset, by the page's commands; then what it says to look at."""
+    tutorial.env["RAYSLURM_MODE"] = tutorial.command("export RAYSLURM_MODE").partition("=")[2]
+    # The wheels that this machine has fetched before are used again, as the index is not what is tested.
+    cache = subprocess.run(
+        ["uv", "cache", "dir"], env={**tutorial.env, "HOME": os.environ["HOME"]}, capture_output=True, text=True
+    )
+    tutorial.env["UV_CACHE_DIR"] = cache.stdout.strip()
+    began = time.monotonic()
+    said = tutorial.type("rayslurm doctor")
+    assert not re.search("^failure", said, re.MULTILINE), said
+    queue = re.search(r"queue=(SlurmQueueConfig\(.*?\n    \)),\n", said, re.DOTALL)
+    shown = re.search(r"queue=(SlurmQueueConfig\(.*?\)),\n", FILES["own_cluster.py"])
+    assert queue is not None and shown is not None
+    names = {"SlurmQueueConfig": dagster_rayslurm.SlurmQueueConfig}
+    assert eval(queue[1], names).model_dump() == eval(shown[1], names).model_dump()
+    try:
+        for begin in ("uv init", "uv add", "rayslurm env"):
+            tutorial.type(begin)
+        script = tutorial.type("python -c 'from own_cluster")
+        assert "\n#SBATCH --nodes=2\n" in script
+        tutorial.type("dagster dev -f own_cluster.py")
+        first = tutorial.metadata()
+        assert first["best score"] == 0.9375 and first["Session reused"] is False
+        assert time.monotonic() - began < 600
+        tutorial.type("dagster dev -f own_cluster.py")
+        assert tutorial.metadata()["Session reused"] is True
+        assert "default" in tutorial.type("rayslurm session list")
+        assert {"c1", "c2"} <= set(re.findall(r"\bc[12]\b", tutorial.type("rayslurm top default")))
+        dashboard = tutorial.command("rayslurm dashboard default").replace(" --open", "")
+        with subprocess.Popen(
+            ["sh", "-c", f"exec {dashboard}"], cwd=tutorial.directory, env=tutorial.env, stdout=subprocess.PIPE, text=True
+        ) as served:
+            assert served.stdout is not None
+            try:
+                url = served.stdout.readline().strip()
+                with urllib.request.urlopen(f"{url}api/version", timeout=60) as answer:
+                    assert "ray_version" in json.load(answer)
+            finally:
+                served.send_signal(signal.SIGINT)
+        tutorial.type("rayslurm session stop")
+        assert not stack.exec("edge", ["squeue", "--noheader", "--user=dev"]).strip()
+    finally:
+        stack.exec("edge", ["scancel", "--quiet", "--user=dev"])
+        stack.exec("edge", ["rm", "-rf", "/home/dev/.dagster_rayslurm"])
 
 
 def test_the_session_settings_of_the_readme_are_those_there_are() -> None:
@@ -310,7 +397,7 @@ def test_the_extras_that_are_installed_exist() -> None:
         re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text().partition("[project.optional-")[2], re.MULTILINE)
     )
     named = re.findall(r'pip install -e "\.\[([a-z,]+)\]"', README)
-    assert len(named) == 2 and {"ray", "ui"} == set(",".join(named).split(",")) <= extras
+    assert len(named) == 3 and {"ray", "ui", "uv"} == set(",".join(named).split(",")) <= extras
 
 
 def test_pixi_has_the_tasks_of_the_makefile() -> None:

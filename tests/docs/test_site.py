@@ -25,6 +25,7 @@ from dagster_rayslurm.ssh import errors as ssh_errors
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "dagster_rayslurm"
+MESSAGES = runpy.run_path(str(ROOT / "scripts" / "messages.py"))
 TROUBLES = " ".join((DOCS / "troubleshooting.md").read_text().split())
 
 
@@ -54,13 +55,15 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """Links between pages and to their headings are checked by the build."""
+    """Every link within it, and every anchor, leads somewhere."""
     shutil.copytree(DOCS, tmp_path / "docs")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     said = subprocess.run(
         [Path(sys.executable).with_name("zensical"), "build", "--strict"], cwd=tmp_path, capture_output=True, text=True
     )
     assert said.returncode == 0, said.stdout + said.stderr
+    links = runpy.run_path(str(ROOT / "scripts" / "docs_links.py"))
+    assert not links["problems_within"](tmp_path / "site", links["read"](tmp_path / "site"))
     # A name that mkdocstrings cannot find would leave an empty page.
     assert "payload_path" in (tmp_path / "site" / "reference" / "python" / "index.html").read_text()
 
@@ -77,6 +80,32 @@ def test_the_page_of_commands_is_up_to_date() -> None:
     assert (DOCS / "reference" / "command-line.md").read_text() == page, (
         "run: python scripts/commands.py > docs/reference/command-line.md"
     )
+
+
+def test_the_page_of_messages_is_up_to_date() -> None:
+    page = MESSAGES["page"]()
+    assert (DOCS / "reference" / "messages.md").read_text() == page, (
+        "a message is new or has changed; run: python scripts/messages.py > docs/reference/messages.md"
+    )
+    assert "| … has no cluster | add a table [clusters.NAME] with the fields of ComputeResource |" in page
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ('raise ValueError(f"{name}: there is no disk {disk!r}; buy one")', "…: there is no disk …; buy one"),
+        ('raise OSError("the disk %s is %.1f GiB too small, 100 %%" % (a, b))', "the disk … is … GiB too small, 100 %"),
+        ('raise RunFailure(kind, "the disk " + name + " is full")', "the disk … is full"),
+        ('raise failed(connection, sentence="the disk is gone")', "the disk is gone"),
+        ('raise click.ClickException("the disk "\n    "is gone")', "the disk is gone"),
+        ("raise ValueError(text)", None),
+        ("raise KeyError('disk')", None),
+    ],
+)
+def test_a_new_message_is_found(tmp_path: Path, code: str, message: str | None) -> None:
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli" / "disk.py").write_text(f"def check():\n    if bad:\n        {code}\n")
+    assert MESSAGES["messages"](tmp_path) == ({"Commands": [message]} if message else {})
 
 
 def test_the_quickstart_is_short() -> None:

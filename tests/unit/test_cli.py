@@ -77,6 +77,21 @@ def test_a_wrong_variable_is_one_sentence(monkeypatch: pytest.MonkeyPatch, base:
         assert "; SSHConnectionResource.user: " in line
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_in_a_terminal_an_error_names_the_page_of_troubles(base: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setattr("os.isatty", lambda number: terminal and number == 2)
+    for words, kind in (
+        (["logs", "nope"], ""),
+        (["session", "stop", "nope"], ""),
+        (["submit", "--mode", "local", "--load-env", "x", "--", "true"], ""),
+        (["submit", "--mode", "local", "--no-ray", "--", "false"], "#payload"),
+    ):
+        lines = invoke(base, *words).stderr.partition("Error: ")[2].splitlines()
+        page = f"See https://github.com/dagster-rayslurm/dagster-rayslurm/blob/main/docs/troubleshooting.md{kind}"
+        assert lines[0] and (page in lines) == terminal, lines
+    assert "troubleshooting" not in invoke(base, "logs").stderr  # It names `--help`.
+
+
 def test_help_needs_no_dagster_and_names_each_command() -> None:
     program = (
         "import sys; from dagster_rayslurm.cli import main; "
