@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Most tests wait for something, so that more of them run at once than there are cores.
 PYTEST = $(BIN)/python -m pytest --numprocesses=3 --tb=native
 export RAYSLURM_MODE ?= local
+# Without bytecode, each process of the tests would compile them and the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
 .PHONY: help install demo deploy dev test test-local test-stack test-all lint docs docs-screenshots bench stack-up stack-down stack-logs clean

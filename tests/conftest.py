@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import textwrap
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -227,6 +228,17 @@ class Ran:
         return {key: value.value for key, value in materialization.metadata.items()}
 
 
+_SHARED = threading.local()
+
+
+def shared_instance() -> dg.DagsterInstance:
+    """A Dagster instance in memory for many runs of this thread, because to make one costs more than a small run."""
+    if not hasattr(_SHARED, "instance"):
+        _SHARED.instance = dg.DagsterInstance.ephemeral()
+    instance: dg.DagsterInstance = _SHARED.instance
+    return instance
+
+
 def run_asset(compute: ComputeResource, payload: Any, *, instance: dg.DagsterInstance | None = None, **arguments: Any) -> Ran:
     """Materialize an asset that calls `run()` once with a payload, and return the result."""
     completed: list[CompletedRun] = []
@@ -242,6 +254,7 @@ def run_asset(compute: ComputeResource, payload: Any, *, instance: dg.DagsterIns
         completed.append(run)
         return run.get_materialize_result()
 
+    instance = instance or shared_instance()
     result = dg.materialize([asset_under_test], resources={"compute": compute}, instance=instance, raise_on_error=False)
     assert result.success == (not failures), [event.message for event in result.all_events if event.is_failure]
     return Ran(result, completed, failures)

@@ -134,7 +134,7 @@ def running(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-@pytest.mark.parametrize("executor", [pytest.param("in_process_executor", marks=pytest.mark.thorough), "multiprocess_executor"])
+@pytest.mark.parametrize("executor", ["in_process_executor", pytest.param("multiprocess_executor", marks=pytest.mark.thorough)])
 def test_ctrl_c_ends_the_payload_politely(executor: str, dagster: Dagster) -> None:
     process, keyboard = dagster.type_command(dagster.write(POLITE, executor=executor))
     pid = dagster.up()
@@ -209,7 +209,9 @@ def test_a_runtime_that_is_stopped_is_killed_in_the_end(dagster: Dagster) -> Non
     assert wait_until(lambda: not running(pid) and not running(runtime), 10)
 
 
-@pytest.mark.parametrize("payload", [POLITE, STUBBORN])
+@pytest.mark.parametrize(
+    "payload", [pytest.param(POLITE, id="polite", marks=pytest.mark.thorough), pytest.param(STUBBORN, id="stubborn")]
+)
 def test_dagster_killed_without_a_word_leaves_nothing(payload: str, dagster: Dagster) -> None:
     process = dagster.execute(dagster.write(payload))
     pid = dagster.up()

@@ -232,9 +232,8 @@ WHICH = pipes_script("""
 """)
 
 
-def test_warm_clusters_serve_their_runs_and_end_when_told(base: Path, script: Any) -> None:
-    """Two on one node: no payload or session harms the other. One that died is replaced."""
-    compute, other = warm(base / "one"), warm(base / "two")
+def test_a_warm_cluster_serves_its_runs_and_ends_when_told(base: Path, script: Any) -> None:
+    compute = warm(base)
     first = run_asset(compute, script(WHICH), extra_env={"FOO": "1"})
     second = run_asset(compute, script(WHICH), extra_env={"BAR": "2"})
     assert first.metadata["address"] == second.metadata["address"]
@@ -247,11 +246,18 @@ def test_warm_clusters_serve_their_runs_and_end_when_told(base: Path, script: An
     assert "SIGKILL" in (run_asset(compute, crash).failure.description or "")
     third = run_asset(compute, script(WHICH))
     assert third.completed[0].cluster_id == cluster_id and third.metadata["Ray cluster was warm"]
-
-    beside = run_asset(other, script(WHICH))
-    assert beside.metadata["address"] != first.metadata["address"]
     assert compute.cleanup_cluster("local-no-such") is False
     assert compute.cleanup_cluster(cluster_id) is True
+
+
+@pytest.mark.thorough
+def test_two_warm_clusters_on_one_node(base: Path, script: Any) -> None:
+    """No session harms the other. One that died is replaced."""
+    compute, other = warm(base / "one"), warm(base / "two")
+    first, beside = run_asset(compute, script(WHICH)), run_asset(other, script(WHICH))
+    cluster_id = first.completed[0].cluster_id
+    assert beside.metadata["address"] != first.metadata["address"]
+    assert compute.cleanup_cluster(str(cluster_id)) is True
     again = run_asset(other, script(WHICH))
     assert again.metadata["address"] == beside.metadata["address"] and again.metadata["Ray cluster was warm"]
     for process in marked_processes(os.environ["PYTEST_OF_RAYSLURM"]):
