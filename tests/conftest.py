@@ -42,11 +42,16 @@ _ON_THE_STACK = ("connections", "docs", "example", "faults", "slurm", "stack")
 """Directories below tests/ with tests that need the Slurm stack."""
 
 
+_TOGETHER = ("runtime/test_preload.py", "runtime/test_ray_internals.py", "unit/test_pixi_environments.py")
+"""Files below tests/ whose tests share a costly fixture, which each process that runs some of them would make."""
+
+
 class _Scheduling(LoadScopeScheduling):
-    """Distributes tests over processes: tests of the Slurm stack by file, as they share costly fixtures; others one by one."""
+    """Distributes tests over processes: those with costly fixtures, as those of the stack, by file; others one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0] if nodeid.split("/")[1] in _ON_THE_STACK else nodeid
+        file = nodeid.partition("::")[0]
+        return file if file.split("/")[1] in _ON_THE_STACK or file.endswith(_TOGETHER) else nodeid
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
