@@ -109,13 +109,13 @@ def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any
         "DAGSTER_PIPES_CONTEXT": None,
     }
     assert metadata["metrics"] and metadata["labels"]["ray_cluster"] == metadata["Ray cluster ID"]
-    assert wait_until(lambda: not list(metrics.iterdir()), 10), "Prometheus would go on asking a cluster that has ended"
+    assert wait_until(lambda: not list(metrics.iterdir()), 30), "Prometheus would go on asking a cluster that has ended"
     assert metadata["token"] == "s3cret" and metadata["cpus"] == 1 and metadata["resources"]["odd name; $x"] == 2.0
     # Another process of this user without the token is refused by the cluster.
     assert metadata["intruder is in"] is False and "uthentication" in metadata["intruder said"]
     assert metadata["token in argv"] is False
     assert metadata["preloaded"] is False, "nothing is, where nothing stays warm"
-    assert wait_until(lambda: not os.path.exists(metadata["token_path"]), 10)  # The teardown goes on after the result.
+    assert wait_until(lambda: not os.path.exists(metadata["token_path"]), 30)  # The teardown goes on after the result.
     assert not list(Path(tempfile.gettempdir()).glob("pymp-*")), "of the dashboard, which is killed"
     assert metadata["Ray version"] and metadata["Ray bring-up (s)"] > 0.5 and metadata["Ray cluster was warm"] is False
     assert metadata["Ray dashboard"] == "was there until the run ended"
@@ -154,7 +154,7 @@ def test_a_lost_head_ends_the_payload_at_once(victim: str, ray_compute: ComputeR
     ended = time.time()
     assert failure.kind == "cluster-lost" and "was lost while the payload ran" in (failure.description or "")
     killed = float((Path(failure.metadata["Run directory"].value) / "work" / "killed-at").read_text())
-    assert ended - killed < 10
+    assert ended - killed < 30
     assert any(key.startswith("Log: ") for key in failure.metadata)
 
 
