@@ -226,7 +226,7 @@ def test_a_command_may_not_be_repeated_and_a_read_may(connect: Any, tmp_path: Pa
 
     killer = threading.Thread(target=kill)
     killer.start()
-    for reads in range(1, 301):
+    for reads in range(1, 301):  # noqa: B007
         assert connection.read(str(tmp_path / "file"), 0, 9) == b"content"
     stopped.set()
     killer.join()
