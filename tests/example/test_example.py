@@ -32,7 +32,6 @@ def demo(tmp_path: Path, *assets: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.ray
-@pytest.mark.thorough
 def test_the_demo_materializes_the_first_assets(tmp_path: Path) -> None:
     """A plain step and a Ray step, whose warm cluster the demo ends."""
     said = demo(tmp_path, "digits_raw", "digits_features")
@@ -40,7 +39,6 @@ def test_the_demo_materializes_the_first_assets(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.core
 @pytest.mark.thorough
 def test_the_demo_materializes_the_whole_study(tmp_path: Path) -> None:
     said = demo(tmp_path)

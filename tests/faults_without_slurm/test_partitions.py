@@ -133,7 +133,6 @@ def asked(slurm: FakeSlurm) -> int:
     return sum(len(slurm.calls(program)) for program in ("sbatch", "squeue", "scancel", "sacct", "scontrol", "srun"))
 
 
-@pytest.mark.thorough
 def test_dagster_and_the_head_node_are_killed(service: Service, fake_slurm: FakeSlurm) -> None:
     service.let("12")
     killed = service.start()

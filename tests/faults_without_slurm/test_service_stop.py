@@ -93,7 +93,9 @@ class Service:
         return (self.home / "log").read_text()
 
 
-@pytest.mark.parametrize(("mode", "waits"), [("slurm", False), ("slurm", True), ("slurm-session", False)])
+@pytest.mark.parametrize(
+    ("mode", "waits"), [("slurm", False), ("slurm", True), pytest.param("slurm-session", False, marks=pytest.mark.thorough)]
+)
 def test_the_next_attempt_goes_on_with_the_job(mode: str, waits: bool, tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """In the executor with a process for each step; the case of `make test` is in one process, which starts sooner."""
     in_one_process = {"executor": "in_process_executor"} if mode == "slurm" and not waits else {}

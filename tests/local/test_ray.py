@@ -303,6 +303,7 @@ def test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle(ba
     assert list_sessions(Layout(base)) == []
 
 
+@pytest.mark.thorough
 def test_another_footprint_gets_another_session_or_an_error(base: Path, script: Any) -> None:
     compute = warm(base, name="shared")
     first = run_asset(compute, script(WHICH))
