@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest --numprocesses=3 --tb=native
 INTO ?= site-versions
 export RAYSLURM_MODE ?= local
+# Without bytecode, each process of the tests would compile them and the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
 .PHONY: help install demo deploy dev test test-local test-stack test-all lint docs docs-links docs-version docs-screenshots bench stack-up stack-down stack-logs clean

@@ -37,6 +37,7 @@ def runtime_name() -> str:
     return f"runtime-{hashlib.sha256(content).hexdigest()[:16]}-{sys.implementation.cache_tag}.pyz"
 
 
+@lru_cache(maxsize=1)
 def build_runtime() -> bytes:
     """Returns the content of the runtime's zipapp: each module as source, and as bytecode, which saves 50 ms at each start."""
     buffer = io.BytesIO()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import textwrap
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -41,11 +42,16 @@ _ON_THE_STACK = ("connections", "docs", "example", "faults", "slurm", "stack")
 """Directories below tests/ with tests that need the Slurm stack."""
 
 
+_TOGETHER = ("runtime/test_preload.py", "runtime/test_ray_internals.py", "unit/test_pixi_environments.py")
+"""Files below tests/ whose tests share a costly fixture, which each process that runs some of them would make."""
+
+
 class _Scheduling(LoadScopeScheduling):
-    """Distributes tests over processes: tests of the Slurm stack by file, as they share costly fixtures; others one by one."""
+    """Distributes tests over processes: those with costly fixtures, as those of the stack, by file; others one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0] if nodeid.split("/")[1] in _ON_THE_STACK else nodeid
+        file = nodeid.partition("::")[0]
+        return file if file.split("/")[1] in _ON_THE_STACK or file.endswith(_TOGETHER) else nodeid
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -247,6 +253,17 @@ class Ran:
         return {key: value.value for key, value in materialization.metadata.items()}
 
 
+_SHARED = threading.local()
+
+
+def shared_instance() -> dg.DagsterInstance:
+    """A Dagster instance in memory for many runs of this thread, because to make one costs more than a small run."""
+    if not hasattr(_SHARED, "instance"):
+        _SHARED.instance = dg.DagsterInstance.ephemeral()
+    instance: dg.DagsterInstance = _SHARED.instance
+    return instance
+
+
 def run_asset(compute: ComputeResource, payload: Any, *, instance: dg.DagsterInstance | None = None, **arguments: Any) -> Ran:
     """Materialize an asset that calls `run()` once with a payload, and return the result."""
     completed: list[CompletedRun] = []
@@ -262,6 +279,7 @@ def run_asset(compute: ComputeResource, payload: Any, *, instance: dg.DagsterIns
         completed.append(run)
         return run.get_materialize_result()
 
+    instance = instance or shared_instance()
     result = dg.materialize([asset_under_test], resources={"compute": compute}, instance=instance, raise_on_error=False)
     assert result.success == (not failures), [event.message for event in result.all_events if event.is_failure]
     return Ran(result, completed, failures)

@@ -93,7 +93,6 @@ CORE = {
         "test_a_payload_exceeds_the_memory",
         "test_a_worker_node_dies",
         "test_somebody_cancels_the_session",
-        "test_the_time_limit",
         "test_twenty_at_once_submit_one_job",
     ),
     "faults/test_unhealthy_nodes.py": ("test_a_full_disk", "test_a_session[warm]"),
@@ -119,9 +118,8 @@ CORE = {
     ),
     "slurm/test_hetjob.py": (
         "test_a_component_that_waits_is_named",
-        "test_an_admin_cancels_a_component",
+        "test_an_admin_cancels_a_component[other-ray]",
         "test_one_cluster_spans_the_components",
-        "test_the_time_limit",
     ),
     "slurm/test_hetjob_separate.py": ("test_a_payload_and_a_cluster_each", "test_the_first_failure_ends_all[gpu]"),
     "slurm/test_partition_auto.py": ("test_a_job_runs_where_it_fits_and_nodes_are_free",),
@@ -177,19 +175,22 @@ CORE = {
 }
 
 SLOW = {
+    "example/test_example.py": ("test_the_demo_materializes_the_first_assets",),
+    "faults_without_slurm/test_partitions.py": ("test_dagster_and_the_head_node_are_killed",),
     "faults_without_slurm/test_service_stop.py": (
         "test_otherwise_the_payload_ends",
-        "test_the_next_attempt_goes_on_with_the_job[slurm-session-False]",
         "test_the_next_attempt_goes_on_with_the_job[slurm-True]",
     ),
     "local/test_interrupt.py": ("test_cancelling_one_payload_keeps_the_warm_cluster",),
     "local/test_preload.py": ("test_payloads_of_a_warm_cluster_begin_with_their_modules_imported",),
     "local/test_ray.py": (
         "test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle",
-        "test_another_footprint_gets_another_session_or_an_error",
         "test_a_payload_fails_that_would_wait_forever",
     ),
-    "local/test_scope.py": ("test_a_notebook_outlives_its_runs", "test_the_cluster_lives_as_long_as_the_run[multiprocess]"),
+    "local/test_scope.py": (
+        "test_the_cluster_lives_as_long_as_the_run[multiprocess]",
+        "test_the_cluster_of_a_killed_run_ends_by_its_idle_timeout",
+    ),
     "local/test_session_components.py": ("test_payloads_with_other_requirements",),
     "local/test_shared_cluster.py": ("test_usage_is_measured_per_payload",),
     "runtime/test_clusters.py": (

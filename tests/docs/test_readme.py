@@ -161,6 +161,8 @@ def test_the_components_of_the_readme_are_simulated_here(tmp_path: Path, monkeyp
 @pytest.mark.ray
 def test_the_separate_components_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (text,) = (block for block in PYTHON if 'topology="separate"' in block)
+    assert "launcher=RayLauncher()" in text
+    text = text.replace("RayLauncher()", "RayLauncher(dashboard=False, ray_args=['--no-monitor'])")  # It starts sooner.
     tell = """
         import json, os
         from dagster_pipes import open_dagster_pipes

@@ -39,7 +39,6 @@ def test_the_demo_materializes_the_first_assets(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.core
 @pytest.mark.thorough
 def test_the_demo_materializes_the_whole_study(tmp_path: Path) -> None:
     said = demo(tmp_path)
@@ -163,9 +162,12 @@ def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "example_project.demo"]
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, start_new_session=True, text=True)
     assert process.stdout is not None
+    said = ""
     for line in process.stdout:
+        said += line
         if "digits_features: running" in line:
             break
+    assert "1797 images" in said, said  # The first asset is made.
     os.killpg(process.pid, 2)
     rest = process.stdout.read()
     assert process.wait(60) == 130 and "nothing is left running" in rest

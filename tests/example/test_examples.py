@@ -120,7 +120,7 @@ def test_batches_are_predicted_by_actors(example: Callable[[str], Example]) -> N
 
 
 @pytest.mark.ray
-@pytest.mark.core
+@pytest.mark.thorough
 def test_models_share_gpus(example: Callable[[str], Example]) -> None:
     shared = example("fractional_gpus").run()
     assert list(shared["models on each GPU"].values()) == [3, 3]
@@ -172,7 +172,7 @@ def test_a_learner_and_rollouts_work_together(example: Callable[[str], Example])
 
 
 @pytest.mark.ray
-@pytest.mark.core
+@pytest.mark.thorough
 def test_partitions_share_a_session(example: Callable[[str], Example]) -> None:
     months = example("session_partitions")
     first, second = months.run("2026-01"), months.run("2026-02")

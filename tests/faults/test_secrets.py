@@ -278,10 +278,8 @@ def check(said: Words, secrets: Words, place: Site | Here) -> None:
     assert not opened, opened
 
 
-@pytest.mark.parametrize(
-    "reuse",
-    [pytest.param(False, id="each its own cluster", marks=pytest.mark.thorough), pytest.param(True, id="a warm cluster")],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("reuse", [False, True], ids=["each its own cluster", "a warm cluster"])
 def test_secrets_are_nowhere_else_on_this_machine(reuse: bool, base: Path, look: Look) -> None:
     compute = ComputeResource(local_base=str(base), default_launcher=small_ray(), enable_cluster_reuse=reuse)
     place = Here(base)

@@ -19,7 +19,7 @@ from dagster_rayslurm.errors import FailureKind
 from ..conftest import run_asset, wait_until
 from ..fake_slurm import FakeSlurm
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 PAYLOAD = """
 import os, pathlib, time
@@ -258,7 +258,7 @@ def test_a_fault_has_one_sentence_and_leaves_nothing_running(
 
     def strike() -> None:
         reached = (here / "up").exists if scenario.moment is RUNNING else lambda: fake_slurm.jobs("PENDING")
-        assert wait_until(reached, 20)
+        assert wait_until(reached, 60)
         scenario.fault(fake_slurm)
         go()
 
@@ -286,8 +286,8 @@ def test_a_fault_has_one_sentence_and_leaves_nothing_running(
         assert ran.failure.kind == scenario.kind and "\n" not in said, said
         assert re.search(scenario.sentence, said), said
         assert ran.failure.allow_retries == scenario.retry, said
-    assert wait_until(lambda: not fake_slurm.processes(), 10), "processes of the job go on"
-    assert wait_until(lambda: states(fake_slurm) == scenario.left, 10), states(fake_slurm)
+    assert wait_until(lambda: not fake_slurm.processes(), 30), "processes of the job go on"
+    assert wait_until(lambda: states(fake_slurm) == scenario.left, 30), states(fake_slurm)
 
 
 def states(slurm: FakeSlurm) -> tuple[str, ...]:

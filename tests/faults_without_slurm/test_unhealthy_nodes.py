@@ -72,11 +72,10 @@ def test_a_built_in_check_names_node_check_and_finding(make: Make, fake_slurm: F
 @pytest.mark.parametrize(
     ("mode", "fields"),
     [
-        ("slurm", {}),
-        ("slurm-session", {}),
-        ("slurm-session", {"enable_cluster_reuse": True}),
+        pytest.param("slurm", {}, id="slurm"),
+        pytest.param("slurm-session", {}, id="fresh-clusters", marks=pytest.mark.thorough),
+        pytest.param("slurm-session", {"enable_cluster_reuse": True}, id="warm-cluster"),
     ],
-    ids=["slurm", "fresh-clusters", "warm-cluster"],
 )
 def test_the_run_succeeds_without_the_node(
     mode: str, fields: dict[str, Any], make: Make, fake_slurm: FakeSlurm, script: Any, tmp_path: Path, capfd: Any

@@ -109,13 +109,13 @@ def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any
         "DAGSTER_PIPES_CONTEXT": None,
     }
     assert metadata["metrics"] and metadata["labels"]["ray_cluster"] == metadata["Ray cluster ID"]
-    assert wait_until(lambda: not list(metrics.iterdir()), 10), "Prometheus would go on asking a cluster that has ended"
+    assert wait_until(lambda: not list(metrics.iterdir()), 30), "Prometheus would go on asking a cluster that has ended"
     assert metadata["token"] == "s3cret" and metadata["cpus"] == 1 and metadata["resources"]["odd name; $x"] == 2.0
     # Another process of this user without the token is refused by the cluster.
     assert metadata["intruder is in"] is False and "uthentication" in metadata["intruder said"]
     assert metadata["token in argv"] is False
     assert metadata["preloaded"] is False, "nothing is, where nothing stays warm"
-    assert wait_until(lambda: not os.path.exists(metadata["token_path"]), 10)  # The teardown goes on after the result.
+    assert wait_until(lambda: not os.path.exists(metadata["token_path"]), 30)  # The teardown goes on after the result.
     assert not list(Path(tempfile.gettempdir()).glob("pymp-*")), "of the dashboard, which is killed"
     assert metadata["Ray version"] and metadata["Ray bring-up (s)"] > 0.5 and metadata["Ray cluster was warm"] is False
     assert metadata["Ray dashboard"] == "was there until the run ended"
@@ -154,7 +154,7 @@ def test_a_lost_head_ends_the_payload_at_once(victim: str, ray_compute: ComputeR
     ended = time.time()
     assert failure.kind == "cluster-lost" and "was lost while the payload ran" in (failure.description or "")
     killed = float((Path(failure.metadata["Run directory"].value) / "work" / "killed-at").read_text())
-    assert ended - killed < 10
+    assert ended - killed < 30
     assert any(key.startswith("Log: ") for key in failure.metadata)
 
 
@@ -232,9 +232,8 @@ WHICH = pipes_script("""
 """)
 
 
-def test_warm_clusters_serve_their_runs_and_end_when_told(base: Path, script: Any) -> None:
-    """Two on one node: no payload or session harms the other. One that died is replaced."""
-    compute, other = warm(base / "one"), warm(base / "two")
+def test_a_warm_cluster_serves_its_runs_and_ends_when_told(base: Path, script: Any) -> None:
+    compute = warm(base)
     first = run_asset(compute, script(WHICH), extra_env={"FOO": "1"})
     second = run_asset(compute, script(WHICH), extra_env={"BAR": "2"})
     assert first.metadata["address"] == second.metadata["address"]
@@ -247,11 +246,18 @@ def test_warm_clusters_serve_their_runs_and_end_when_told(base: Path, script: An
     assert "SIGKILL" in (run_asset(compute, crash).failure.description or "")
     third = run_asset(compute, script(WHICH))
     assert third.completed[0].cluster_id == cluster_id and third.metadata["Ray cluster was warm"]
-
-    beside = run_asset(other, script(WHICH))
-    assert beside.metadata["address"] != first.metadata["address"]
     assert compute.cleanup_cluster("local-no-such") is False
     assert compute.cleanup_cluster(cluster_id) is True
+
+
+@pytest.mark.thorough
+def test_two_warm_clusters_on_one_node(base: Path, script: Any) -> None:
+    """No session harms the other. One that died is replaced."""
+    compute, other = warm(base / "one"), warm(base / "two")
+    first, beside = run_asset(compute, script(WHICH)), run_asset(other, script(WHICH))
+    cluster_id = first.completed[0].cluster_id
+    assert beside.metadata["address"] != first.metadata["address"]
+    assert compute.cleanup_cluster(str(cluster_id)) is True
     again = run_asset(other, script(WHICH))
     assert again.metadata["address"] == beside.metadata["address"] and again.metadata["Ray cluster was warm"]
     for process in marked_processes(os.environ["PYTEST_OF_RAYSLURM"]):
@@ -297,6 +303,7 @@ def test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle(ba
     assert list_sessions(Layout(base)) == []
 
 
+@pytest.mark.thorough
 def test_another_footprint_gets_another_session_or_an_error(base: Path, script: Any) -> None:
     compute = warm(base, name="shared")
     first = run_asset(compute, script(WHICH))

@@ -126,6 +126,7 @@ def test_the_resource_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.ray
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_asset_trains_on_a_small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 CPUs and 2 GPUs, whatever there is; with flags of `ray start`, on a warm cluster that is cleaned up by its id."""

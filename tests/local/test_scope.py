@@ -101,6 +101,7 @@ def test_the_cluster_of_a_killed_run_ends_by_its_idle_timeout(job: Any, tmp_path
     assert wait_until(nothing_runs, 30)
 
 
+@pytest.mark.thorough
 def test_a_notebook_outlives_its_runs(base: Path, tmp_path: Path, script: Any) -> None:
     """The process goes on, and each run has a cluster of its own."""
     compute = ComputeResource(

@@ -26,6 +26,12 @@ def rayslurm(base: Path, *arguments: str, **variables: str) -> subprocess.Comple
     return subprocess.run(command, env={**environ, **variables}, capture_output=True, text=True, timeout=100)
 
 
+def invoke(base: Path, *arguments: str, **variables: str) -> Result:
+    """As `rayslurm`, in this process: a process of its own takes seconds to start."""
+    without = dict.fromkeys(name for name in os.environ if name.startswith("SLURM_EDGE_NODE"))
+    return CliRunner(env={**without, **variables}).invoke(main, ["--base", str(base), "session", *arguments])
+
+
 @pytest.mark.ray
 def test_a_local_session_is_listed_shown_and_stopped(base: Path, script: Any) -> None:
     session = SessionConfig(name="mine", idle_timeout=300)
@@ -33,28 +39,22 @@ def test_a_local_session_is_listed_shown_and_stopped(base: Path, script: Any) ->
     ran = run_asset(compute, script(PAYLOAD), uses_pipes=False)
     cluster_id = ran.completed[0].cluster_id
 
-    (row,) = map(json.loads, rayslurm(base, "list", "--json").stdout.splitlines())
+    (row,) = map(json.loads, invoke(base, "list", "--json").stdout.splitlines())
     assert row["key"].startswith("mine-") and row["cluster_id"] == cluster_id and row["state"] == "ready"
     assert (row["running"], row["waiting"], row["served"], row["place"]) == (0, 0, 1, "this machine")
     assert 0 <= row["idle"] < 30
     listed = rayslurm(base, "list", COLUMNS="200")
     assert listed.returncode == 0 and cluster_id in listed.stdout and "ready" in listed.stdout
 
-    shown = json.loads(rayslurm(base, "show", "mine", "--json").stdout)
+    shown = json.loads(invoke(base, "show", "mine", "--json").stdout)
     assert shown["ray_version"] and shown["payloads"] == [] and row["key"] in shown["directory"]
-    assert cluster_id in rayslurm(base, "show", cluster_id).stdout
+    assert cluster_id in invoke(base, "show", cluster_id).stdout
 
-    stopped = rayslurm(base, "stop", cluster_id)
-    assert stopped.returncode == 0 and stopped.stdout == f"ended the session {row['key']} on this machine\n"
-    assert rayslurm(base, "list", "--json").stdout == ""
-    again = rayslurm(base, "stop", cluster_id)
-    assert again.returncode == 1 and again.stderr.startswith(f"Error: there is no session '{cluster_id}' or has ended")
-
-
-def invoke(base: Path, *arguments: str, **variables: str) -> Result:
-    """As `rayslurm`, in this process: a process of its own takes seconds to start."""
-    without = dict.fromkeys(name for name in os.environ if name.startswith("SLURM_EDGE_NODE"))
-    return CliRunner(env={**without, **variables}).invoke(main, ["--base", str(base), "session", *arguments])
+    stopped = invoke(base, "stop", cluster_id)
+    assert stopped.exit_code == 0 and stopped.stdout == f"ended the session {row['key']} on this machine\n"
+    assert invoke(base, "list", "--json").stdout == ""
+    again = invoke(base, "stop", cluster_id)
+    assert again.exit_code == 1 and again.stderr.startswith(f"Error: there is no session '{cluster_id}' or has ended")
 
 
 @pytest.mark.parametrize("command", [("list",), ("show", "x"), ("stop", "x")])

@@ -61,6 +61,7 @@ def test_a_payload_that_is_too_large_for_the_warm_cluster_gets_a_simulated_one(b
 
 
 @pytest.mark.ray
+@pytest.mark.thorough
 @pytest.mark.parametrize("topology", ["spanning", "separate"])
 def test_components_may_be_larger_than_the_machine(base: Path, script: Any, topology: str) -> None:
     launcher = small_ray(num_cpus_per_node=CPUS, num_gpus_per_node=2)

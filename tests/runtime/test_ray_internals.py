@@ -186,7 +186,7 @@ def test_the_head_is_published_through_the_gcs(gcs: str) -> None:
 def test_demand_that_no_node_can_grant(gcs: str) -> None:
     client = internals.connect_gcs(gcs)
     [node] = internals.node_table(client).values()
-    said = wait_until(lambda: internals.unschedulable(client), 30)
+    said = wait_until(lambda: internals.unschedulable(client), 60)
     [sentence] = said.values()
     assert f"waits for CPU: 1, disk: 2, and the cluster has no disk ({node['hostname']} has CPU: 1, GPU: 0, disk: 0)" in sentence
 

@@ -21,6 +21,10 @@ json_values = st.recursive(
     max_leaves=10,
 )
 records = st.dictionaries(st.text().filter(lambda key: key != "crc"), json_values, min_size=1)
+small_records = st.dictionaries(
+    st.text(max_size=5).filter(lambda key: key != "crc"), st.integers() | st.text(), min_size=1, max_size=3
+)
+"""Where only the bytes of the lines matter: they are made faster."""
 
 
 @given(records)
@@ -39,7 +43,7 @@ def test_an_altered_line_is_no_record(record: dict[str, Any], data: st.DataObjec
     assert r.decode(bytes(line)) is None
 
 
-@given(st.lists(records, max_size=5), st.data())
+@given(st.lists(small_records, max_size=5), st.data())
 def test_any_cutting_gives_the_same_records(all_records: list[dict[str, Any]], data: st.DataObject) -> None:
     content = b"".join(map(r.encode, all_records))
     reader, found = r.LineReader(), []
@@ -50,7 +54,7 @@ def test_any_cutting_gives_the_same_records(all_records: list[dict[str, Any]], d
     assert (reader.offset, reader.damaged) == (len(content), 0)
 
 
-@given(st.lists(records, min_size=1, max_size=5), st.data())
+@given(st.lists(small_records, min_size=1, max_size=5), st.data())
 def test_a_reader_resumes_from_its_offset(all_records: list[dict[str, Any]], data: st.DataObject) -> None:
     content = b"".join(map(r.encode, all_records))
     first = r.LineReader()

@@ -58,7 +58,7 @@ class Session:
             self.process = subprocess.Popen(
                 self.command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        assert wait_until(lambda: self.announced() is not None, 10), self.log.read_text()
+        assert wait_until(lambda: self.announced() is not None, 60), self.log.read_text()
 
     @property
     def file(self) -> Path:
@@ -108,7 +108,7 @@ class Session:
         def ends() -> list[dict[str, Any]]:
             return [record for record in self.records(name) if record["type"] == "end"]
 
-        assert wait_until(ends, 20), self.log.read_text()
+        assert wait_until(ends, 60), self.log.read_text()
         assert len(ends()) == 1
         return ends()[0]
 

@@ -129,10 +129,12 @@ awkward = st.sampled_from(
     ]
 )
 name_strategy = st.one_of(awkward, odd_name)
-file_strategy = st.tuples(st.binary(max_size=2000), st.booleans())
-tree_strategy = st.recursive(
-    file_strategy, lambda inner: st.dictionaries(name_strategy, inner, max_size=5), max_leaves=12
-).filter(lambda found: isinstance(found, dict))
+file_strategy = st.tuples(st.binary(max_size=1100), st.booleans())
+tree_strategy = st.dictionaries(
+    name_strategy,
+    st.recursive(file_strategy, lambda inner: st.dictionaries(name_strategy, inner, max_size=5), max_leaves=8),
+    max_size=4,
+)
 
 
 def write_tree(directory: bytes, entries: Any) -> None:

@@ -185,7 +185,7 @@ def test_payloads_run_inside(cluster: Cluster, fake_slurm: FakeSlurm, tmp_path: 
     mounts = [word for word in cluster.calls()[-1] if str(cluster.data) in word]
     assert f"{cluster.data}:{cluster.data}" in mounts[0]
     # Nothing of this is left running.
-    assert wait_until(lambda: not [line for line in processes() if str(cluster.base) in line], 10), processes()
+    assert wait_until(lambda: not [line for line in processes() if str(cluster.base) in line], 30), processes()
 
 
 def processes() -> list[str]:
@@ -229,7 +229,7 @@ def test_what_runs_programs_outside_ends_with_the_runtime(cluster: Cluster, tmp_
     assert loops() == [loop]  # scancel signals the whole step, and the runtime may have a grace period.
     runtime.kill()
     runtime.communicate()
-    assert wait_until(lambda: not loops(), 10)
+    assert wait_until(lambda: not loops(), 30)
 
 
 @pytest.mark.parametrize("runtime", list(RUNTIMES))

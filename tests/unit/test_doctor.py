@@ -254,7 +254,7 @@ def probed(tmp_path: Path) -> Any:
         facts = site.probe_state(str(run_dir), 2)
         yield facts, site.reach_and_measure(str(run_dir), facts, 20.0)
         (run_dir / machine.STOP).write_text("1")
-        assert [process.wait(10) for process in started] == [0, 0]
+        assert [process.wait(30) for process in started] == [0, 0]
     finally:
         for process in started:
             process.kill()

@@ -86,7 +86,7 @@ def connect() -> Iterator[Callable[..., tuple[SSHConnection, Transport]]]:
     for transport in transports:
         for stream in transport.streams:
             stream.close()
-            stream.process.wait(10)
+            stream.process.wait(30)
 
 
 # -- the agent -----------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_an_interrupt_leaves_the_connection_whole(moment: str, connect: Any, mon
     def interrupting(method: Any) -> Any:
         def interrupted(*arguments: Any) -> Any:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert came.wait(10)
+            assert came.wait(30)
             return method(*arguments)
 
         return interrupted
@@ -155,7 +155,7 @@ def test_an_interrupt_leaves_the_connection_whole(moment: str, connect: Any, mon
         assert connection.run(["echo", "x"]).stdout == b"x\n"
         assert len(transport.streams) == 1
         mark = os.environ["PYTEST_OF_RAYSLURM"]
-        assert wait_until(lambda: not sleeps(mark), 5)
+        assert wait_until(lambda: not sleeps(mark), 20)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -189,12 +189,12 @@ def test_the_end_of_the_connection_kills_all_commands(connect: Any) -> None:
     with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(connection.run, command) for _ in range(3)]
         mark = os.environ["PYTEST_OF_RAYSLURM"]
-        assert wait_until(lambda: sum("sleep" in p.name() for p in marked_processes(mark)) == 9, 10)
+        assert wait_until(lambda: sum("sleep" in p.name() for p in marked_processes(mark)) == 9, 30)
         transport.streams[0].close()
         for each in running:
             with pytest.raises(ConnectionLost):
                 each.result()
-    assert wait_until(lambda: not marked_processes(mark), 8)
+    assert wait_until(lambda: not marked_processes(mark), 30)
     assert transport.streams[0].process.wait(5) == 0
 
 
@@ -205,7 +205,7 @@ def test_a_signal_ends_the_agent_with_its_commands(signum: signal.Signals, conne
     threading.Timer(0.3, transport.streams[0].process.send_signal, [signum]).start()
     with pytest.raises(ConnectionLost):
         connection.run(["sleep", "66"])
-    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 8)
+    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 30)
 
 
 def test_a_command_may_not_be_repeated_and_a_read_may(connect: Any, tmp_path: Path) -> None:
@@ -215,27 +215,32 @@ def test_a_command_may_not_be_repeated_and_a_read_may(connect: Any, tmp_path: Pa
         connection.run(["sh", "-c", f"echo x >> {tmp_path}/times; kill -9 $PPID"])
     assert (tmp_path / "times").read_text() == "x\n"
     transport.streams[-1].process.wait()
-    stopped = threading.Event()
+    stopped, reads = threading.Event(), 0
 
     def kill() -> None:
-        while not stopped.wait(0.2):
-            transport.streams[-1].process.kill()
+        before = 0
+        while not stopped.wait(0.02):
+            if reads > before:  # On a busy machine, an agent may need longer than this to start.
+                before = reads
+                transport.streams[-1].process.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    assert all(connection.read(str(tmp_path / "file"), 0, 9) == b"content" for _ in range(300))
+    for reads in range(1, 301):  # noqa: B007
+        assert connection.read(str(tmp_path / "file"), 0, 9) == b"content"
     stopped.set()
     killer.join()
+    assert len(transport.streams) > 2  # One of them was lost to the command.
 
 
 def test_an_agent_that_is_gone_raises_before_a_command(connect: Any) -> None:
     stream = Pipe("sh", "-c", (command := agent_command(SSH))[0])
     client = AgentClient(SSH, stream, command[1])
     stream.close()
-    assert wait_until(lambda: client.lost, 5)
+    assert wait_until(lambda: client.lost, 20)
     with pytest.raises(ConnectionGone):
         client.submit(None, files.home)
-    stream.process.wait(10)
+    stream.process.wait(30)
 
 
 def test_commands_see_the_environment_of_the_login_and_nothing_else(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +279,7 @@ def test_a_call_that_nobody_waits_for_any_more_is_ended(connect: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         connection.run(["sleep", "55"])
     mark = os.environ["PYTEST_OF_RAYSLURM"]
-    assert wait_until(lambda: not sleeps(mark), 5)
+    assert wait_until(lambda: not sleeps(mark), 20)
     assert connection.run(["echo", "x"]).stdout == b"x\n"
 
 
@@ -303,8 +308,8 @@ def test_messages_come_out_as_they_went_in(values: list[Any]) -> None:
 def test_a_deadline_kills_the_session_of_a_command() -> None:
     began = time.monotonic()
     code, out, _ = processes.run(["sh", "-c", "echo x; trap '' TERM; timeout 44 sleep 44 & sleep 44; sleep 44"], b"", 0.5)
-    assert (code, out) == (None, b"x\n") and 2 < time.monotonic() - began < 8
-    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 3)
+    assert (code, out) == (None, b"x\n") and 2 < time.monotonic() - began < 30
+    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 10)
 
 
 def test_a_command_that_closes_its_streams_is_waited_for() -> None:

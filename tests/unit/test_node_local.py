@@ -152,7 +152,7 @@ def test_a_disk_that_fills_up(
         assert run.found[0] == str(run.shared)
         said = capfd.readouterr().err
         assert "as it cannot be copied: " in said and "No space left on device" in said
-        assert wait_until(lambda: not list(disk.iterdir()), 10)
+        assert wait_until(lambda: not list(disk.iterdir()), 30)
 
 
 ENTER = """
@@ -170,5 +170,5 @@ def test_a_job_that_is_cancelled_while_it_copies(tmp_path: Path, scratch_base: P
     process = subprocess.Popen([sys.executable, "-c", ENTER, str(tmp_path / "bin/python")])
     assert wait_until(lambda: list(scratch_base.glob("rs-*/environment/half")), 20)
     process.terminate()
-    assert process.wait(10) == 128 + 15
+    assert process.wait(30) == 128 + 15
     assert not list(scratch_base.glob("rs-*"))

@@ -111,8 +111,8 @@ def _enter_jupyter(fake_slurm: FakeSlurm, tmp_path: Path, row: dict[str, Any]) -
     program.write_text(textwrap.dedent(JUPYTER).format(python=sys.executable))
     program.chmod(0o755)
     with serving("attach", "--jupyter", "work", errors=tmp_path / "jupyter") as (url, process):
-        assert url.endswith("/lab") and wait_until(config.exists, 10) and stat.S_IMODE(config.stat().st_mode) == 0o600
-        assert wait_until(lambda: _answers(url), 20), (tmp_path / "jupyter").read_text()
+        assert url.endswith("/lab") and wait_until(config.exists, 60) and stat.S_IMODE(config.stat().st_mode) == 0o600
+        assert wait_until(lambda: _answers(url), 60), (tmp_path / "jupyter").read_text()
         said = get(url)
         assert said["words"] == ["lab"] and ":" in said["address"]
         arguments = Path(f"/proc/{process.pid}/cmdline").read_text()

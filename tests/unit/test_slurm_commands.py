@@ -79,7 +79,7 @@ def test_a_login_shell_that_hangs(hidden: Path, monkeypatch: pytest.MonkeyPatch)
     connection = LocalConnection()
     began = time.monotonic()
     assert [run_slurm(connection, ["sbatch"]).returncode for _ in range(2)] == [127, 127]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 KEPT = {"HOME": "/home/me", "USER": "me", "PATH": "/bin", "LC_ALL": "C", "SLURM_CONF": "/etc/s", "LMOD_DIR": "/l", "TZ": "UTC"}

@@ -360,7 +360,7 @@ def test_threads_of_a_process_share_one_query(edge: Edge) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wait_until(lambda: queue.latest(EPOCH), 10)
+    assert wait_until(lambda: queue.latest(EPOCH), 30)
     assert (len(edge.calls), edge.commands) == (1, 1)
 
 

@@ -376,10 +376,10 @@ def test_sigterm_to_all_processes_leaves_the_exit_code(tmp_path: Path, shell: st
     with (tmp_path / LOG).open("w") as log:
         batch = subprocess.Popen([shell, path], stdout=log, env=environment, start_new_session=True)
     try:
-        wait_until(lambda: "ready" in (tmp_path / LOG).read_text(), 10)
+        wait_until(lambda: "ready" in (tmp_path / LOG).read_text(), 30)
         os.killpg(batch.pid, signal.SIGTERM)
         expected = 7 if patient else 128 + signal.SIGTERM
-        assert batch.wait(10) == expected
+        assert batch.wait(30) == expected
         assert (tmp_path / EXIT).read_text() == f"7 0 {expected}\n"
     finally:
         if batch.poll() is None:

@@ -107,8 +107,8 @@ def test_a_run_that_is_left_is_found_again(rayslurm: Rayslurm, cluster: Path, fa
     assert left.exit_code == 0, left.output
     name = left.stdout.strip()
     assert f"rayslurm logs -f {name}" in left.stderr and f"rayslurm cancel {name}" in left.stderr
-    assert wait_until(lambda: [run["state"] for run in runs(rayslurm)] == ["running"], 20)
-    assert wait_until(lambda: rayslurm("logs", name).stdout == "begun\n", 20)
+    assert wait_until(lambda: [run["state"] for run in runs(rayslurm)] == ["running"], 60)
+    assert wait_until(lambda: rayslurm("logs", name).stdout == "begun\n", 60)
     shown = rayslurm("show", "long")
     assert shown.exit_code == 0 and name in shown.stdout and "running" in shown.stdout
     (cluster / "go").write_text("")
@@ -148,7 +148,7 @@ def test_following_a_run_ends_when_slurm_ends_its_job(rayslurm: Rayslurm, fake_s
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     fake_slurm.end(1, "CANCELLED")
-    _, said = process.communicate(timeout=12)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 125 and said.count("Error: ") == 1, said
 
 
@@ -160,7 +160,7 @@ def test_a_signal_cancels_the_run(cluster: Path, fake_slurm: FakeSlurm, signum: 
     process.send_signal(signum)
     _, said = process.communicate(timeout=30)
     assert process.returncode == code and "Traceback" not in said, said
-    assert wait_until(lambda: not fake_slurm.processes(), 10)
+    assert wait_until(lambda: not fake_slurm.processes(), 30)
 
 
 # ---- script
@@ -205,7 +205,7 @@ def test_two_hundred_runs_are_listed_by_one_squeue(rayslurm: Rayslurm, fake_slur
     fake_slurm.job(1000, "another")
     began = time.monotonic()
     rows = runs(rayslurm)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert len(fake_slurm.calls("squeue")) == 1
     assert [row["name"] for row in rows if row["kind"] == "job"] == ["another"]
     assert len(rows) == 101 and all(row["state"] == "running" for row in rows)
@@ -235,14 +235,14 @@ def test_a_run_is_cancelled(rayslurm: Rayslurm, fake_slurm: FakeSlurm, starts: b
     fake_slurm.set(starts=starts)
     name = rayslurm("submit", "--detach", *NO_RAY, "--", "sleep", "100").stdout.strip()
     state = "running" if starts else "pending"
-    assert wait_until(lambda: [run["state"] for run in runs(rayslurm)] == [state], 20)
+    assert wait_until(lambda: [run["state"] for run in runs(rayslurm)] == [state], 60)
     if not starts:
         assert "Resources" in runs(rayslurm)[0]["says"]
         refused = rayslurm("attach", name)
         assert refused.exit_code == 1 and "is pending, so there is nothing to enter" in refused.stderr
     done = rayslurm("cancel", name)
     assert done.exit_code == 0 and "ended the run" in done.stdout, done.output
-    assert wait_until(lambda: not fake_slurm.processes(), 10) and not runs(rayslurm)
+    assert wait_until(lambda: not fake_slurm.processes(), 30) and not runs(rayslurm)
 
 
 def test_a_name_of_several_runs_is_refused(rayslurm: Rayslurm, cluster: Path) -> None:
@@ -277,8 +277,8 @@ def test_a_command_runs_in_the_environment_of_a_run(rayslurm: Rayslurm, fake_slu
     name = rayslurm(
         "submit", "--detach", *NO_RAY, "--env", "A=it's\ttwo", "--secret-env", "HOME", "--", "sleep", "100"
     ).stdout.strip()
-    assert wait_until(lambda: [run["state"] for run in runs(rayslurm)] == ["running"], 20)
-    wait_until(lambda: "payload_pid" in (Path(runs(rayslurm)[0]["directory"]) / "status.json").read_text(), 20)
+    assert wait_until(lambda: [run["state"] for run in runs(rayslurm)] == ["running"], 60)
+    wait_until(lambda: "payload_pid" in (Path(runs(rayslurm)[0]["directory"]) / "status.json").read_text(), 60)
     capfd.readouterr()
     done = rayslurm("attach", name, "--", "sh", "-c", 'printf "%s|" "$A" "$PWD" "$DAGSTER_PIPES_CONTEXT"; exit 5')
     said = capfd.readouterr().out
