@@ -151,7 +151,12 @@ def _end(one: Entry, now: bool) -> None:
             return
         if one.job_id is None or not one.connection.read(f"{one.directory}/job_id", 0, 64):
             raise OSError(f"{one.connection.place}: {one.name} was asked to end and has not within {_END_TIMEOUT:g} s")
-    number = (one.job_id or "").partition("_")[0]
+    number = one.job_id or ""
+    if "_" in number:  # The label of a task of an array, which has a number of its own.
+        rows = fetch_queue(one.connection).rows
+        number = next((str(row.job_id) for row in rows if row.label == number), "")
+        if not number:
+            return
     if not wait_until_gone(one.connection, int(number)):
         raise OSError(f"Slurm does not confirm the end of job {one.job_id}; run `scancel {one.job_id}` on {one.connection.place}")
 
