@@ -16,7 +16,7 @@ from ..backends.listing import Entry, Kind, list_here
 from ..backends.sessions.listing import end_generations
 from ..backends.sessions.local import end_session
 from ..edge import files as edge_files
-from ..execution.terminal import TerminalPipes, exit_code
+from ..execution.terminal import NOT_THE_PAYLOAD, TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome import judge
 from ..runtime.protocol.record import COMPONENTS, JOURNAL, LineReader, component_dir
@@ -57,8 +57,15 @@ def logs(ident: str, follow: bool) -> None:
                 return
             follow_all([(each, partial(_runtime_exit, _Job(run))) for each in followed])
     except KeyboardInterrupt:
-        click.echo(f"\n[rayslurm] {run.name} goes on", err=True)
+        click.echo(f"\n[rayslurm] {ident} goes on", err=True)
         sys.exit(130)
+    except click.UsageError:
+        raise
+    except click.ClickException as error:
+        if not follow:
+            raise
+        error.show()
+        sys.exit(NOT_THE_PAYLOAD)
     for each in followed:
         verdict = judge(each.evidence, uses_pipes=False, require_messages=False)
         if verdict.kind is not None:

@@ -251,18 +251,18 @@ _HEADERS = {
 
 def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
     """Returns a table of the rows of the view that fit into `height` lines, around the chosen row."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     cells = rows(snapshot, screen.view)
     chosen = min(screen.row, len(cells) - 1)
     first = max(0, min(chosen - height // 2, len(cells) - height))
     shown = Table(*_HEADERS[screen.view], title=f"{screen.view} ({len(cells)})", title_justify="left", expand=True)
     for number, row in list(enumerate(cells))[first : first + height]:
-        shown.add_row(*map(escape, row), style="reverse" if number == chosen else "")
+        shown.add_row(*map(Text, row), style="reverse" if number == chosen else "")
         if screen.details and number == chosen and screen.view == "nodes":
             for line in details(snapshot.nodes[number]):
-                shown.add_row("", *[""] * (len(row) - 2), escape(line))
+                shown.add_row("", *[""] * (len(row) - 2), Text(line))
     return shown
 
 
