@@ -91,6 +91,9 @@ def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = Tr
             return _BAD
         if name.lower() == b"upgrade":
             upgrade = value.strip()
+            if upgrade.lower() != b"websocket":  # HTTP/2, say, which a server may ignore and then keep the connection.
+                upgrade = b""
+                continue
         if name.lower() not in _DROPPED:
             kept.append(line)
     kept.append(b"Host: 127.0.0.1:%d" % port)

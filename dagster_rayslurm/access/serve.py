@@ -12,7 +12,7 @@ from typing import Any
 
 from ..runtime.protocol.spec import ClusterAccess
 from .find import Found, look_again
-from .head import Head
+from .head import ClusterEnded, Head
 from .proxy import Proxy
 
 _FIRST_TIMEOUT = 90.0  # Seconds in which the first stream to the head must come.
@@ -50,7 +50,11 @@ async def serve(
         first = asyncio.ensure_future(head.until_ready(_FIRST_TIMEOUT))
         await asyncio.wait([running, first], return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            await first
+            try:
+                await first
+            except asyncio.TimeoutError:
+                where = f"the Ray cluster on {found.access.hostname}"
+                raise ClusterEnded(f"{where} could not be reached within {_FIRST_TIMEOUT:.0f} s; try again") from None
             ready(proxy.url)
         else:
             first.cancel()
@@ -68,12 +72,15 @@ def served(found: Found, say: Callable[[str], None], service: Service | None = N
     Raises ClusterEnded if the cluster cannot be reached. `say` is called with a sentence when the connection is lost or restored.
     """
     url: Future[str] = Future()
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(serve(found, say, url.set_result, service=service))
+    began: Future[tuple[asyncio.AbstractEventLoop, Any]] = Future()
+
+    async def work() -> None:
+        began.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        await serve(found, say, url.set_result, service=service)
 
     def run() -> None:
         try:
-            loop.run_until_complete(task)
+            asyncio.run(work())  # It also ends the open connections of clients.
         except asyncio.CancelledError:
             pass
         except Exception as error:  # noqa: BLE001
@@ -81,14 +88,13 @@ def served(found: Found, say: Callable[[str], None], service: Service | None = N
                 url.set_exception(error)
             else:
                 say(str(error))
-        finally:
-            loop.close()
 
     thread = threading.Thread(target=run, name="rayslurm-proxy", daemon=True)
     thread.start()
     try:
         yield url.result()
     finally:
+        loop, task = began.result()
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             loop.call_soon_threadsafe(task.cancel)
         thread.join(5.0)

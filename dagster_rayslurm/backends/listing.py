@@ -55,6 +55,7 @@ class Entry:
     generation: Generation | None = field(default=None, repr=False)
     run_id: str = ""  # Id of the Dagster run.
     words: frozenset[str] = frozenset()  # Other names of a run: its step and its assets.
+    heterogeneous: bool = False  # Whether a job has several components; for runs and sessions, their record says it.
     # How to reach the Ray clusters of a run or session, by the path of the file that describes the cluster.
     clusters: Mapping[str, ClusterAccess] = field(default_factory=dict, repr=False)
 
@@ -131,11 +132,13 @@ def find(ident: str, entries: Sequence[Entry]) -> Entry:
     matching = sessions[-1:] or (alive if len(alive) == 1 else matching)
     if matching and all(ident in each.words for each in matching):
         matching = matching[-1:]
-    if len({(each.name, each.kind) for each in matching}) == 1:
+    # Several jobs may have one name.
+    shown = {f"{each.name} (job {each.job_id})" if each.kind == Kind.JOB else each.name for each in matching}
+    if len(shown) == 1 and len({each.kind for each in matching}) == 1:
         return matching[-1]
     if not matching:
         raise ValueError(f"no run, session or job is called {ident!r}, or begins so; `rayslurm ps --all` lists them")
-    names = ", ".join(sorted(each.name for each in matching)[:5])
+    names = ", ".join(sorted(shown)[:5])
     raise ValueError(f"{len(matching)} runs, sessions or jobs are called {ident!r}, or begin so: {names}; name one of them")
 
 
@@ -238,9 +241,8 @@ def _job(connection: Connection, row: QueueRow) -> Entry:
     waiting = row.state in WAITING
     says = waiting_text(row.reason, row.start, time.time()) if waiting else ""
     at = row.submit if waiting else row.start
-    return Entry(
-        Kind.JOB, row.name, row.state.lower(), connection, "", says, row.leader_label, None, row.nodes or None, row.partition, at
-    )
+    names = (row.name, row.state.lower(), connection, "", says, row.leader_label, None, row.nodes or None, row.partition, at)
+    return Entry(Kind.JOB, *names, heterogeneous="+" in row.label)
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -74,4 +76,6 @@ def main(context: click.Context, base: str) -> None:
     """Run commands on a Slurm cluster, and look at what runs there: runs, sessions and jobs."""
     from ..backends.layout import Layout
 
+    if isinstance(sys.stdout, TextIOWrapper):  # A terminal of another character set than UTF-8 shows "?" for what it lacks.
+        sys.stdout.reconfigure(errors="replace")
     context.obj = Layout(Path(base).expanduser())

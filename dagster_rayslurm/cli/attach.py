@@ -154,7 +154,7 @@ def _step(one: Entry) -> list[str]:
     if one.job_id is None:
         return []
     node, heterogeneous = _head(one)
-    step = step_on_head(one.job_id.partition("+")[0], heterogeneous, node)
+    step = step_on_head(one.job_id, heterogeneous, node)
     words = [*step, f"--chdir={one.directory or '/'}", *(["--pty"] if has_terminal() else [])]
     return list(one.connection.call(slurm.command_line, words, repeat=True, timeout=60))
 
@@ -165,7 +165,7 @@ def _head(one: Entry) -> tuple[str | None, bool]:
         said = one.generation.announcement
         return said.hosts[0], said.heterogeneous
     if one.kind == Kind.JOB:
-        return None, "+" in (one.job_id or "")
+        return None, one.heterogeneous
     start = next(iter(LineReader().feed(one.connection.read(f"{one.directory}/{JOURNAL}", 0, 65536))), {})
     allocation = start.get("allocation") or {}
     return next(iter(allocation.get("nodes") or ()), one.node), len(allocation.get("components") or ()) > 1

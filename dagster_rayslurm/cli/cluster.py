@@ -180,14 +180,17 @@ def read_file(path: Path) -> dict[str, Any]:
     clusters = content.get("clusters", {})
     if not isinstance(clusters, dict) or not clusters or not all(isinstance(each, dict) for each in clusters.values()):
         raise ValueError(f"{path} has no cluster; add a table [clusters.NAME] with the fields of ComputeResource")
-    return {"default": content.get("default"), "clusters": clusters}
+    default = content.get("default")
+    if default is not None and not isinstance(default, str):
+        raise ValueError(f"{path}: `default` is {default!r}; write the name of a cluster there")
+    return {"default": default, "clusters": clusters}
 
 
 def from_file(path: Path, name: str | None) -> Cluster:
     """Returns the cluster `name`, or the default one, of a `rayslurm.toml`; raises `ValueError` if it is not valid."""
     content = read_file(path)
     clusters, chosen = content["clusters"], name or content["default"]
-    if chosen is None and len(clusters) > 1:
+    if not chosen and len(clusters) > 1:
         raise ValueError(f"{path} has the clusters {listed(clusters)}; choose one with --cluster, or set `default` there")
     chosen = chosen or next(iter(clusters))
     if chosen not in clusters:
@@ -200,10 +203,17 @@ def from_file(path: Path, name: str | None) -> Cluster:
         return _resource(cluster, resolved)
 
     with _named(where):
-        slurm = fields.get("slurm", {})
+        slurm = _table(fields, "slurm", "slurm")
         way = {name: _resolved(slurm[name], f"slurm.{name}") for name in ("ssh", "remote_base") if name in slurm}
-        login = SSHLogin(**way["ssh"]) if "ssh" in way else None
+        login = SSHLogin(**_table(way, "ssh", "slurm.ssh")) if "ssh" in way else None
         return Cluster(login, check_text(way.get("remote_base", BASE)), where, make)
+
+
+def _table(fields: Mapping[str, Any], name: str, path: str) -> dict[str, Any]:
+    found = fields.get(name, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no table; write {path} = {{ … }}, with the fields of its class")
+    return found
 
 
 @contextmanager

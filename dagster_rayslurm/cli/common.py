@@ -55,16 +55,16 @@ def print_json(row: Mapping[str, Any]) -> None:
 
 
 def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) -> None:
-    """Print a table; cells appear literally, without rich's markup. `options` are those of `rich.table.Table`."""
+    """Print a table; cells appear literally, without rich's markup and emoji. `options` are those of `rich.table.Table`."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Column, Table
+    from rich.text import Text
 
     # People copy the first column, so it is never cut; neither is anything that another program reads.
     columns = [Column(header, no_wrap=not number, overflow="fold") for number, header in enumerate(headers)]
     table = Table(*columns, **options)
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     shown = os.isatty(1) or "COLUMNS" in os.environ
     Console(width=None if shown else _WIDE).print(table)
 

@@ -16,7 +16,7 @@ from ..backends.listing import Entry, Kind, list_here
 from ..backends.sessions.listing import end_generations
 from ..backends.sessions.local import end_session
 from ..edge import files as edge_files
-from ..execution.terminal import TerminalPipes, exit_code
+from ..execution.terminal import NOT_THE_PAYLOAD, TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome import judge
 from ..runtime.protocol.record import COMPONENTS, JOURNAL, LineReader, component_dir
@@ -57,8 +57,15 @@ def logs(ident: str, follow: bool) -> None:
                 return
             follow_all([(each, partial(_runtime_exit, _Job(run))) for each in followed])
     except KeyboardInterrupt:
-        click.echo(f"\n[rayslurm] {run.name} goes on", err=True)
+        click.echo(f"\n[rayslurm] {ident} goes on", err=True)
         sys.exit(130)
+    except click.UsageError:
+        raise
+    except click.ClickException as error:
+        if not follow:
+            raise
+        error.show()
+        sys.exit(NOT_THE_PAYLOAD)
     for each in followed:
         verdict = judge(each.evidence, uses_pipes=False, require_messages=False)
         if verdict.kind is not None:
@@ -151,7 +158,12 @@ def _end(one: Entry, now: bool) -> None:
             return
         if one.job_id is None or not one.connection.read(f"{one.directory}/job_id", 0, 64):
             raise OSError(f"{one.connection.place}: {one.name} was asked to end and has not within {_END_TIMEOUT:g} s")
-    number = (one.job_id or "").partition("_")[0]
+    number = one.job_id or ""
+    if "_" in number:  # The label of a task of an array, which has a number of its own.
+        rows = fetch_queue(one.connection).rows
+        number = next((str(row.job_id) for row in rows if row.label == number), "")
+        if not number:
+            return
     if not wait_until_gone(one.connection, int(number)):
         raise OSError(f"Slurm does not confirm the end of job {one.job_id}; run `scancel {one.job_id}` on {one.connection.place}")
 

@@ -82,9 +82,11 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
     The URL works for you alone, and only as long as this command runs.
     """
     found = find_target(target, wait)
+    urls: list[str] = []
     pages: list[str] = []
 
     def ready(url: str) -> None:
+        urls.append(url)
         click.echo(f"{url}/")
         say(f"the Ray dashboard of {found.title}; Ctrl-C ends this")
         if opens:
@@ -94,6 +96,8 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
         with one_sentence_errors():
             asyncio.run(serve(found, say, ready, port))
     except ClusterEnded as error:
+        if not urls:
+            raise click.ClickException(str(error)) from None
         say(str(error))
     except KeyboardInterrupt:
         pass
@@ -154,6 +158,9 @@ def _ray_job(name: str, arguments: list[str], url: str) -> int:
     environ = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
     address, _, secret = url.rpartition("/")
     environ |= {"RAY_API_SERVER_ADDRESS": address, "RAY_JOB_HEADERS": json.dumps({SECRET_HEADER: secret})}
+    # Otherwise the secret would go to the proxy of a site that sets http_proxy.
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    environ |= dict.fromkeys(("no_proxy", "NO_PROXY"), f"{direct},127.0.0.1" if direct else "127.0.0.1")
     program = [sys.executable, "-m", "ray.scripts.scripts", "job", name, *arguments]
     try:
         process = subprocess.Popen(program, env=environ)

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from http.client import HTTPException
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 _INTERVAL = 1.0  # Seconds between two requests to the dashboard; each request fetches one part of the snapshot, in turn.
 _TIMEOUT = 30.0
 _GIB, _MIB = 2**30, 2**20
+_DIRECT = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # A site's http_proxy knows nothing of this machine's ports.
 VIEWS = ("nodes", "tasks", "actors", "jobs", "payloads")
 KEYS = "j k: move   Enter: details   Tab: next view   t: tasks   q: quit"
 
@@ -74,9 +78,9 @@ class Watch:
                 payloads = tuple(self.payloads()) if self.payloads else ()
                 self.snapshot, self.problem = replace(self.snapshot, payloads=payloads), ""
                 return
-            with urllib.request.urlopen(self.url + QUERIES[query], timeout=_TIMEOUT) as answer:
+            with _DIRECT.open(self.url + QUERIES[query], timeout=_TIMEOUT) as answer:
                 self.snapshot, self.problem = self.snapshot.with_answer(query, json.load(answer)), ""
-        except (OSError, ValueError, StartError) as error:
+        except (OSError, ValueError, StartError, HTTPException) as error:
             self.problem = f"{query}: {error}"
 
     def run(self) -> None:
@@ -247,18 +251,18 @@ _HEADERS = {
 
 def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
     """Returns a table of the rows of the view that fit into `height` lines, around the chosen row."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     cells = rows(snapshot, screen.view)
     chosen = min(screen.row, len(cells) - 1)
     first = max(0, min(chosen - height // 2, len(cells) - height))
     shown = Table(*_HEADERS[screen.view], title=f"{screen.view} ({len(cells)})", title_justify="left", expand=True)
     for number, row in list(enumerate(cells))[first : first + height]:
-        shown.add_row(*map(escape, row), style="reverse" if number == chosen else "")
+        shown.add_row(*map(Text, row), style="reverse" if number == chosen else "")
         if screen.details and number == chosen and screen.view == "nodes":
             for line in details(snapshot.nodes[number]):
-                shown.add_row("", *[""] * (len(row) - 2), escape(line))
+                shown.add_row("", *[""] * (len(row) - 2), Text(line))
     return shown
 
 

@@ -21,7 +21,7 @@ from ..slurm.pending import waiting_text
 from ..slurm.refusals import never_starts
 from ..slurm.request import LOG, JobRequest, job_name, make_request, render_script
 from ..slurm.shared_queue import ClusterClock, QueueRow, SlurmUnanswered, fetch_queue
-from ..slurm.states import TERMINAL
+from ..slurm.states import TERMINAL, WAITING
 from ..slurm.steps import parse_exit
 from ..slurm.submit import JOB_SCRIPT, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection
@@ -141,7 +141,7 @@ def _follow(
         alive = [row for row in rows if row.state not in TERMINAL]
         now = time.monotonic()
         heard = now if rows else heard
-        if alive and alive[0].state == "PENDING":
+        if alive and alive[0].state in WAITING:  # In CONFIGURING its nodes are still being powered up.
             if never := never_starts(alive, request):
                 return [failure("probe", f"the job can never start: {never}", "change SlurmQueueConfig as it says")]
             reason = alive[0].reason.replace("None", "")

@@ -216,6 +216,9 @@ def wait_until_gone(connection: Connection, job_id: int, patience: float = 0.0) 
                 # The id of the first component stands for the whole job while that component is not over.
                 alive = [str(row.job_id) for row in rows]
                 targets = [str(job_id)] if str(job_id) in alive else alive
+                array, _, task = rows[0].label.partition("_")
+                if task:  # The last task of an array has the number of the array, which stands for all tasks.
+                    targets = ["--state=PENDING", array] if task.startswith("[") else [rows[0].label]
                 run_slurm(connection, ["scancel", *targets], timeout=60)
         if time.monotonic() - began > _GONE_DEADLINE:
             return False

@@ -202,7 +202,10 @@ def sbatch(state: State, words: list[str], script: str, caller: Caller, now: flo
 
 def scancel(state: State, words: list[str], caller: Caller, now: float) -> Answer:
     options, ids = options_of(words)
-    chosen, error = [int(word) for word in ids], ""
+    chosen, error = [], ""
+    for word in ids:  # The number of an array stands for all its tasks, even if one of them has that number itself.
+        tasks = [job for job in state["jobs"].values() if job["label"] == word or job["label"].startswith(f"{word}_")]
+        chosen += [job["id"] for job in tasks if job["state"] == options.get("state", job["state"])] if tasks else [int(word)]
     if "name" in options:
         chosen += [job["id"] for job in state["jobs"].values() if job["name"] == options["name"]]
     for job_id in chosen:

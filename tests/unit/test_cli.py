@@ -1,6 +1,7 @@
 """The `rayslurm` command, on run directories of real runs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,33 @@ def test_messages_of_runs_are_not_markup(base: Path) -> None:
     listed = invoke(base, "ps", "--all")
     assert listed.exit_code == 0, listed.exception
     assert "[/this]" in listed.output and "[red]" in listed.output and "no run" not in listed.output
+
+
+def test_texts_of_a_table_stay_as_they_are_and_fit_the_terminal(base: Path) -> None:
+    run = base / "runs" / "abc-step-0123"
+    run.mkdir(parents=True)
+    (run / "status.json").write_text(json.dumps({"state": "ended", "at": 1.0, "message": "a:b:c → é"}))
+    assert "a:b:c → é" in invoke(base, "ps", "--all").output
+    for words in (["--json"], []):
+        command = [sys.executable, "-m", "dagster_rayslurm.cli", "--base", str(base), "ps", "--all", "--here", *words]
+        done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"})
+        assert done.returncode == 0 and "a:b:c ? é".encode("latin-1") in done.stdout, done
+
+
+@pytest.mark.parametrize(("option", "code"), [([], 1), (["-f"], 125)])
+def test_logs_that_follow_nothing_do_not_exit_as_the_payload(base: Path, option: list[str], code: int) -> None:
+    done = invoke(base, "logs", *option, "nope")
+    assert done.exit_code == code and done.stderr.startswith("Error: no run, session or job is called 'nope'")
+
+
+def test_ctrl_c_before_a_run_is_found_ends_logs(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dagster_rayslurm.cli import ps
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ps, "entries", interrupted)
+    assert invoke(base, "logs", "-f", "abc").exit_code == 130
 
 
 def test_a_wrong_variable_is_one_sentence(monkeypatch: pytest.MonkeyPatch, base: Path) -> None:

@@ -296,6 +296,19 @@ def test_a_probe_of_which_slurm_says_nothing(tmp_path: Path, fake_slurm: FakeSlu
     assert line.verdict is Verdict.FAILURE and "squeue has said nothing" in line.text
 
 
+def test_a_probe_waits_for_nodes_that_are_powered_up(
+    tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(_: str) -> None:
+        (job_id,) = fake_slurm.jobs()
+        fake_slurm.job(job_id, state="CONFIGURING")
+
+    fake_slurm.set(starts=False)
+    monkeypatch.setattr(probe, "_SECONDS", 0.0)  # For which a job that runs may be silent.
+    (line,) = probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 2.0, waits)
+    assert line.verdict is Verdict.WARNING and "did not start within 2 s" in line.text and fake_slurm.jobs("CANCELLED") == [1]
+
+
 def test_an_interrupt_while_the_probe_is_submitted(
     tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,12 @@ def test_a_websocket_is_let_through() -> None:
     assert headers(head)["connection"] == "Upgrade" and headers(head)["upgrade"] == "websocket"
 
 
+def test_an_upgrade_to_anything_else_is_not_offered() -> None:
+    """A server may ignore it and keep the connection, whose later requests would get no token (as of Java's HTTP client)."""
+    head = rewritten(request("GET /s/ HTTP/1.1", "Upgrade: h2c", "Connection: Upgrade, HTTP2-Settings"), "s", "t", 1)
+    assert headers(head)["connection"] == "close" and "upgrade" not in headers(head)
+
+
 def test_a_cluster_without_authentication_gets_no_token() -> None:
     assert "authorization" not in headers(rewritten(request("GET /s/ HTTP/1.1"), "s", "", 1))
 

@@ -286,3 +286,33 @@ def test_a_command_runs_in_the_environment_of_a_run(rayslurm: Rayslurm, fake_slu
     a, directory, pipes, _ = said.split("|")
     assert a == "it's\ttwo" and directory.endswith(f"{name}/work") and pipes == ""
     rayslurm("cancel", name, "--now")
+
+
+# ---- plain jobs of Slurm
+
+
+def test_a_name_of_several_jobs_ends_none_of_them(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.job(17, "train")
+    fake_slurm.job(18, "train")
+    refused = rayslurm("cancel", "train")
+    assert refused.exit_code == 1 and "train (job 17), train (job 18); name one of them" in refused.stderr
+    assert not fake_slurm.cancelled
+    assert rayslurm("cancel", "18").exit_code == 0 and fake_slurm.jobs("RUNNING") == [17]
+
+
+def test_a_task_of_an_array_is_cancelled_alone(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
+    for number, label in ((17, "17_3"), (18, "17_1"), (19, "17_2")):  # The last task has the number of the array.
+        fake_slurm.job(number, "many", label=label)
+    assert "Slurm job 17_1" in rayslurm("cancel", "17_1").stdout and fake_slurm.jobs("RUNNING") == [17, 19]
+    assert rayslurm("cancel", "17_3").exit_code == 0 and fake_slurm.jobs("RUNNING") == [19]
+    fake_slurm.job(17, "many", "PENDING", label="17_[3-5%1]")
+    assert rayslurm("cancel", "17_[3-5%1]").exit_code == 0 and fake_slurm.jobs("RUNNING") == [19]
+    assert fake_slurm.jobs("CANCELLED") == [17, 18]
+
+
+def test_a_heterogeneous_job_is_entered_at_its_first_component(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
+    for number in (17, 18):
+        fake_slurm.job(number, label=f"17+{number - 17}", leader=17)
+    fake_slurm.job(20)
+    assert rayslurm("attach", "17", "--", "true").exit_code == 0 and rayslurm("attach", "20", "--", "true").exit_code == 0
+    assert ["--het-group=0" in call for call in fake_slurm.calls("srun")] == [True, False]

@@ -1,0 +1,139 @@
+"""Tests: the commands that use a running Ray cluster reach it, by no detour, and say in one sentence why they do not."""
+
+import gc
+import os
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dagster_rayslurm.access import head, serve
+from dagster_rayslurm.access.find import choose
+from dagster_rayslurm.access.head import ClusterEnded
+from dagster_rayslurm.backends.listing import list_here
+from dagster_rayslurm.cli import main
+from dagster_rayslurm.cli.top import Watch
+
+from .test_access import access, run_dir
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Sends the summary of no nodes, or only its beginning."""
+
+    body = b'{"data": {"summary": []}}'
+    length = len(body)
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(self.length))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Dashboard)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_link_that_breaks_in_an_answer_is_a_problem_and_top_goes_on(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dashboard, "length", 1000)
+    watch = Watch(url, None)
+    watch.ask("nodes")
+    assert watch.problem.startswith("nodes: IncompleteRead")
+    monkeypatch.undo()
+    watch.ask("nodes")
+    assert not watch.problem
+
+
+@pytest.fixture
+def site_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Where the variables of a site send HTTP requests."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setattr(urllib.request, "_opener", None)  # It has read the variables already, if it was used.
+        proxy.setblocking(False)
+        yield proxy
+
+
+def test_a_secret_url_does_not_go_to_the_proxy_of_a_site(url: str, site_proxy: socket.socket) -> None:
+    watch = Watch(url, None)
+    watch.ask("nodes")
+    assert not watch.problem
+    with pytest.raises(BlockingIOError):
+        site_proxy.accept()
+
+
+def test_a_job_client_does_not_use_the_proxy_of_a_site(
+    tmp_path: Path, site_proxy: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program in the place of Ray's client says whether its requests would take the detour."""
+    package = tmp_path / "modules" / "ray" / "scripts"
+    package.mkdir(parents=True)
+    for directory in (package, package.parent):
+        (directory / "__init__.py").touch()
+    (package / "scripts.py").write_text(
+        "import os, sys, requests.utils\n"
+        "sys.exit(7 if requests.utils.get_environ_proxies(os.environ['RAY_API_SERVER_ADDRESS']) else 0)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(package.parents[1]), prepend=os.pathsep)
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access())
+    for others in (None, "example.org"):
+        if others:
+            monkeypatch.setenv("no_proxy", others)
+        done = CliRunner().invoke(main, ["--base", str(tmp_path), "job", "list", "train"])
+        assert done.exit_code == 0, done.output
+
+
+def test_a_head_that_does_not_answer_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError("srun did not start a relay")
+
+    monkeypatch.setattr(head, "open_relay", refused)
+    monkeypatch.setattr(serve, "_FIRST_TIMEOUT", 0.3)
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access(job_id="17", hosts=["n1"]))
+    found = choose("train", list_here(str(tmp_path)))
+    with pytest.raises(ClusterEnded, match="on n1 could not be reached within"), serve.served(found, lambda _: None):
+        pass
+    for command in ("dashboard", "top"):
+        done = CliRunner().invoke(main, ["--base", str(tmp_path), command, "train"])
+        lines = done.stderr.splitlines()
+        assert done.exit_code == 1 and done.stdout == "" and "could not be reached" in lines[-1], (done.exception, lines)
+        assert len(lines) == 2 and "srun did not start a relay" in lines[0]
+
+
+def test_the_end_of_a_command_breaks_off_open_connections_without_a_word(tmp_path: Path, capfd: Any) -> None:
+    """As those of a browser, which keeps websockets open."""
+    with socket.create_server(("127.0.0.1", 0)) as dashboard:
+        run_dir(tmp_path, "1a2b3c4d-train-aa", access(dashboard.getsockname()[1]))
+        with serve.served(choose("train", list_here(str(tmp_path))), print) as url:
+            host, _, path = url.removeprefix("http://").partition("/")
+            client = socket.create_connection(tuple(host.split(":")))
+            client.sendall(f"GET /{path}/ws HTTP/1.1\r\nUpgrade: websocket\r\n\r\n".encode())
+            server, _ = dashboard.accept()
+            server.recv(1000)
+            server.sendall(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 101")
+        client.settimeout(10)
+        assert client.recv(100) == b""
+        server.settimeout(10)
+        assert server.recv(100) == b""
+        client.close()
+        server.close()
+    gc.collect()
+    assert "Task was destroyed" not in capfd.readouterr().err
