@@ -120,19 +120,20 @@ def _opening(results: Results, source: str) -> str:
     promised = [figure for figure in figures if figure.bar is not None]
     met = sum(figure.met for figure in promised)
     took = sum(each.seconds for each in results.measured) / 60
-    runs = "one run" if len(results.parts) == 1 else f"{len(results.parts)} runs together"
+    runs = "one run" if len(results.parts) == 1 else f"{len(results.parts)} runs"
     parties = "\n".join(f"- **{name}**: {what}" for name, what in PARTIES.items())
     return f"""# Benchmarks
 
-Rendered by `python -m benchmarks report {source}` from that file, which holds every sample. `make bench` measures and renders
-anew; `python -m benchmarks check OLD NEW` tells whether ratios got worse.
+`python -m benchmarks report {source}` rendered this page from that file, which contains every sample. `make bench` measures and
+renders again. `python -m benchmarks check OLD NEW` reports ratios that got worse.
 
-All parties run by turns on one machine: a Slurm cluster of four nodes in containers that share its CPUs, so that seconds are
-those of a small machine under load and the **ratios** are what holds elsewhere. Each cell is a median, with the smallest and the
-largest value in parentheses. {met} of {len(promised)} promises were met in {runs} of {took:.0f} minutes.
+All competitors ran in turn on one machine, with a Slurm cluster of four nodes in containers that share the machine's CPUs. The
+absolute times are therefore those of a small machine under load; the **ratios** should hold elsewhere. Each table cell shows a
+median, with the smallest and the largest value in parentheses. {met} of {len(promised)} promises were met. The
+measurement took {took:.0f} minutes, in {runs}.
 
-Who takes part, all with 2 CPUs and 2,500 MB of each node for Ray, and nobody with a dashboard, which is on by default and costs a
-second or two (`RayLauncher(dashboard=False)`):
+All competitors had 2 CPUs and 2,500 MB of each node for Ray, and ran without Ray's dashboard. The dashboard is on by default and
+takes one or two seconds (`RayLauncher(dashboard=False)` turns it off). These are the competitors:
 
 {parties}
 """

@@ -1,29 +1,28 @@
 """What the report says in words: who takes part, and why a promise is not met where the reason is known."""
 
 PARTIES = {
-    "`slurm`, `slurm-session`, `slurm-hetjob`, `local`": "this project in each of its modes.",
-    "by hand": "for Ray, a script of somebody who knows Slurm and Ray and is in a hurry (`benchmarks/payloads/limit.sh`): Ray "
-    "starts on all nodes at once, Ray is imported once on each node, nothing sleeps, and the payload starts in the moment in "
-    "which all nodes are alive. It checks nothing, protects nothing and cleans up little: it is the limit. Elsewhere, what the "
-    "cell says.",
-    "Ray's Slurm guide": "our own rendering of the procedure that Ray's documentation describes for Slurm "
-    "(`benchmarks/payloads/guide.sh`): `srun` for the head, a sleep of 10 s, an `srun` for each worker with a sleep of 5 s after "
-    "it, and then the payload.",
+    "`slurm`, `slurm-session`, `slurm-hetjob`, `local`": "the modes of dagster-rayslurm.",
+    "by hand": "for Ray, a hand-written script that is optimized for speed only (`benchmarks/payloads/limit.sh`). Ray starts on "
+    "all nodes at once, each node imports Ray once, nothing sleeps, and the payload starts as soon as all nodes are alive. "
+    "The script checks nothing, protects nothing and cleans up little, so it marks the limit of what is possible. For other "
+    "benchmarks, the table cell names the method.",
+    "Ray's Slurm guide": "our version of the procedure in Ray's documentation for Slurm (`benchmarks/payloads/guide.sh`): `srun` "
+    "for the head, a sleep of 10 s, an `srun` and a sleep of 5 s for each worker, and then the payload.",
     "`ray symmetric-run`": "Ray's own command, started on every node by one `srun` under `sbatch` "
     "(`benchmarks/payloads/symmetric.sh`).",
-    "dagster-slurm": "from PyPI, in an environment of its own; a job for each asset, and a Ray cluster for each Dagster run "
-    '(`allocation_scope="run"`). Its object store has 1 GB, the least that its option takes.',
+    "dagster-slurm": "the package from PyPI, in its own environment, with a job for each asset and one Ray cluster for each "
+    'Dagster run (`allocation_scope="run"`). Its object store has 1 GB, the smallest size that its option accepts.',
 }
 """Those who are compared."""
 
 _EXIT = (
-    "It is measured from the last thing that Python does at exit, and Python still has to let go of Ray then: the script by "
-    "hand, which adds next to nothing, takes over 0.2 s from there."
+    "The measurement begins with Python's last exit handler, and Python still has to release Ray afterwards. Even the script by "
+    "hand takes more than 0.2 s for this."
 )
 REASONS: dict[str, str] = {
     "cold, 1 node: payload's exit to the return": _EXIT,
     "cold, 2 nodes: payload's exit to the return": _EXIT,
-    "slurm.bash: total - payload's work": "most of it is what Slurm takes to start a job and to end it (see the phases), which "
-    "differs from one moment to the next as much as this project and the script by hand do.",
+    "slurm.bash: total - payload's work": "Most of this time is Slurm's start and end of the job (see the phases). Slurm's time "
+    "varies between measurements as much as dagster-rayslurm and the script by hand differ.",
 }
 """By what the names of figures begin with."""
