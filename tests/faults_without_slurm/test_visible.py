@@ -30,7 +30,7 @@ def materialize(compute: ComputeResource, payload: str, names: list[str], instan
 @pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
 def test_runs_are_found_by_their_jobs(mode: str, fake_slurm: FakeSlurm, script: Any, tmp_path: Path) -> None:
     slurm = SlurmResource(remote_base=str(tmp_path / "base"), poll_interval=1)
-    session = SessionConfig(idle_timeout=1)
+    session = SessionConfig(idle_timeout=30)  # Until the second step, on a busy machine.
     compute = ComputeResource(mode=mode, slurm=slurm, default_launcher=BashLauncher(), session=session)
     with dg.instance_for_test() as instance:
         both = materialize(compute, script("import time; time.sleep(0.5)"), ["a", "b"], instance)
