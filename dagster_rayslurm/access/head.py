@@ -28,6 +28,7 @@ _HEAD_START = 0.7  # Seconds that TCP has before srun begins too: a firewall may
 _SRUN_TIMEOUT = 60.0
 _UNREACHABLE = 60.0  # Seconds after which a head is given up although the edge node is in reach.
 _CHECK = 3.0  # Seconds between two looks whether the cluster is still there.
+_CLIENT_CHECK = 1.0  # Seconds between two looks whether the client that waits for an answer is still there.
 _REPEATABLE = (b"GET ", b"HEAD ")  # Beginnings of requests without effects and body.
 _MOST_NOISE = 65536  # Bytes that a shell and srun may print before the relay's first line.
 
@@ -181,14 +182,21 @@ class Head:
         """Sends `first` to the port, then copies data both ways between port and client until the server closes; returns True.
 
         Returns False, with nothing sent to the client, if `first` could not be sent, or is a GET or HEAD request that got no
-        answer; the caller may then send it again.
+        answer; the caller may then send it again. Any other request is sent once. A client that leaves ends its request.
         """
         assert self._multiplexer is not None
         stream = await self._multiplexer.open(self._port)
         try:
             await stream.write(first)
             if first.startswith(_REPEATABLE):
-                answer = await stream.read()
+                reading = asyncio.ensure_future(stream.read())
+                while not (reading.done() or reader.at_eof()):
+                    await asyncio.wait([reading], timeout=_CLIENT_CHECK)
+                if not reading.done():
+                    reading.cancel()
+                    await stream.close()
+                    return True
+                answer = reading.result()
                 if not answer:
                     await stream.close()
                     return False

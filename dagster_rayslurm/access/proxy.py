@@ -129,8 +129,8 @@ class Proxy:
             if answer is not None:
                 writer.write(answer.encode())
                 await writer.drain()
-        except OSError:
-            pass  # The client has gone.
+        except (OSError, asyncio.CancelledError):
+            pass  # The client has gone, or the proxy ends. (Before Python 3.11.8 asyncio prints a cancellation.)
         finally:
             writer.close()
 

@@ -117,23 +117,66 @@ def test_a_head_that_does_not_answer_is_one_sentence(tmp_path: Path, monkeypatch
         assert len(lines) == 2 and "srun did not start a relay" in lines[0]
 
 
+@pytest.mark.parametrize(("method", "times"), [("POST", 1), ("PUT", 1), ("GET", 3)])
+def test_only_a_request_without_effects_is_sent_again(tmp_path: Path, method: str, times: int) -> None:
+    received: list[bytes] = []
+
+    def lose(dashboard: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = dashboard.accept()
+            except OSError:
+                return
+            received.append(connection.recv(65536))
+            connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as dashboard:
+        threading.Thread(target=lose, args=[dashboard], daemon=True).start()
+        run_dir(tmp_path, "1a2b3c4d-train-aa", access(dashboard.getsockname()[1]))
+        with serve.served(choose("train", list_here(str(tmp_path))), print) as url:
+            with client_of(url, f"{method} /PATH/x HTTP/1.1\r\nContent-Length: 0") as client:
+                answer = client.recv(1000)
+        dashboard.shutdown(socket.SHUT_RDWR)
+    assert len(received) == times and answer[:12] == (b"" if times == 1 else b"HTTP/1.1 502")
+
+
+def client_of(url: str, request: str) -> socket.socket:
+    """A connection to a proxy, on which a request was sent with the path of the URL in place of PATH."""
+    host, _, path = url.removeprefix("http://").partition("/")
+    address, _, port = host.partition(":")
+    client = socket.create_connection((address, int(port)), timeout=20)
+    client.sendall((request.replace("PATH", path) + "\r\n\r\n").encode())
+    return client
+
+
+def test_a_client_that_leaves_ends_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_CLIENT_CHECK", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as dashboard:
+        run_dir(tmp_path, "1a2b3c4d-train-aa", access(dashboard.getsockname()[1]))
+        with serve.served(choose("train", list_here(str(tmp_path))), print) as url:
+            client = client_of(url, "GET /PATH/slow HTTP/1.1")
+            server, _ = dashboard.accept()
+            assert server.recv(1000).startswith(b"GET /slow")
+            client.close()
+            server.settimeout(20)
+            assert server.recv(100) == b""
+            server.close()
+
+
 def test_the_end_of_a_command_breaks_off_open_connections_without_a_word(tmp_path: Path, capfd: Any) -> None:
     """As those of a browser, which keeps websockets open."""
     with socket.create_server(("127.0.0.1", 0)) as dashboard:
         run_dir(tmp_path, "1a2b3c4d-train-aa", access(dashboard.getsockname()[1]))
         with serve.served(choose("train", list_here(str(tmp_path))), print) as url:
-            host, _, path = url.removeprefix("http://").partition("/")
-            client = socket.create_connection(tuple(host.split(":")))
-            client.sendall(f"GET /{path}/ws HTTP/1.1\r\nUpgrade: websocket\r\n\r\n".encode())
+            client = client_of(url, "GET /PATH/ws HTTP/1.1\r\nUpgrade: websocket")
             server, _ = dashboard.accept()
             server.recv(1000)
             server.sendall(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
             assert client.recv(100).startswith(b"HTTP/1.1 101")
-        client.settimeout(10)
         assert client.recv(100) == b""
         server.settimeout(10)
         assert server.recv(100) == b""
         client.close()
         server.close()
     gc.collect()
-    assert "Task was destroyed" not in capfd.readouterr().err
+    assert capfd.readouterr().err == ""
