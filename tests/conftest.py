@@ -18,7 +18,6 @@ import dagster as dg
 import hypothesis
 import psutil
 import pytest
-from dagster._config.pythonic_config import resource
 from xdist.scheduler import LoadScopeScheduling
 
 from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, Launcher, RayLauncher, RunFailure
@@ -252,25 +251,6 @@ class Ran:
     def metadata(self) -> dict[str, Any]:
         materialization = self.result.asset_materializations_for_node("asset_under_test")[0]
         return {key: value.value for key, value in materialization.metadata.items()}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def schemas_are_inferred_once() -> Iterator[None]:
-    """Dagster infers the schema of a resource for each object of its class, which takes a third of the time of a small run."""
-    known: dict[Any, Any] = {}
-    infer = resource.infer_schema_from_config_class
-
-    def infer_once(cls: type, fields_to_omit: Any = (), **other: Any) -> Any:
-        key = (cls, frozenset(fields_to_omit))
-        if other:
-            return infer(cls, fields_to_omit=fields_to_omit, **other)
-        if key not in known:
-            known[key] = infer(cls, fields_to_omit=fields_to_omit)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resource, "infer_schema_from_config_class", infer_once)
-        yield
 
 
 _SHARED = threading.local()
