@@ -6,7 +6,7 @@ import shutil
 
 
 def home() -> str:
-    """The home directory of the user."""
+    """Return the home directory of the user."""
     return os.path.expanduser("~")
 
 
