@@ -80,7 +80,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
-        """End sessions with scope "run" if all steps of the Dagster run have ended; each process of the run calls this at its end."""
+        """End sessions with scope "run" if the Dagster run has ended; called at the end of each process of the run."""
         if self.session.scope == "run" and (self.enable_cluster_reuse or self.mode == ExecutionMode.SLURM_SESSION):
             from .run_call import end_run
 

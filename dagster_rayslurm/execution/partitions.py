@@ -1,8 +1,8 @@
 """Run a payload once for each partition of a step: which partitions are missing, their verdicts, and their materializations.
 
-All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each. This runner reports the
-end of each partition by one Pipes message, and the partition is materialized at once: a partition that has succeeded counts,
-whatever becomes of the others.
+All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each. This runner reports
+the end of each partition by one Pipes message, and the partition is materialized at once: a partition that has succeeded
+counts, whatever becomes of the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DATA_VERSION = "dagster/data_version"  # Tag of a materialization.
 
 
 def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) -> None:
-    """Raise `ValueError` unless the step makes partitions of one asset without checks, and `max_concurrent` is positive or None."""
+    """Raise `ValueError` unless the step makes partitions of one asset without checks; also if `max_concurrent` is invalid."""
     if max_concurrent is not None and (
         isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1
     ):

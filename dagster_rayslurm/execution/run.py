@@ -341,8 +341,8 @@ class PayloadRun:
     def _poll(self, payload: FollowedPayload, raise_ignored: Callable[[], None], evidence: Evidence) -> str | None:
         """Returns how the runtime ended, in words; None while it lives.
 
-        Raises `RunFailure` if the runtime does not start in time, or can never start. `raise_ignored` is a function that raises an
-        interrupt that Python has ignored.
+        Raises `RunFailure` if the runtime does not start in time, or can never start. `raise_ignored` raises an interrupt
+        that Python has ignored.
         """
         raise_ignored()
         limit = self.resource.runtime_start_timeout
