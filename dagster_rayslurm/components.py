@@ -1,7 +1,7 @@
 """Components of a heterogeneous Slurm job: their order, their requests to Slurm, and the Ray cluster across them. Pure.
 
-The component of the Ray head comes first: Slurm runs the batch script on that component's
-first node, and that component's job id names the whole job.
+The component of the Ray head comes first: Slurm runs the batch script on that component's first node, and that component's job
+id names the whole job.
 What sbatch passes on to later components was tested with Slurm 22.05 and 24.11. Contradictions raise `ValueError`.
 """
 

@@ -45,8 +45,8 @@ class Launcher(StrictConfig):
 
     working_dir: Annotated[Optional[str], plain_text] = None
     """Directory of this machine whose entries the payload finds as links in its own working directory; None for no entries. New
-    files never reach the directory. In local mode, writing to a linked file changes the original; the links on a cluster lead
-    to a read-only copy."""
+    files beside the links stay apart. In local mode, writing to a linked file or directory changes the original; the links on a
+    cluster lead to a read-only copy."""
     grace_period: Annotated[int, at_least(0, "seconds")] = 10
     """Seconds between SIGTERM and SIGKILL when the payload is cancelled."""
 

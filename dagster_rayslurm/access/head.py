@@ -40,7 +40,7 @@ def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.so
     """Tries TCP and `srun` at the same time to open a stream to a new relay on a job's head node; returns the first that opens.
 
     Returns the stream, and True if it is that of srun, which carries the relay's data as encoded lines. Raises
-    ConnectionFailed if the edge node cannot be reached, another OSError if the head node cannot.
+    ConnectionFailed if the edge node cannot be reached, another OSError if only the head node cannot be reached.
     """
     connection.home()  # A login that fails says why.
     answers: queue.Queue[tuple[socket.socket, bool] | OSError] = queue.Queue()

@@ -219,7 +219,10 @@ def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | 
 
 
 def _activation(resource: ComputeResource, commands: Sequence[str]) -> list[str]:
-    """Returns `commands`, followed by the bash commands that activate the resource's environment on the cluster."""
+    """Returns `commands`, followed by the bash commands that activate the resource's environment on the cluster.
+
+    Raises `ValueError` for an environment that no commands activate.
+    """
     there, path = resource.environment, resource.pre_deployed_env_path
     if path is not None or isinstance(there, PreDeployedEnvironment):
         prefix = there.path if isinstance(there, PreDeployedEnvironment) else str(path)

@@ -216,7 +216,7 @@ def _times(answer: bytes) -> "tuple[float, float]":
 def _claim(directory: str, at: float, interval: float) -> bool:
     """Claim the next run of squeue for this process; returns False if another process ran it within `interval` seconds.
 
-    The name of a file has the time of the last run. Only one process can rename that file, on NFS too, and so there is one
+    The time of the last run is part of a file's name. Only one process can rename that file, on NFS too, and so there is one
     query in each interval of the cluster's clock.
     """
     stamps = [int(name[6:]) for name in os.listdir(directory) if re.fullmatch("asked-[0-9]+", name)]

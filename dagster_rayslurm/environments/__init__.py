@@ -181,8 +181,8 @@ def resolve_environment(environment: Environment) -> Interpreter:
 def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
     """Return the path of a pre-deployed environment on the cluster, or for the inherited one the path of Dagster's Python.
 
-    The path is absolute or begins with "~/". It is "" for an environment that the module `send` installs. `over_ssh` is False if
-    Dagster itself runs on the edge node. Raises `ValueError` if the environment cannot be on the cluster.
+    The path is absolute or begins with "~/". The path is "" for an environment that the module `send` installs. `over_ssh` is
+    False if Dagster itself runs on the edge node. Raises `ValueError` if the environment cannot be on the cluster.
     """
     if isinstance(environment, SentEnvironment):
         return ""

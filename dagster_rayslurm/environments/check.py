@@ -67,7 +67,7 @@ def check_environment_on(
 def facts_of(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> tuple[str, Facts]:
-    """Return the path of an environment on the cluster and its `Facts`; raises `StartError` if it cannot run a payload.
+    """Return the path of an environment on the cluster and its `Facts`; raises `StartError` if a payload cannot run in it.
 
     The edge node caches the facts for up to a day, while Python and the directories on its import path do not change; this
     process caches them for five minutes. Before cached facts lead to an error, the environment is examined again.

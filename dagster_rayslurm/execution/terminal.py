@@ -143,7 +143,8 @@ def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFiel
 def exit_code(end: Record | None) -> int:
     """Returns the exit code of `rayslurm` for a payload with the record `end`, which is None if it was never written. Pure.
 
-    The result is the payload's own exit code, 128 + the number of the signal that ended it, or one of the constants above.
+    The result is the payload's own exit code, 128 + the number of the signal that ended the payload, or TIMED_OUT, INTERRUPTED or
+    NOT_THE_PAYLOAD.
     """
     if end is None:
         return NOT_THE_PAYLOAD
