@@ -116,8 +116,8 @@ def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
 class Head:
     """A stream to the head node of one Ray cluster, opened again when lost; it carries many connections to one port of the node.
 
-    `find` returns how to reach the cluster, and raises ClusterEnded when the cluster has ended; it is called with True if the
-    head node cannot be reached. `say` is called with a sentence when the stream is lost, and when it is open again.
+    `find` returns how to reach the cluster, and raises ClusterEnded when the cluster has ended; `find` is called with True if
+    the head node cannot be reached. `say` is called with a sentence when the stream is lost, and when it is open again.
     """
 
     def __init__(

@@ -71,8 +71,8 @@ def run(
 def environment(keep: "Sequence[str]") -> "dict[str, str]":
     """Return the environment variables for a program of Slurm, with the `SBATCH_*` variables in `keep`.
 
-    The PATH of a non-interactive login is often shorter than that of an interactive one. So if it has no sbatch, a login shell is
-    run once for its PATH.
+    The PATH of a non-interactive login is often shorter than that of an interactive one. So if that PATH has no sbatch, a login
+    shell is run once for its PATH.
     """
     environ = without_options(login_environment(), keep)
     environ["PATH"] = search_path(environ)

@@ -81,7 +81,7 @@ def _merged(parts: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
 
 
 def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
-    """Return how a lock fails to have the wanted version of a PyPI package, such as "lacks numpy"; "" for no fault.
+    """Return how a lock fails to have the wanted version of a PyPI package, such as "lacks numpy"; "" if the lock has it.
 
     `spec` is the wanted version specifier. `versions` are the versions in the lock, by canonical name.
     """

@@ -100,7 +100,7 @@ def execute_partitions(
 def materialized(context: dg.OpExecutionContext) -> set[str]:
     """Returns the keys of the partitions that this run, or a run that it retries from failure, has materialized.
 
-    Other materializations do not count: who runs a partition again wants a new one.
+    Other materializations do not count, because a user who runs a partition again wants a new materialization.
     """
     runs = [run.run_id for run in retried_runs(context)]
     first = context.instance.get_run_record_by_id(runs[0])

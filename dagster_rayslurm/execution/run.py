@@ -234,7 +234,7 @@ class PayloadRun:
         """Start the payloads, follow them until they have ended, and release them, also after an error.
 
         `start` registers each payload as soon as it runs, in the order of the plans; `handler_of` returns the handler for Pipes
-        messages of a component. Raises RunFailure if the payloads cannot be started, or a later attempt has taken over.
+        messages of a component. Raises RunFailure if the payloads cannot be started, or a later attempt has taken them over.
         """
 
         def register(running: RunningPayload) -> None:

@@ -141,7 +141,7 @@ def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFiel
 
 
 def exit_code(end: Record | None) -> int:
-    """Returns the exit code of `rayslurm` for a payload with the record `end`, which is None if it was never written. Pure.
+    """Returns the exit code of `rayslurm` for a payload with the record `end`; None stands for a missing record. Pure.
 
     The result is the payload's own exit code, 128 + the number of the signal that ended the payload, or TIMED_OUT, INTERRUPTED or
     NOT_THE_PAYLOAD.
