@@ -54,11 +54,11 @@ __all__ = [
 _MODULES = "compute", "config", "environments", "failures", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"
 
 
-_COMPONENTS = "ComputeResourceComponent", "RaySlurmScriptComponent"  # Of a module that only `dg` and its projects import.
+_COMPONENTS = "ComputeResourceComponent", "RaySlurmScriptComponent"  # In `dg_components`, for `dg` alone.
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public class or function; the package imports its modules at the first such access, not before (PEP 562)."""
+    """Returns the public class or function `name`; the first such access imports the package's modules (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in ("dg_components",) if name in _COMPONENTS else _MODULES:

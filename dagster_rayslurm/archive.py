@@ -53,7 +53,7 @@ def build_runtime() -> bytes:
 
 
 def install_runtime(directory: Path) -> Path:
-    """Write the runtime's zipapp into a directory of this machine, unless it is there already; returns its path."""
+    """Write the runtime's zipapp into a directory of this machine, unless the directory has it already; returns its path."""
     path = directory / runtime_name()
     if not path.exists():
         LocalConnection().make_dir(str(directory))

@@ -1,6 +1,7 @@
 """Components of a heterogeneous Slurm job: their order, their requests to Slurm, and the Ray cluster across them. Pure.
 
-The component of the Ray head comes first: Slurm runs the batch script on its first node, and its job id names the whole job.
+The component of the Ray head comes first: Slurm runs the batch script on that component's first node, and that component's job
+id names the whole job.
 What sbatch passes on to later components was tested with Slurm 22.05 and 24.11. Contradictions raise `ValueError`.
 """
 
@@ -69,7 +70,10 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _values_of_whole_job(components: Sequence[HetComponent]) -> dict[str, Any]:
-    """Returns values for the `_WHOLE_JOB` fields, in which all queues must agree: the value that is not the default, if any."""
+    """Returns one value for each field of `_WHOLE_JOB`: the value that is not the default, if a queue has one, else the default.
+
+    Raises `ValueError` if two queues have different values that are not the default.
+    """
     common = {}
     for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default
@@ -114,7 +118,10 @@ def _check_inheritance(components: Sequence[Component]) -> None:
 
 
 def _inherited_option(written: str) -> str | None:
-    """Returns the full name of an option that later components inherit, else None. sbatch accepts prefixes of the names."""
+    """Returns the full name of the sbatch option in the text `written` if later components inherit the option, else None.
+
+    Sbatch also accepts the beginning of a name; the result is None if several inherited options have that beginning.
+    """
     name = written.partition("=")[0].removeprefix("--")
     longer = [option for option in INHERITED_OPTIONS if name and option.startswith(name)]
     return name if name in longer else longer[0] if len(longer) == 1 else None
@@ -123,7 +130,7 @@ def _inherited_option(written: str) -> str | None:
 def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
     """Returns the components, in the job's order, with complete launchers: unset fields come from `launcher`, the payload's.
 
-    Without Ray, the payload runs in the first component alone.
+    If `launcher` starts no Ray cluster, the payload runs in the first component alone, and only that component changes.
     """
     first, *others = components
     if launcher.ray_spec() is None:
@@ -144,7 +151,10 @@ def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) 
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
-    """Returns the settings of one Ray cluster across all components, in the job's order; None for a payload without Ray."""
+    """Returns the settings of one Ray cluster across all components, in the job's order; None for a payload without Ray.
+
+    Returns the launcher's own settings if there are no components.
+    """
     spec = launcher.ray_spec()
     if spec is None or not components:
         return spec
@@ -196,7 +206,7 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
 
 
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
-    """Returns the request to Slurm for one heterogeneous job of all components; an error names component and field."""
+    """Returns the request to Slurm for one heterogeneous job of all components; a `ValueError` names component and field."""
     requests = []
     for each in components:
         try:
@@ -220,7 +230,8 @@ def component_specs(request: JobRequest) -> list[ComponentSpec]:
 def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
     """Returns the settings of a Ray cluster that simulates the components on one machine with `cpus` CPUs.
 
-    Each node has the CPUs and GPUs that its component's launcher sets, or else those that its queue requests.
+    Each node has the CPUs and GPUs that its component's launcher sets, or else those that the component's queue requests;
+    the CPUs that come from a queue are at most `cpus`.
     """
     requests = {each.component_id: each for each in components}
     nodes = []

@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 def _explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorator after which the `TypeError` of a method for an unknown argument says which argument to use instead."""
+    """Returns the method, whose `TypeError` for an unknown argument now says which argument to use instead."""
     known = [name for name in inspect.signature(method).parameters if name != "self"]
 
     @functools.wraps(method)
@@ -50,7 +50,10 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
-        """Called when Dagster resolves nested resources; skips this in local mode, where variables for Slurm may be unset."""
+        """Yields the resource after Dagster has resolved the resources in its fields.
+
+        In local mode, yields the resource unchanged, because environment variables for Slurm may be unset there.
+        """
         mode = (context.resource_config or {}).get("mode", self.mode)
         if mode == ExecutionMode.LOCAL:
             yield self
@@ -59,7 +62,10 @@ class ComputeResource(ComputeFields, dg.PipesClient):
                 yield resolved
 
     def get_resource_definition(self) -> Any:
-        """Called when Dagster loads the definitions; raises `ValueError` for an unusable resource or invalid asset settings."""
+        """Returns Dagster's definition of the resource; raises `ValueError` for an unusable resource or invalid asset settings.
+
+        Dagster calls this method when definitions load.
+        """
         from .settings import check_loading
 
         _check_definition(self)
@@ -67,14 +73,14 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         return super().get_resource_definition()
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
-        """Called when a step starts; begins to log in to the edge node while Dagster prepares the step."""
+        """Begin to log in to the edge node, outside local mode; Dagster calls this method before it runs a step."""
         if self.slurm is not None and self.mode != ExecutionMode.LOCAL:
             from .ssh.pool import connect_early
 
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
-        """Called when a process of a Dagster run ends; ends sessions with scope "run" once all steps of the run have ended."""
+        """End sessions with scope "run" if the Dagster run has ended; called at the end of each process of the run."""
         if self.session.scope == "run" and (self.enable_cluster_reuse or self.mode == ExecutionMode.SLURM_SESSION):
             from .run_call import end_run
 
@@ -113,13 +119,13 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         Args:
             context: the context of the asset, asset check or op.
             payload_path: a Python script, even with spaces in its path, or a script with arguments (`train.py --epochs 3`);
-                otherwise a command, split like a shell does (`python -m pkg.mod`) but run without a shell; a list is used
+                otherwise a command, split into words as by a shell (`python -m pkg.mod`) but run without one; a list is used
                 unchanged. `python` means the environment's Python. With topology "separate" one payload for all
                 components, or a mapping by component id.
             launcher: if it has the class of `default_launcher`, its fields override those there; otherwise it replaces
                 `default_launcher`. With topology "separate" each component has its own launcher.
             queue: a `SlurmQueueConfig` or a dictionary; its fields override those of the Slurm resource's queue. The tag
-                `dagster-rayslurm/config` of a run overrides both. Local mode does not use it.
+                `dagster-rayslurm/config` of a run overrides both. Local mode uses no queue.
             extra_env: variables for the payload and its Ray workers.
             secret_env: variables for the payload's driver process only.
             extras: Pipes extras, which the payload finds in `pipes.extras`.
@@ -185,7 +191,8 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             payload_path: as for `run`. A script or module of Python starts fastest, because its processes are forked.
             max_concurrent: how many partitions run at the same time; None for the number of CPUs of the node where they run,
                 which is the first one of the allocation.
-            uses_pipes: False for a payload that does not open Dagster Pipes; it finds its key in RAYSLURM_PARTITION_KEY.
+            uses_pipes: False for a payload that does not open Dagster Pipes; such a payload finds the partition's key in the
+                environment variable RAYSLURM_PARTITION_KEY.
 
         The other arguments are those of `run`.
 

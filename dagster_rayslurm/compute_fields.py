@@ -34,34 +34,35 @@ class ComputeFields(StrictResource):
     slurm: Optional[SlurmResource] = None
     """The Slurm cluster. Local mode ignores it, all other modes need it."""
     default_launcher: Union[RayLauncher, BashLauncher] = Field(default=RayLauncher(), discriminator="kind")
-    """Launcher of payloads without one of their own."""
+    """Launcher of payloads whose call passes no launcher."""
     session: SessionConfig = SessionConfig()
     """The warm session, used with enable_cluster_reuse or mode slurm-session."""
     components: list[HetComponent] = []
-    """Components of the heterogeneous job, which needs them, or of the session; local mode simulates them, a Ray node
-    for each."""
+    """Components of a heterogeneous job, or of a session's allocation; mode slurm-hetjob needs at least one. Local mode simulates
+    each component by a Ray node of its own."""
     topology: Annotated[str, choice(*Topology)] = Topology.SPANNING.value
     """"spanning" for one Ray cluster across all components, or "separate" for a cluster and a payload per component
     (slurm-hetjob, and local, which simulates it)."""
     enable_cluster_reuse: bool = False
-    """Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout. In the modes slurm and
+    """Keep the Ray cluster warm between payloads; a warm cluster ends itself after session.idle_timeout. In the modes slurm and
     slurm-hetjob each payload has a job of its own all the same."""
     environment: Environment = Field(default=InheritedEnvironment(), discriminator="kind")
     """The Python environment of payloads: one that is on the cluster, or one that is made there from what this machine sends.
-    Local mode uses Dagster's in place of the latter."""
+    Local mode uses Dagster's environment in place of one that is sent."""
     pre_deployed_env_path: Annotated[Optional[str], plain_text] = None
-    """Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode ignores a path
-    that does not exist on this machine."""
+    """Path of a pre-deployed environment, in place of `environment`: a conda prefix, a venv, or a directory with activate.sh.
+    Local mode ignores a path that does not exist on this machine."""
     auto_detect_platform: bool = True
     """Make environments that are sent for the platform of the compute nodes: Slurm runs a command of a second on one of them, at
     most once a day. If False, they are made for the platform of the edge node."""
     data_dir: Annotated[Optional[str], plain_text] = None
-    """Shared directory of payloads, in RAYSLURM_DATA_DIR; None for `data` below the base directory there."""
+    """Directory that payloads share, whose path they find in the variable RAYSLURM_DATA_DIR; None for `data` in the base
+    directory of the cluster, in local mode of this machine."""
     local_resources: Annotated[str, choice("simulate", "strict")] = "simulate"
-    """What local mode does when a launcher asks for more CPUs or GPUs than this machine has: "simulate" has Ray count them and
-    says so in the log, "strict" refuses. Memory is never simulated."""
+    """What local mode does when a launcher asks for more CPUs or GPUs than this machine has: "simulate" lets Ray
+    schedule as if they were there, and says so in the log; "strict" refuses the run. Memory is never simulated."""
     local_base: Annotated[str, plain_text] = BASE
-    """Base directory on this machine: run directories of the local mode, outputs."""
+    """Base directory on this machine, for the run directories of local mode and for outputs."""
     require_messages: bool = True
     """Fail a Pipes payload that never opened or never closed Pipes."""
     keep_run_dirs: Annotated[str, choice("all", "failed", "none")] = "failed"

@@ -59,7 +59,7 @@ class StrictResource(StrictModel, dg.ConfigurableResource):
 
 
 def check_list(value: object, of: str) -> list[Any]:
-    """Returns the value as a list, if it is a list or tuple; `of` names the items that it should have, for the error message."""
+    """Returns a list or tuple as a list; raises `ValueError` for another value. `of` names the expected items in the message."""
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise ValueError(f"write a list of {of}")
     return list(value)
@@ -75,7 +75,10 @@ def check_modules(value: object) -> list[str]:
 
 
 def check_time_limit(value: object) -> str:
-    """Returns a time limit in a format of sbatch(1), Slurm 22.05, as a string; refuses 0, which means no limit to Slurm."""
+    """Returns a time limit in a format of sbatch(1), Slurm 22.05, as a string; raises `ValueError` for any other value.
+
+    A limit of 0 is refused as well, because Slurm takes 0 for no limit.
+    """
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else check_text(value)
     if not _TIME_LIMIT.match(text):
         raise ValueError(
@@ -87,7 +90,7 @@ def check_time_limit(value: object) -> str:
 
 
 def check_memory(value: object) -> str:
-    """Returns a memory size for `sbatch --mem`, such as "16G"; refuses an int or float, which has no unit."""
+    """Returns a memory size for `sbatch --mem`, such as "16G"; raises `ValueError` for other values, such as a number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise ValueError(f'{value!r} has no unit; write "{value:g}G" for GiB or "{value:g}M" for MiB')
     if not _MEMORY.match(check_text(value)):
@@ -103,7 +106,7 @@ def mebibytes(size: str) -> float:
 
 
 def time_limit_seconds(text: str) -> float | None:
-    """Returns the seconds of a time limit in a format of sbatch(1), Slurm 22.05; None for no limit, which 0 means as well."""
+    """Returns the seconds of a time limit in a format of sbatch(1), Slurm 22.05; None for "UNLIMITED", "INFINITE" and 0."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     days, dash, rest = text.rpartition("-")
@@ -114,9 +117,9 @@ def time_limit_seconds(text: str) -> float | None:
 
 
 def check_signal(value: object) -> str:
-    """Validate a signal to send before the time limit, "SECONDS" or "SIGNAL@SECONDS"; returns the text.
+    """Validate the signal that comes before the time limit, as text "SECONDS" or "SIGNAL@SECONDS"; returns the text.
 
-    The signal must exist on this system.
+    Raises `ValueError` for other text, for a signal that does not exist on this system, and for 0 seconds.
     """
     match = _SIGNAL.match(check_text(value))
     if not match:
@@ -149,9 +152,9 @@ def check_sbatch_options(value: object) -> list[str]:
 
 
 def check_line(value: str, what: str) -> str:
-    """Validate a string that must fit on one line of a script; returns the string.
+    """Returns a string that fits on one line of a script; raises `ValueError` for a string with control characters.
 
-    `what` names the string in the error message, which does not show the string itself, as that may be a secret.
+    `what` names the string in the error message. The message does not show the string itself, which may be a secret.
     """
     if found := CONTROL.search(value):
         raise ValueError(f"{what}: the value contains the control character {found.group()!r}; remove it")
@@ -177,7 +180,7 @@ identifier = checked(check_identifier)
 
 
 def has_variables(value: Any) -> bool:
-    """Whether a value, a config object or a resource contains an unresolved `EnvVar`."""
+    """Returns whether a value, a config object or a resource contains an unresolved `EnvVar`."""
     if isinstance(value, dg.Config):
         return any(has_variables(getattr(value, name)) for name in type(value).model_fields)
     if isinstance(value, dict):
@@ -243,14 +246,15 @@ class SessionConfig(StrictConfig):
     name: Annotated[Optional[str], identifier] = None
     """Name of the session; None to tell sessions apart by their launcher, queue and settings."""
     num_nodes: Annotated[Optional[int], at_least(1)] = None
-    """Nodes of the allocation; None for the queue's. Not with components, which have their own."""
+    """Nodes of the allocation; None for the queue's num_nodes. Not allowed with components, which have
+    their own num_nodes."""
     time_limit: Annotated[Optional[str], slurm_time] = None
-    """Time limit of the allocation in Slurm's format; None for the queue's."""
+    """Time limit of the allocation in Slurm's format; None for the queue's time_limit."""
     idle_timeout: Annotated[int, at_least(1, "seconds")] = 600
     """Seconds without a payload after which the session ends itself; before its first payload at least 90."""
     yield_when_idle: bool = True
     """On Slurm, end an idle session at once when a job or another session of the same user and remote_base waits for nodes of
-    its partition; a session with a payload never ends for that."""
+    its partition; a session with a payload never ends for that reason."""
     carrier: Annotated[str, choice("auto", "direct", "srun")] = "auto"
     """How requests get to the session: "direct" by TCP from the edge node, "srun" by a step in its allocation, "auto" by TCP
     where that gets through, else by a step."""

@@ -28,7 +28,7 @@ from .slurm.config import SlurmQueueConfig
 def _rendered(context: dg.ResolutionContext, value: Any) -> Any:
     """Returns a value of the YAML file with its templates rendered; other text stays as it is.
 
-    Dagster's own resolver makes numbers and tables of text such as "1.10" and "{}".
+    Dagster's own resolver would turn text such as "1.10" and "{}" into numbers and tables.
     """
     if isinstance(value, Mapping):
         return {name: _rendered(context.at_path(name), each) for name, each in value.items()}
@@ -47,10 +47,11 @@ def _resolver(
     """Returns the resolver of a component's attribute.
 
     Args:
-        description: of the attribute.
-        make: returns the attribute from the value in the file, in which templates are rendered.
+        description: the description of the attribute.
+        make: a function that returns the attribute from the value in the file, after templates are rendered.
         of: type of the value in the file.
-        fields_of: classes whose fields a table may have, which `dg check yaml` and editors learn by the attribute's schema.
+        fields_of: classes whose fields the table in the file may have. The attribute's schema lists these fields for
+            `dg check yaml` and editors; an empty `fields_of` allows any.
     """
     fields = {name: field.description for cls in fields_of for name, field in cls.model_fields.items()}
     schema = {name: {"description": text} for name, text in fields.items()}

@@ -37,7 +37,7 @@ _FINAL = ("configuration", "submission", "environment", "record", "cancelled", "
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
-    """Returns True if a `RetryPolicy` may retry the step: `retry` if that is a bool, else the default for the kind of failure."""
+    """Returns whether a `RetryPolicy` may retry a failed step: `retry` if given, else the default of `kind`; False for None."""
     return kind is not None and kind not in _FINAL if retry is None else retry
 
 

@@ -58,7 +58,10 @@ class FabricWatch:
             self._line = next((line.strip()[-200:] for line in lines if _SOCKETS.search(line)), None)
 
     def warning(self, nodes: int) -> str | None:
-        """Returns a warning, only once, if NCCL's line about sockets was found, else None; `nodes` is the number of nodes."""
+        """Returns a warning at the first call after NCCL's line about sockets was found, else None.
+
+        `nodes` is the number of nodes. With the preset "none", there is no warning about a single node.
+        """
         if self._warned or self._line is None or (self.fabric == "none" and nodes < 2):  # One node alone needs no network.
             return None
         self._warned = True

@@ -44,8 +44,9 @@ class Launcher(StrictConfig):
     """
 
     working_dir: Annotated[Optional[str], plain_text] = None
-    """Directory of this machine whose entries the payload finds in its own working directory, as links: new files stay apart,
-    but here writing to an existing one changes the original; a cluster has a read-only copy. None for an empty directory."""
+    """Directory of this machine whose entries the payload finds as links in its own working directory; None for no entries. New
+    files beside the links stay apart. In local mode, writing to a linked file or directory changes the original; the links on a
+    cluster lead to a read-only copy."""
     grace_period: Annotated[int, at_least(0, "seconds")] = 10
     """Seconds between SIGTERM and SIGKILL when the payload is cancelled."""
 
@@ -59,7 +60,7 @@ class Launcher(StrictConfig):
                 )
 
     def command(self, argv: list[str]) -> list[str]:
-        """Returns the command that starts the payload: by default the payload's own, `argv`, in a subclass perhaps `torchrun …`.
+        """Returns the command that starts the payload: by default `argv`, the payload's own command. A subclass may change it.
 
         `python` as the first word of `argv` and of the result means the environment's Python.
         """
@@ -153,7 +154,7 @@ class RayLauncher(Launcher):
     ray_args: Annotated[list[str], checked(_check_ray_args)] = []
     """More arguments of `ray start`, on every node. `--include-dashboard` sets `dashboard`."""
     head_node_address: Annotated[Optional[str], plain_text] = None
-    """Address that the head binds and is reached at; None for the one Ray finds."""
+    """Address on which Ray listens on the head node, and at which other nodes reach it; None for the address that Ray finds."""
     network_interface: Annotated[Optional[str], plain_text] = None
     """Network interface whose address each node uses, such as "ib0"."""
     component_id: Annotated[Optional[str], identifier] = None
@@ -183,7 +184,7 @@ class RayLauncher(Launcher):
     90 are for worker processes."""
     health_check: Annotated[Optional[str], checked(_check_health)] = None
     """What each node must pass before Ray starts: built-in checks ("gpu-count", "gpu-ecc", "disk-space", "clock", "interface")
-    and shell commands; one, a list, or a text with one in each line. A failure names the node; see
+    and shell commands. Write one check, a list, or a text with a check on each line. A failure names the node; see
     ComputeResource.on_unhealthy."""
     fabric: Annotated[str, choice(*FABRICS)] = "none"
     """Network between the nodes: "infiniband", "efa" or "tcp" sets variables of NCCL, libfabric and gloo for it, unless they are

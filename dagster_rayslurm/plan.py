@@ -176,7 +176,7 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple
 
 
 def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
-    """Splits a command into words; returns these and the command's script or None. If `is_path`, the text is one path."""
+    """Returns the words of a command, and the path of its local script or None. If `is_path`, the text is one path, not split."""
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
     argv, script = [text], _existing_file(text)
@@ -210,7 +210,7 @@ def _without_literals(quoted: re.Match[str]) -> str:
 
 
 def _refuse_shell(text: str) -> None:
-    """Raise `ValueError` for a command with shell syntax, because no shell runs it. Commands that are lists are not checked."""
+    """Raise `ValueError` for a command with shell syntax, such as a pipe, a redirection, a variable or a first word `cd`."""
     for index, word in enumerate(_WORD.findall(text)):
         bare = _QUOTED.sub(_without_literals, word)
         if _SHELL.fullmatch(bare) or (index == 0 and (bare in _BUILTINS or _ASSIGNMENT.match(bare))):
@@ -228,7 +228,8 @@ def _refuse_shell(text: str) -> None:
 def merge(base: C, own: C | None) -> C:
     """Returns a queue or launcher with the fields that `own` sets, and those of `base` for the others.
 
-    Returns `own` unchanged if its class is another one, and `base` if `own` is None.
+    Returns `own` unchanged if the classes differ, and `base` if `own` is None. Fields of a queue `base` that contradict
+    fields of `own` are left out.
     """
     if own is None or type(own) is not type(base):
         return base if own is None else own

@@ -61,7 +61,7 @@ def check_requires(requires: Any, nodes: Sequence[AskedNodes]) -> None:
 
 
 def nodes_of_job(ray: RaySpec, request: JobRequest) -> list[AskedNodes]:
-    """Returns the nodes of the Ray cluster in the job to request; an amount that Slurm will choose counts as unlimited."""
+    """Returns the nodes of the Ray cluster in the job that `request` asks for; an amount that Slurm will choose is infinite."""
     nodes = []
     for part in request.components:
         queue = part.queue

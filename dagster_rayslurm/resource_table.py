@@ -1,4 +1,4 @@
-"""Makes a `ComputeResource` from a table, a dictionary with its fields as files in TOML or YAML have them."""
+"""Makes a `ComputeResource` from a table: a dictionary with the fields of the resource, as read from a TOML or YAML file."""
 
 from __future__ import annotations
 

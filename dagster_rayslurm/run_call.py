@@ -62,7 +62,7 @@ _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}
 def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
     """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed.
 
-    With `by_partition` the call is one of `ComputeResource.run_partitions`.
+    The argument `by_partition` is True for a call of `ComputeResource.run_partitions`.
     """
     # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
@@ -107,7 +107,7 @@ def submit(
 ) -> terminal.Finished | terminal.Detached:
     """Run the payload of one call from a terminal, without Dagster; if `detach` is True, return once the payload has started.
 
-    `name` stands for the key of the step in names and messages. Raises `RunFailure`.
+    `name` stands for the key of the step in names and messages. Raises `RunFailure` if the payload cannot be started.
     """
     if unused := _unused_fields(resource, arguments.get("environment") or resource.environment):
         log.info(f"[rayslurm] local mode does not use {unused}")
@@ -139,7 +139,7 @@ def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
 
 
 def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
-    """End the sessions with scope "run" of a Dagster run if all its steps have ended; called when a process of the run ends."""
+    """End the sessions with scope "run" of a Dagster run if all steps of the run have ended; logs a warning if that fails."""
     run, instance = context.run, context.instance
     if run is None or instance is None or run.execution_plan_snapshot_id is None:
         return
@@ -195,7 +195,7 @@ def environment_site(resource: ComputeFields) -> EnvironmentSite:
 
 @dataclass
 class Call:
-    """A checked call of `ComputeResource.run`: the arguments without `EnvVar`, and the resource's launcher changed by them."""
+    """A checked call of `ComputeResource.run`: its arguments with each `EnvVar` resolved, and the launcher that results."""
 
     resource: ComputeFields
     payload_path: Payloads
@@ -455,7 +455,7 @@ def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
 
 
 def _mode(resource: ComputeFields) -> str | None:
-    """Returns the mode of the resource; resolves an `EnvVar`, because Dagster does so only within a run."""
+    """Returns the mode of the resource, or the value of its `EnvVar`, which Dagster resolves only within a run."""
     return resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
 
 
@@ -467,7 +467,10 @@ def _data_dir(resource: ComputeFields) -> str | None:
 
 
 def _environment(resource: ComputeFields) -> Environment:
-    """Returns the Python environment of payloads, from `environment` or `pre_deployed_env_path`; raises `ValueError` for both."""
+    """Returns the Python environment of payloads: that at `pre_deployed_env_path` if the field is set, else `environment`.
+
+    Returns Dagster's environment if local mode ignores the path. Raises `ValueError` if `environment` is pre-deployed as well.
+    """
     path = resource.pre_deployed_env_path
     if path is None:
         return resource.environment

@@ -138,7 +138,10 @@ def _agreeing(settings: list[Settings]) -> list[Settings]:
 
 
 def check_loading(resource: object, launcher: type[Launcher]) -> None:
-    """Raise `ValueError` for invalid settings in the `Definitions` object from which Dagster is loading this resource."""
+    """Raise `ValueError` for invalid settings in the `Definitions` object from which Dagster is loading this resource.
+
+    Does nothing if Dagster is not loading one. `launcher` is the class of the resource's default launcher.
+    """
     defs = _loading()
     if defs is None:
         return

@@ -43,7 +43,7 @@ class Found:
 
 
 def choose(ident: str, entries: Sequence[Entry]) -> Found:
-    """Returns the one running cluster that has the given name (see `listing.named`); raises NoCluster otherwise. Pure.
+    """Returns the one running cluster that has the given name (see `listing.named`). Pure.
 
     If each component of a run has a cluster of its own, RUN/COMPONENT names one of these clusters. Raises NoCluster if no
     cluster, several, or one without dashboard has the name.

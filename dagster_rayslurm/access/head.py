@@ -41,7 +41,7 @@ def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.so
     """Tries TCP and `srun` at the same time to open a stream to a new relay on a job's head node; returns the first that opens.
 
     Returns the stream, and True if it is that of srun, which carries the relay's data as encoded lines. Raises
-    ConnectionFailed if the edge node cannot be reached, another OSError if the head node cannot.
+    ConnectionFailed if the edge node cannot be reached, another OSError if only the head node cannot be reached.
     """
     connection.home()  # A login that fails says why.
     answers: queue.Queue[tuple[socket.socket, bool] | OSError] = queue.Queue()
@@ -117,8 +117,8 @@ def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
 class Head:
     """A stream to the head node of one Ray cluster, opened again when lost; it carries many connections to one port of the node.
 
-    `find` returns how to reach the cluster, and raises ClusterEnded when the cluster has ended; it is called with True if the
-    head node cannot be reached. `say` is called with a sentence when the stream is lost, and when it is open again.
+    `find` returns how to reach the cluster, and raises ClusterEnded when the cluster has ended; `find` is called with True if
+    the head node cannot be reached. `say` is called with a sentence when the stream is lost, and when it is open again.
     """
 
     def __init__(

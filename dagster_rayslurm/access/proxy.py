@@ -65,7 +65,7 @@ def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = Tr
 
     The path loses the secret at its beginning, unless `strips` is False because the service expects the secret there.
 
-    Each request has a connection of its own, as only the head of the first request on a connection is read.
+    The new head asks the service to close the connection after its response, because the proxy reads one request per connection.
     """
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     request = _REQUEST.fullmatch(first)

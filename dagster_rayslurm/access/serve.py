@@ -38,8 +38,8 @@ async def serve(
 ) -> None:
     """Serves a service of a cluster, by default the Ray dashboard, until the cluster ends; then raises ClusterEnded.
 
-    It listens on `port` of this machine, any free one for 0. `ready` is called with the URL once the cluster is reached, and
-    `say` with a sentence when the connection is lost or restored.
+    The proxy listens on `port` of this machine, or on any free port if `port` is 0. `ready` is called with the URL once the
+    cluster is reached, and `say` with a sentence when the connection is lost or restored.
     """
     service = service or dashboard_of(found.access)
     head = Head(found.connection, found.access, look_again(found), say, service.port)

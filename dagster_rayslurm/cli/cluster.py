@@ -1,7 +1,7 @@
 """Finds the cluster for a command: by `--from`, `--cluster`, environment variables, or the default of a `rayslurm.toml`.
 
 Each of these sources gives a `ComputeResource`, so that the terminal has the fields of Dagster's resource and no others. The
-resource is made when a command asks for it: `ps` and others need only the way to the cluster, and save importing Dagster.
+resource is made when a command asks for it: `ps` and others need only the connection, and so do not import Dagster.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def one_sentence_errors() -> Iterator[None]:
 
 
 def _run_failure() -> tuple[type[RunFailure], ...]:
-    """Returns the class `RunFailure`, or nothing if its module is not loaded, which imports Dagster: then nobody can raise it."""
+    """Returns a tuple with the class `RunFailure`, or () if nobody can raise it, as its module is not loaded."""
     module = sys.modules.get("dagster_rayslurm.failures")
     return () if module is None else (module.RunFailure,)
 

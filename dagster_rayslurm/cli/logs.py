@@ -82,7 +82,7 @@ def _components(run: Entry) -> list[str | None]:
 
 
 def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: bool) -> Follower:
-    """Returns a follower of a run or of one component; Slurm may requeue a run that has a job of its own, and begin it anew."""
+    """Returns a follower of a run or of one component; `own_job` says whether the run has a job, which Slurm may requeue."""
     directory = run.directory if component is None else component_dir(run.directory, component)
     pipes = TerminalPipes(log)
     return Follower(run.connection, directory, nonce_of(run.name), pipes, log, _CADENCE, requeue=own_job, component=component)
@@ -153,7 +153,7 @@ def _end(one: Entry, now: bool) -> None:
         return
     if one.kind == Kind.RUN:
         write_cancel_request(one.connection, one.directory, now)
-        # A run that waits has no runtime that would read the request. One in a session shares its job with others.
+        # A run that waits has no runtime that would read the request. A run in a session shares its job with others.
         if one.state != "pending" and _ends(one, _END_TIMEOUT):
             return
         if one.job_id is None or not one.connection.read(f"{one.directory}/job_id", 0, 64):

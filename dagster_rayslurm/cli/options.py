@@ -54,7 +54,7 @@ def all_cluster_options(command: F) -> F:
 
 
 def cluster_option(name: str) -> str | None:
-    """Returns the value of an option that names the cluster, wherever it stands; None if it is not given."""
+    """Returns the value of an option that names the cluster, given after `rayslurm` or after the command; None if not given."""
     return click.get_current_context().meta.get(_KEY + name) or None
 
 

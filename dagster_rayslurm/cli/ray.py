@@ -36,7 +36,10 @@ _TARGET = (
 
 
 def find_target(target: str, wait: bool = False) -> Found:
-    """Returns the running cluster with the given name, with `wait` once it is up; raises ClickException if there is none."""
+    """Returns the running cluster with the given name; raises ClickException if there is none.
+
+    If `wait` is True, waits for the cluster as long as a run, session or job with that name has not ended.
+    """
     said = ""
     while True:
         with one_sentence_errors():

@@ -29,9 +29,9 @@ def changed(config: C, **fields: Any) -> C:
 
 
 def make_resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResource:
-    """Returns the resource of a cluster whose other fields are `fields`, as a `rayslurm.toml` has them.
+    """Returns the resource of a cluster; `fields` are the other fields of the resource, as a `rayslurm.toml` has them.
 
-    Raises `ValueError`, which names the origin of the cluster, if one of them is wrong.
+    Raises `ValueError`, which names the origin of the cluster, if a field is wrong.
     """
     # `slurm` may be absent for a Slurm on this machine.
     slurm = {**fields.get("slurm", {}), "remote_base": cluster.remote_base, "ssh": _ssh_resource(cluster.ssh)}
@@ -54,7 +54,7 @@ def _ssh_resource(login: SSHLogin | None) -> SSHConnectionResource | None:
 
 
 def load_cluster(source: str) -> Cluster:
-    """Returns the cluster of the `ComputeResource` that MODULE:RESOURCE names; raises `ValueError` if it has none."""
+    """Returns the cluster of the `ComputeResource` that MODULE:RESOURCE names; raises `ValueError` if it has no cluster."""
     where = f"--from {source}"
     found = load_resource(source)
     if found.slurm is None:
@@ -98,7 +98,7 @@ def load_resource(source: str) -> ComputeResource:
 
 
 def _definitions(value: Any) -> dg.Definitions | None:
-    """Returns `value` if it is `Definitions`, or calls it if it has the decorator `dg.definitions`; None for another value."""
+    """Returns `value` if it is `Definitions`, the result of `value()` if that has the decorator `dg.definitions`, else None."""
     if isinstance(value, dg.Definitions):
         return value
     if type(value).__name__ == "LazyDefinitions":

@@ -47,7 +47,7 @@ class Session:
     generation: Generation
     row: dict[str, Any]
     description: Mapping[str, Any] = field(default_factory=dict)  # The session's answer about itself; empty before `refresh`.
-    here: bool = False  # Whether it is a process of this machine, without Slurm.
+    here: bool = False  # Whether the session is a process of this machine, without Slurm.
 
     def refresh(self) -> None:
         """Asks the session for its description and updates `row`; does nothing if the session is not up."""
@@ -100,7 +100,7 @@ def list_sessions(layout: Layout, everything: bool, as_json: bool) -> None:
 def start(name: str | None, idle_timeout: int | None, as_json: bool, **options: Any) -> None:
     """Start a session with a warm Ray cluster for interactive work, and wait until it is up; `rayslurm attach` enters it.
 
-    It is the session that assets of the same resource use, if no option changes it, and ends when it was idle for too long.
+    Assets of the same resource use this session too, unless an option changes it. The session ends when it was idle for too long.
     """
     with one_sentence_errors():
         cluster = the_cluster()

@@ -94,8 +94,9 @@ def _job_options(command: F) -> F:
 def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Run a command on the cluster, with a Ray cluster around it: `rayslurm submit --nodes 4 --gpus 2 -- python train.py`.
 
-    The command's output is live, and its exit code becomes that of `submit`. Ctrl-C cancels the run, and a second Ctrl-C at once.
-    Other exit codes: 2 for wrong options, 124 after the time limit, 125 if anything but the command has failed, 130 after Ctrl-C.
+    The command's output is live, and its exit code becomes that of `submit`. Ctrl-C cancels the run; a second Ctrl-C leaves it no
+    grace period. Other exit codes: 2 for wrong options, 124 after the time limit, 125 if anything but the command has failed, 130
+    after Ctrl-C.
 
     With --json standard output has one object, after the end; the command's output goes to standard error.
     """
@@ -218,7 +219,10 @@ def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | 
 
 
 def _activation(resource: ComputeResource, commands: Sequence[str]) -> list[str]:
-    """Returns `commands`, followed by the bash commands that activate the resource's environment on the cluster."""
+    """Returns `commands`, followed by the bash commands that activate the resource's environment on the cluster.
+
+    Raises `ValueError` for an environment that no commands activate.
+    """
     there, path = resource.environment, resource.pre_deployed_env_path
     if path is not None or isinstance(there, PreDeployedEnvironment):
         prefix = there.path if isinstance(there, PreDeployedEnvironment) else str(path)
@@ -245,7 +249,10 @@ def queue_of(options: Mapping[str, Any]) -> SlurmQueueConfig | None:
 
 
 def _resource(cluster: Cluster | None, mode: str | None) -> ComputeResource:
-    """Returns the cluster's resource in `mode`; for None in its own mode, or in mode slurm if its own is local."""
+    """Returns the cluster's resource in `mode`, or a resource in local mode if `cluster` is None.
+
+    If `mode` is None, the resource keeps its own mode, except that mode slurm replaces mode local.
+    """
     if cluster is None:
         return ComputeResource()
     own = cluster.resource.mode
@@ -258,7 +265,7 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str | None:
-    """Returns the directory to send with the run; None to send none, or the one that the resource's launcher names."""
+    """Returns the directory to send with the run; None to send no directory, or that of the resource's launcher."""
     if options["working_dir"] and options["no_working_dir"]:
         raise click.UsageError("--working-dir and --no-working-dir exclude each other; give one of them")
     if options["working_dir"] or options["no_working_dir"] or resource.default_launcher.working_dir:

@@ -84,7 +84,7 @@ class Watch:
             self.problem = f"{query}: {error}"
 
     def run(self) -> None:
-        """Sends one query per second, more until the nodes are known, until the event `over` is set."""
+        """Sends one query per second, or five per second while no nodes are known, until the event `over` is set."""
         for query in cycle([*QUERIES, *(["payloads"] if self.payloads else [])]):
             self.ask(query)
             if self.over.wait(_INTERVAL if self.snapshot.nodes else 0.2):

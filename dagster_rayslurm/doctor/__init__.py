@@ -66,7 +66,7 @@ def skipped(name: str, text: str) -> Line:
 
 
 def has_failure(lines: Iterable[Line]) -> bool:
-    """Whether any of the lines has the verdict FAILURE."""
+    """Returns whether any of the lines has the verdict FAILURE."""
     return any(line.verdict is Verdict.FAILURE for line in lines)
 
 

@@ -40,9 +40,10 @@ class Report:
 
 
 def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[str], None]) -> Report:
-    """Examines a cluster and returns the report; unless `probe_nodes` is 0, a job on that many compute nodes examines these too.
+    """Examines a cluster and returns the report; a job examines `probe_nodes` compute nodes as well, unless that number is 0.
 
-    The job may wait `patience` seconds in the queue; `say` is called with a sentence about why it waits.
+    The job is left out if the report has a failure already. The job may wait `patience` seconds in the queue; `say` is called
+    with a sentence about why the job waits.
     """
     login = log_in(wanted.slurm.ssh)
     if isinstance(login, list):

@@ -75,7 +75,8 @@ def _clock(name: str, machine: str, other: str, skew: float, margin: float) -> L
 def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]:
     """Yields lines on whether only this user can write to the base directory, and on its space, clock and mount options.
 
-    To a machine whose clock is `skew` seconds ahead, new files look that old; this is no fault of the file server's clock.
+    The name of each line begins with `where`, which is "" for the edge node. `skew` is by how many seconds the machine's clock is
+    ahead: new files seem to be that old on the machine, although the file server's clock is right.
     """
     name, base = f"{where}base directory", machine["directories"]["base"]
     path, choose = base["path"], "choose another SlurmResource.remote_base, of your own and shared with the compute nodes"

@@ -49,9 +49,10 @@ def run_probe(
     patience: float,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """Runs the probe on `nodes` compute nodes and returns the report lines; in any case the job and its directory are removed.
+    """Runs the probe on `nodes` compute nodes and returns the report lines; in any case removes the job and its directory.
 
-    The job may wait `patience` seconds to start; `say` is called with a sentence about why it waits.
+    `interpreter` is the command that starts the environment's Python; None leaves the environment unexamined. The job
+    may wait `patience` seconds to start; `say` is called with a sentence about why it waits.
     """
     nonce = secrets.token_hex(6)
     run_dir = f"{base}/runs/doctor-{nonce}"
@@ -80,7 +81,7 @@ def run_probe(
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
-    """Returns the request for a job in the user's queue, but with the least CPUs, memory and time, so that it starts soon."""
+    """Returns the request for a job in the user's queue, with the least CPUs, memory and time, so that the job starts soon."""
     queue = wanted.queue.having(
         num_nodes=nodes,
         cpus_per_node=None,

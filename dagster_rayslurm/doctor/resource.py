@@ -27,8 +27,8 @@ def resource_text(wanted: Wanted, slurm: Slurm) -> str:
 def _made(config: StrictConfig | StrictResource, prefix: str = "SLURM_EDGE_NODE_") -> Iterator[str]:
     """Yields the lines of the Python expression that constructs a configuration object, with a comma at the end.
 
-    Only fields that differ from their defaults appear, and the time limit of a queue. Secrets are environment variables, whose
-    names begin with `prefix`.
+    The expression has the fields that differ from their defaults, and the time limit of a queue. A secret becomes an environment
+    variable whose name begins with `prefix`.
     """
     yield f"{type(config).__name__}("
     for name, field in type(config).model_fields.items():

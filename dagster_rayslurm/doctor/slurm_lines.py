@@ -34,13 +34,13 @@ class Answer(NamedTuple):
 
     @property
     def said(self) -> str:
-        """The last line that the failed command printed, or if it printed nothing a phrase such as "exit code 1"."""
+        """The last line that the failed command printed, or a phrase such as "exit code 1" if it printed nothing."""
         lines = (self.error or self.out).strip().splitlines()
         return lines[-1] if lines else "it took too long" if self.code is None else f"exit code {self.code}"
 
 
 def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any]]:
-    """Returns the commands that the edge node runs, by name: each with its standard input and the variables that it may see.
+    """Returns the commands that the edge node runs, by name: each command with its standard input and its variables.
 
     `script` is the batch script of a job as it would be submitted, "" for no test submission; `login_variables` are the
     `SBATCH_*` variables for sbatch.

@@ -36,7 +36,7 @@ _BOOT = (
 
 
 def command_line(python: str, word: str) -> str:
-    """Return the command that starts the agent in a login shell; its process prints `word` and reads `program` from its input.
+    """Return the command that starts the agent in a login shell; the agent prints `word` and then reads `program` from its input.
 
     The command has no newline, exclamation mark, backslash or quote that sh, csh or fish would interpret.
     """
@@ -150,7 +150,7 @@ class _Modules:
 def serve(texts: "dict[str, str]", stdin: "Any") -> None:
     """Call the functions that messages on `stdin` name, and write the results to standard output; exit at the end of `stdin`.
 
-    The program that the client sends calls this with the source texts of the other modules, by name.
+    The program that the client sends calls this function. `texts` are the source texts of the other modules, by name.
     """
     sys.meta_path.insert(0, _Modules(texts))
     with open("/proc/self/environ", "rb") as file:

@@ -30,12 +30,13 @@ _OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions")
 
 
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
-    """Return who else can change the base directory (another user, a world-writable path, a group), and which paths exist.
+    """Return who else can change the base directory (another user, everybody, or a group), and which of `places` exist in it.
 
-    Returns the name of another user who owns the base directory or one of `_OURS` in it, or ""; the path of one of these that
-    everybody may write to, or ""; the name of a group that may change the base directory, or ""; and the paths that exist.
+    The result has four parts: the name of another user who owns the base directory or a directory of `_OURS` in it, or ""; the
+    path of such a directory that everybody may write to, or ""; the name of a group that may change the base directory, or "";
+    and those of `places` that exist and belong to this user. With such a user or path, the other parts are empty.
 
-    The paths are touched, because the sweep keeps recently touched files. Names are predictable, so on a shared file system
+    The places are touched, because the sweep keeps recently touched files. Names are predictable, so on a shared file system
     another user could place a runtime there. Therefore only files of this user count, in directories that this user owns and
     that are not world-writable. The directories in `_OURS` are closed to the group, because project file systems open them by
     umask or default ACL; the base directory is not, as it may hold files of other programs.
@@ -77,8 +78,8 @@ def _name(entry: "object", number: int) -> str:
 def install(directory: str, name: str, archive: str, data: bytes) -> None:
     """Unpack a .tar.gz archive as the directory `name` in `directory`, unless this user has that directory already.
 
-    The archive is the file `archive` in `directory`, which is removed then, or if `archive` is "" the bytes `data`. An existing
-    directory has the same content, because `name` is the hash of it.
+    The archive is the file `archive` in `directory`, which is removed afterwards, or the bytes `data` if `archive` is "". An
+    existing directory has the same content, because `name` is the hash of the content. Raises OSError if tar fails.
     """
     make_private(directory)
     target, uploaded = os.path.join(directory, name), os.path.join(directory, archive) if archive else ""
@@ -130,8 +131,8 @@ def remove(path: str) -> None:
 def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> "list[str]":
     """Remove files below the base directory that were not used for `age` seconds; returns their paths, relative to it.
 
-    Removes none if a process on any machine began a sweep less than `every` seconds ago. `jobs` are the ids of jobs that Slurm
-    knows; None if it does not answer.
+    Removes nothing if a process on any machine began a sweep less than `every` seconds ago. `jobs` are the ids of jobs that Slurm
+    knows; None if Slurm does not answer.
     """
     swept = os.path.join(base, SWEPT)
     if not os.path.isdir(base) or (_is_recent(swept, every) and not _is_recent(swept, -every)):
@@ -231,7 +232,7 @@ class _Sweep:
     def _names(self, place: str, form: str, directory: bool = False) -> "list[str]":
         """Return the names of this user's entries in a directory that match the regular expression `form`.
 
-        With `directory`, only those of directories.
+        If `directory` is True, returns only the names of directories.
         """
         found = []
         for path in _below(self._path(place)):
@@ -249,8 +250,8 @@ class _Sweep:
     def _sweep_session(self, session: str) -> None:
         """Remove the old and ended generations of a session, which are its numbered directories, one for each of its jobs.
 
-        The newest stays, because its number determines the next one. If all are ended and nothing in the session was used for
-        long, the session's directory is removed.
+        The newest generation stays, because its number determines the next number. If all generations have ended, and nothing in
+        the session was used for long, the session's directory is removed.
         """
         numbers = sorted(map(int, self._names(session, "[1-9][0-9]{0,8}", directory=True)))
         old = []
@@ -291,7 +292,7 @@ class _Sweep:
     def _retire(self, place: str, name: str) -> None:
         """Rename a file or directory and then remove it, so that no other process finds a half of it under its name.
 
-        If another process has marked it as used meanwhile, it gets its name back (see `upload.deliver`).
+        If another process has touched the file or directory meanwhile, it gets its name back (see `upload.deliver`).
         """
         path, grave = self._path(place, name), self._path(place, self._grave)
         with contextlib.suppress(OSError):

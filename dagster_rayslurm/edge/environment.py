@@ -57,7 +57,7 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
     """Return facts about the Python environment in the directory `prefix` or, if that is "", about the interpreter `python`.
 
     Facts in the file `cache` are used again for `age` seconds, as long as the environment's paths do not change. `activate.sh`
-    and Python may take `timeout` seconds to start.
+    and Python may take `timeout` seconds to start. `imports` are modules that Python must be able to import.
 
     Returns a dict with `python`, `activate`, `container`, `facts` (see `PROBE`), and `cached`, which is True if the facts come
     from the cache. If the environment cannot be used, the dict has a `problem`, the key of a message in `environments.check`;
@@ -181,9 +181,11 @@ def _environ(runner: "Sequence[str]") -> "dict[str, str]":
 def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str, Any]":
     """Return the `machine` (architecture), `cpu` flags, `glibc` version ("" for another C library) and `pythons` of a machine.
 
-    It is the machine on which the command `runner` runs the words after it, or this one if `runner` is empty. Each Python is a
-    list of path, version, implementation and architecture; they are the one of `python`, a path or a command, or for "" all with
-    a usual name on the PATH. If there is no answer, the dict has only a `problem`, the last line of the error output.
+    `runner` is the beginning of a command, such as srun and its options, that runs further words on the machine in question; an
+    empty `runner` means this machine. `python` is the path or name of the Python to describe; "" means each Python with a usual
+    name on the PATH. `pythons` has a list of path, version, implementation and architecture for each Python that was found.
+
+    If there is no answer, the dict has only a `problem`, the last line of the error output.
     """
     names = [python] if python else ["python3"] + ["python3.%d" % minor for minor in range(8, 20)]
     words = [*runner, "sh", "-c", _PLATFORM, "sh", _PYTHON, *names]
@@ -202,12 +204,12 @@ def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str,
 def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) -> str:
     """Build the prefix `key` in a directory unless it exists; returns "", or the error message of a command that failed.
 
-    The recipe has its `commands`, and a `runner`, which is empty or the words that run them on a compute node. A copy of the
-    recipe is written into the prefix, where `look` finds the runner.
+    The recipe has `commands`, and a `runner`: the words that run a command on a compute node, or [] for this machine. A copy of
+    the recipe is written into the prefix, where `look` finds the runner.
 
     Many files of a prefix contain its path, so that it cannot be renamed. Therefore each call works in a directory of its own,
-    and makes the link `key` to it once it is complete. A lock lets other processes wait; on a file system without locks several
-    processes may build the prefix, and the first that is complete is used.
+    and makes the link `key` to that directory once the prefix is complete. A lock lets other processes wait; on a file system
+    without locks several processes may build the prefix, and the first that is complete is used.
     """
     base_directory.make_private(directory)
     link = os.path.join(directory, key)

@@ -6,7 +6,7 @@ import shutil
 
 
 def home() -> str:
-    """The home directory of the user."""
+    """Return the home directory of the user."""
     return os.path.expanduser("~")
 
 
@@ -110,7 +110,7 @@ def read_at(fd: int, offset: int, limit: int) -> bytes:
 def open_write(path: str, offset: int) -> "tuple[int, int]":
     """Open a file to write from `offset` on, and create it if it is missing; returns its descriptor and the offset to write at.
 
-    That offset is 0 if the file has fewer than `offset` bytes.
+    The returned offset is 0 if the file has fewer than `offset` bytes.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if os.fstat(fd).st_size < offset:  # The host name may lead to another edge node now.

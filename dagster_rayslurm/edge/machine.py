@@ -157,9 +157,10 @@ def _own_address() -> "str | None":
 
 
 def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: str, environment: "Sequence[str]") -> None:
-    """The program of the probe's job on each node: write its facts, answer connections, and connect to the first node.
+    """Run as the probe's job on one node: write the node's facts, answer connections, and connect to the first node.
 
-    It ends after `seconds`, or when the edge node writes into the file `STOP`.
+    Returns after `seconds`, or when the edge node writes into the file `STOP`. `rank` is the number of this node in the job.
+    `environment` is the command that starts the environment's Python, and `probe` the program that Python then runs.
     """
     deadline = time.monotonic() + seconds
     server = _listen()
@@ -229,7 +230,7 @@ def listen_once(seconds: float) -> int:
 def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
     """Connect to the server of the node that `facts` describe, by its host name or else its addresses.
 
-    Returns a dict with the `seconds` that it took and the `host` that answered, or with an `error`.
+    Returns a dict with the `seconds` that the connection took and the `host` that answered, or with an `error`.
     """
     errors = []
     for host in [facts["host"], *facts["addresses"]]:

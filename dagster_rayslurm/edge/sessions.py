@@ -40,10 +40,11 @@ def check_owner(*directories: str) -> None:
 
 
 def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]":
-    """Return a dict for each allocation of the sessions that match `pattern`, or only for the newest of the session `pattern`.
+    """Return a dict for each allocation of the sessions whose names match `pattern`, which may have wildcards.
 
-    The dict of each has its `session` and `number`, the texts of its `files`, whether it is `abandoned`, and its `age` in
-    seconds, which is 0 if the session has announced itself. Raises PermissionError if a directory belongs to another user.
+    If `newest` is True, `pattern` is the name of one session, and only the newest allocation is returned. The dict of an
+    allocation has its `session` and `number`, the texts of its `files`, whether it is `abandoned`, and its `age` in seconds,
+    which is 0 if the session has announced itself. Raises PermissionError if a directory belongs to another user.
     """
     sessions, found = os.path.join(base, "sessions"), []
     if not os.path.isdir(sessions):

@@ -93,9 +93,9 @@ def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
 def reach_and_measure(run_dir: str, nodes: "list[dict[str, Any]]", patience: float) -> "dict[str, Any]":
     """Connect to each node of a probe, and measure how late the nodes see a change of a file in `run_dir`.
 
-    Returns for each node in `reached` the result of `machine.reach`; in `lags` the seconds from the change until its answer is
-    seen here, None if that takes over `patience` seconds; in `skews` the seconds by which its clock is ahead of this one, exact
-    to half of its lag.
+    Returns for each node in `reached` the result of `machine.reach`; in `lags` the seconds from the change until the node's
+    answer is seen here, None if that takes over `patience` seconds; in `skews` the seconds by which the node's clock is ahead of
+    this machine's, exact to half of the lag.
     """
     reached = [machine.reach(node) if node["port"] else {"error": "no port is free"} for node in nodes]
     began, at = time.monotonic(), time.time()

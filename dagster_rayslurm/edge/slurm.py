@@ -57,7 +57,7 @@ def login_environment() -> "Mapping[str, str]":
 
 
 def now() -> float:
-    """The time on the edge node, in seconds of the epoch."""
+    """Return the time on the edge node, in seconds of the epoch."""
     return time.time()
 
 
@@ -71,8 +71,8 @@ def run(
 def environment(keep: "Sequence[str]") -> "dict[str, str]":
     """Return the environment variables for a program of Slurm, with the `SBATCH_*` variables in `keep`.
 
-    The PATH of a non-interactive login is often shorter than that of an interactive one. So if it has no sbatch, a login shell is
-    run once for its PATH.
+    The PATH of a non-interactive login is often shorter than that of an interactive one. So if that PATH has no sbatch, a login
+    shell is run once for its PATH.
     """
     environ = without_options(login_environment(), keep)
     environ["PATH"] = search_path(environ)
@@ -117,12 +117,14 @@ def submit(
 ) -> "tuple[int | None, bytes, bytes]":
     """Create a run directory and run the sbatch `command` in it, unless the directory has the file of a job id already.
 
-    With a `claim`, the name of a session's job, the directory must be new: `mkdir` is atomic on NFS too, and only the process
-    that makes the directory submits. Others may have taken a slow creator for dead and submitted another job; then this job is
-    cancelled. A job id that cannot be written then does no harm: it only saves a search.
+    Returns exit code, output and error output. The output is the time on the edge node and, in further lines, the output of
+    sbatch, or the job id from the file. `texts` are the files of the run directory by name; each character is a byte.
 
-    `texts` are the files of the run directory by name; each character is a byte. Returns exit code, output and error
-    output; the output is the time on the edge node and, in further lines, the output of sbatch.
+    `claim` is the name of a session's job, or "" for any other job. A session's job is submitted only by the process that makes
+    the directory, which `mkdir` decides on NFS too; the exit code is TAKEN for any other process. If another process has given up
+    this claim during the submission, the submitted job is cancelled, and the exit code is TAKEN as well.
+
+    An error while the job id is written into the file is ignored, because the job can be found by its name.
     """
 
     def slurm(*words: str) -> "tuple[int | None, bytes, bytes]":
@@ -157,7 +159,7 @@ def submit(
 
 
 def _claimed(run_dir: str, claim: str) -> bool:
-    """Create the run directory of a session's job; returns False if another process did, or if this job was given up."""
+    """Create the run directory of a session's job; returns False if another process did, or has given up this claim."""
     session = os.path.dirname(run_dir)
     files.make_dir(session)
     above = [os.path.dirname(os.path.dirname(session)), os.path.dirname(session), session]
@@ -183,10 +185,10 @@ def queue(
 ) -> "tuple[int | None, bytes, bytes]":
     """Return this user's jobs as the squeue `command` prints them, or a recent answer from a file that all processes share.
 
-    The answer in the file is used for `interval` seconds, or longer if slurmctld takes long to answer. If `path`, that of the
-    file, is "", squeue is run. Returns exit code, output and error output. The first line of the output is the time of the call.
-    If there is a newer answer than the one that began at the time `known`, the next line has the times before and after squeue
-    ran, and then the output of squeue follows.
+    The answer in the file is used for `interval` seconds, or longer if slurmctld takes long to answer. `path` is the path of
+    the file; if it is "", squeue is run. Returns exit code, output and error output. The first line of the output
+    is the time of the call. If there is a newer answer than the one that began at the time `known`, the next line has the times
+    before and after squeue ran, and then the output of squeue follows.
     """
     at = now()
     stamp = b"%.3f\n" % at
@@ -214,7 +216,7 @@ def _times(answer: bytes) -> "tuple[float, float]":
 def _claim(directory: str, at: float, interval: float) -> bool:
     """Claim the next run of squeue for this process; returns False if another process ran it within `interval` seconds.
 
-    The name of a file has the time of the last run. Only one process can rename that file, on NFS too, and so there is one
+    The time of the last run is part of a file's name. Only one process can rename that file, on NFS too, and so there is one
     query in each interval of the cluster's clock.
     """
     stamps = [int(name[6:]) for name in os.listdir(directory) if re.fullmatch("asked-[0-9]+", name)]

@@ -1,6 +1,6 @@
 """Nodes that failed a health check, remembered in the base directory for all runs of this user: one file for each node.
 
-Processes on any machine write and read them without locks. Ages are differences between times of the file system.
+Processes on any machine write and read these files without locks. Ages are differences between times of the file system.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _MOST_BYTES = 65536
 
 
 def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
-    """Record failed health checks, in one file for each node; a dict has its name `node`, the `check`, and the result `found`."""
+    """Record failed health checks, in a file for each node; a dict has the `node`'s name, the `check`, and what it `found`."""
     directory = os.path.join(base, DIRECTORY)
     base_directory.make_private(directory)
     for each in nodes:
@@ -31,7 +31,7 @@ def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
 
 
 def known(base: str, most_age: float) -> "list[dict[str, Any]]":
-    """Return the nodes noted at most `most_age` seconds ago, each with its `age` in seconds, the latest first; removes others."""
+    """Return the nodes noted at most `most_age` seconds ago, each with its `age` in seconds, the latest first; forget others."""
     directory, found = os.path.join(base, DIRECTORY), []
     names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)] if os.path.isdir(directory) else []
     now = clock_of(directory) if names else 0.0

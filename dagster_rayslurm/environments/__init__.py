@@ -50,14 +50,14 @@ class PreDeployedEnvironment(StrictConfig):
     path: Annotated[str, plain_text]
     """A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."""
     imports: Annotated[list[str], checked(check_modules)] = []
-    """Modules that are imported on the edge node before anything is submitted; a run fails there if one cannot be."""
+    """Modules that are imported on the edge node before anything is submitted; a module that cannot be imported fails the run."""
 
 
 class SentEnvironment(StrictConfig):
     """Base class of environments that are made on the cluster. In local mode payloads run in Dagster's environment instead."""
 
     imports: Annotated[list[str], checked(check_modules)] = []
-    """Modules that are imported on the edge node before anything is submitted; a run fails there if one cannot be."""
+    """Modules that are imported on the edge node before anything is submitted; a module that cannot be imported fails the run."""
 
 
 class CommandEnvironment(SentEnvironment):
@@ -68,14 +68,15 @@ class CommandEnvironment(SentEnvironment):
     commands: Annotated[list[str], checked(_lines)]
     """Commands of bash, run after the start-up files of a login shell, before the runtime starts."""
     python: Annotated[Optional[str], plain_text] = None
-    """The Python of the environment, a path or a command; None for the `python3` that it has then."""
+    """The Python of the environment, a path or a command; None for the `python3` on the PATH after the commands."""
 
 
 class InstalledEnvironment(SentEnvironment):
     """Base class of environments that are installed on the cluster from files that are sent."""
 
     stage: Annotated[str, choice("shared", "node-local")] = "shared"
-    """Where jobs use it: "shared", where it was made, or "node-local", a copy on each node's own disk for the time of the job."""
+    """Where jobs use the environment: "shared" in the directory where it was made, "node-local" in a copy on each node's own
+    disk, for the time of the job."""
 
 
 class UvEnvironment(InstalledEnvironment):
@@ -111,7 +112,7 @@ class PackedEnvironment(InstalledEnvironment):
     kind: Literal["packed"] = "packed"
     """Tells the environments apart in configuration."""
     archive: Annotated[str, plain_text]
-    """The archive's path; its content says what wrote it."""
+    """Path of the archive; its content shows which tool wrote it."""
 
 
 class ContainerEnvironment(SentEnvironment):
@@ -132,7 +133,7 @@ class ContainerEnvironment(SentEnvironment):
     python: Annotated[Optional[str], plain_text] = None
     """The Python in the image, a path or a command; None for `python3` on the image's PATH."""
     commands: Annotated[list[str], checked(_words)] = []
-    """Commands of bash, run outside before the container starts, such as `module load apptainer`."""
+    """Commands of bash, run outside the container before it starts, such as `module load apptainer`."""
 
 
 Environment = Union[
@@ -148,7 +149,7 @@ Environment = Union[
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python executable of an environment, and the path of the `activate.sh` to source before it starts, or None."""
+    """The Python executable of an environment, and the path of the `activate.sh` to source before Python starts, or None."""
 
     python: str
     activate: str | None = None
@@ -180,8 +181,8 @@ def resolve_environment(environment: Environment) -> Interpreter:
 def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
     """Return the path of a pre-deployed environment on the cluster, or for the inherited one the path of Dagster's Python.
 
-    The path is absolute or begins with "~/". It is "" for an environment that the module `send` installs. `over_ssh` is False if
-    Dagster itself runs on the edge node. Raises `ValueError` if the environment cannot be on the cluster.
+    The path is absolute or begins with "~/". The path is "" for an environment that the module `send` installs. `over_ssh` is
+    False if Dagster itself runs on the edge node. Raises `ValueError` if the environment cannot be on the cluster.
     """
     if isinstance(environment, SentEnvironment):
         return ""

@@ -22,7 +22,7 @@ from .container import REFUSED, explain
 
 _TIMEOUT = 120.0  # Seconds in which `activate.sh` and Python must start and the probe must end.
 _MARGIN = 10.0  # Further seconds for the answer of the edge node.
-# Seconds for which facts in the cluster's cache are valid: it does not notice changes in modules that `activate.sh` loads.
+# Seconds for which facts in the cluster's cache are valid: the cache does not notice changes in modules that `activate.sh` loads.
 _CACHE_AGE = 86400.0
 _OWN_CACHE_AGE = 300.0  # Seconds for which facts in this process's cache are valid.
 # Error messages for environments that cannot be used, by the `problem` that `look` returns.
@@ -67,10 +67,10 @@ def check_environment_on(
 def facts_of(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> tuple[str, Facts]:
-    """Return the path of an environment on the cluster and its `Facts`; raises `StartError` if it cannot run a payload.
+    """Return the path of an environment on the cluster and its `Facts`; raises `StartError` if a payload cannot run in it.
 
     The edge node caches the facts for up to a day, while Python and the directories on its import path do not change; this
-    process caches them for five minutes. Before cached facts lead to an error, the environment is looked at again.
+    process caches them for five minutes. Before cached facts lead to an error, the environment is examined again.
     """
     try:
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))

@@ -237,7 +237,11 @@ def _places(mounts: Sequence[str], which: int) -> list[str]:
 
 
 def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[str]:
-    """Return the mounts, the base directory and those that the user lists, each as SOURCE:TARGET or SOURCE:TARGET:OPTIONS."""
+    """Return the mounts of the base directory and of what the user lists, each as SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
+
+    Leaves out a mount of files that the container sees anyway. `expand` replaces "~" in a path. Raises `ValueError` for a mount
+    in another form.
+    """
     mounts: list[tuple[str, ...]] = []
     for each in [base, *environment.mounts]:
         parts = [expand(part) if number < 2 else part for number, part in enumerate(each.split(":"))]

@@ -38,7 +38,7 @@ def _activation(prefix: str, variables: dict[str, str], scripts: list[str]) -> s
     """
     from rattler.shell import ActivationVariables, Shell, activate
 
-    # Without a PATH it would take that of this process.
+    # Without a PATH, `activate` would take that of this process.
     now = ActivationVariables(None, [os.path.join(prefix, "bin")])
     lines = [activate(Path(prefix), now, Shell.bash).script]
     for name, value in variables.items():  # Written as py-rattler writes them: other variables in the value are expanded.

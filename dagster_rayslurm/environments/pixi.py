@@ -2,11 +2,11 @@
 
 py-rattler, the library that pixi is made of, reads the lock here and installs the packages on the cluster. The packages are sent
 as they are in their channel, one file each. py-rattler is sent too, with a copy of the environment's own Python to run it, so
-that the cluster needs nothing but `tar`. These are 25 MB and a Python, sent once to each cluster; the environment's Python must
-be 3.10 or newer. Two alternatives were worse. An installer of our own for the edge node's Python would repeat much of rattler:
-prefixes in text, in C strings and in wide strings, long shebangs, entry points, files that two packages have. It would also need
-zstd for `.conda` archives, which Python has since 3.14 only, or archives that are packed anew here and are larger. A prefix that
-is installed here for its later path can only be sent as a whole, since many of its files contain that path.
+that the cluster needs nothing but `tar`. py-rattler (25 MB) and the Python are sent once to each cluster; the environment's
+Python must be 3.10 or newer. Two alternatives were worse. An installer of our own for the edge node's Python would repeat much
+of rattler: prefixes in text, in C strings and in wide strings, long shebangs, entry points, files that two packages have. It
+would also need zstd for `.conda` archives, which Python has since 3.14 only, or archives that are packed anew here and are
+larger. A prefix that is installed here for its later path can only be sent as a whole, since many of its files contain that path.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Wanted:
 
 
 def read_manifest(path: str) -> Mapping[str, Any]:
-    """Return the tables of a pixi.toml, or those below tool.pixi in a pyproject.toml, with all its tables as "pyproject".
+    """Return the tables of a pixi.toml, or those below tool.pixi in a pyproject.toml and all tables of that file as "pyproject".
 
     Raises `ValueError` if the file cannot be read or has no such tables.
     """
@@ -58,7 +58,7 @@ def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
 def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
     """Return the packages, activation variables and activation scripts of some features of the manifest.
 
-    `selectors` name the `[target.NAME]` tables that apply to the platform, such as "unix" and "linux-64"; later ones win.
+    `selectors` name the `[target.NAME]` tables that apply to the platform, such as "unix" and "linux-64"; later selectors win.
     """
     found = Wanted([], [], {}, [])
     for name in features:
@@ -81,9 +81,9 @@ def _merged(parts: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
 
 
 def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
-    """Return how a lock fails to have the wanted version of a PyPI package, such as "lacks numpy"; "" if it has it.
+    """Return how a lock fails to have the wanted version of a PyPI package, such as "lacks numpy"; "" if the lock has it.
 
-    `versions` are those in the lock, by canonical name.
+    `spec` is the wanted version specifier. `versions` are the versions in the lock, by canonical name.
     """
     version = versions.get(canonicalize_name(package))
     if version is None:
@@ -115,7 +115,8 @@ def _pypi_version(spec: object) -> str:
 def _pyproject(tables: Mapping[str, Any], feature: str) -> Iterable[tuple[str, str]]:
     """Yield name and version specifier of each requirement that a pyproject.toml lists for a feature by standard tables.
 
-    These are the project's dependencies for the feature "default", else those of the extra and dependency group of that name.
+    For the feature "default" these requirements are the dependencies of the project; for another feature, those of the extra and
+    the dependency group with its name. Requirements with an environment marker are left out.
     """
     project = tables.get("project", {})
     if feature == "default":

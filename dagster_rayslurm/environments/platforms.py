@@ -45,12 +45,12 @@ class Python:
 class Platform:
     """The kind of machine that an environment is made for: architecture, C library, CPUs and Pythons."""
 
-    place: str  # The machines that have it, in words.
+    place: str  # The machines of this kind, in words.
     machine: str
     glibc: tuple[int, ...]  # Empty if there is another C library.
     pythons: tuple[Python, ...]
     level: str  # What the CPUs can do, such as "x86-64-v3"; the machine where there are no levels.
-    # The same of the edge node, and the `srun` command that runs a command on a compute node if the edge node cannot.
+    # Architecture and Pythons of the edge node, and the `srun` words that run a command on a compute node where that is needed.
     edge_machine: str = ""
     edge_pythons: tuple[Python, ...] = ()
     on_node: tuple[str, ...] = ()
@@ -67,8 +67,9 @@ class Platform:
 def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConfig], age: float, log: Any) -> Platform:
     """Return the common platform of the nodes that `queues` ask for, or without queues that of the edge node.
 
-    Its Pythons are those that the command or path `wanted` finds, or for "" all with a usual name. An answer of up to `age`
-    seconds ago is used again. If no node is free an older answer is used, or with a warning the platform of the edge node.
+    The platform has the Python that the command or path `wanted` names, or if `wanted` is "" all Pythons with a usual name. An
+    answer of up to `age` seconds ago is used again. If no node is free, an older answer is used; without one, the function logs
+    a warning and returns the platform of the edge node.
     Raises `ValueError` if the nodes of the queues have different architectures.
     """
     here = _platform(f"the edge node {connection.place}" if queues else connection.place, _found(connection, wanted, [], age))
@@ -115,7 +116,10 @@ def cached(*names: str) -> str:
 
 
 def _found(connection: Connection, wanted: str, runner: list[str], age: float) -> dict[str, Any]:
-    """Return a cached answer of `edge.platform` of up to `age` seconds ago, else a new one, or if that fails an older one."""
+    """Return an answer of `edge.platform`: a cached one of up to `age` seconds ago, else a new one, else an older cached one.
+
+    Returns a dict with a `problem` if there is no answer at all.
+    """
     key = json.dumps([connection.place, wanted, runner, _FORMAT])
     path = cached("platforms", hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json")
     known: dict[str, Any] = {}

@@ -63,7 +63,7 @@ class Recipe:
     def words_for_copy(self, base: str) -> list[list[str]]:
         """Return the commands that build a copy of the prefix on a node's own disk.
 
-        They compile no modules, which would take most of the time: Python compiles a module when it is first imported.
+        These commands compile no modules, because that would take most of the time: Python compiles a module at its first import.
         """
         return [[word for word in words if word != COMPILE] for words in self.words(base) if COMPILE_ALL not in words]
 
@@ -78,7 +78,7 @@ class Recipe:
 
 
 def digest_of(path: str) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file, as hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while data := file.read(2**20):

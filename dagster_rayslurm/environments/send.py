@@ -60,7 +60,7 @@ def send_environment(
     """Install an environment on the cluster if it is missing there; returns a pre-deployed environment with its path.
 
     An environment that is not a `SentEnvironment` is returned as it is. The prefix is built for the nodes that `queues` ask for,
-    or without queues for the edge node. If several processes need it at the same time, one builds it and the others wait.
+    or without queues for the edge node. If several processes need the prefix at the same time, one builds it and the others wait.
     `progress` is called during transfers; without it, long transfers are logged. If `make` is False, a missing prefix is an
     error.
 

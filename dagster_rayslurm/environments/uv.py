@@ -35,7 +35,7 @@ _VERSION = re.compile(r"\d+(\.\d+)*")
 def wanted_command(python: str | None) -> str:
     """Return the command or path of the Python to look for on the cluster, given the field `python` of `UvEnvironment`.
 
-    It is "" for None, which stands for all Pythons with a usual name.
+    Returns "" if `python` is None; "" stands for all Pythons with a usual name.
     """
     if python is None:
         return ""

@@ -165,7 +165,10 @@ def kind_of(source: object) -> str:
 
 
 def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, python: Python, tags: set[Any]) -> Piece:
-    """Return the wheel of a package: the one in the lock, or one that this machine builds from the locked sources."""
+    """Return the wheel of a package: the one in the lock, or one that this machine builds from the locked sources.
+
+    `name` is the package in words, for error messages. Raises `ValueError` if there can be no wheel for the platform.
+    """
     what = kind_of(source)
     if what == "vcs":
         raise ValueError(f"{name} comes from a repository, {source.url}; name a wheel of it, or a directory with its sources")
@@ -231,7 +234,10 @@ def _content(place: str) -> Iterator[bytes]:
 
 
 def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Platform, python: Python, tags: set[Any]) -> Piece:
-    """Build a wheel once from the sources that `get` returns; raises `ValueError` if it does not run on the platform."""
+    """Return a wheel that is built once from the sources at the path `get()`, whose hash is `digest`.
+
+    Raises `ValueError` if the wheel cannot be built, or does not run on the platform.
+    """
     from packaging.utils import parse_wheel_filename
 
     directory = os.path.dirname(cached("built", digest[:32], ""))

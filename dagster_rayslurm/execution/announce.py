@@ -1,4 +1,4 @@
-"""Makes a step's Slurm job visible in Dagster as soon as there is one: by tags of the run, and by an event with the way in."""
+"""Makes a step's Slurm job visible in Dagster as soon as there is one: by tags of the run, and by an event of the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB_ID, CLUSTER = "dagster-rayslurm/job_id", "dagster-rayslurm/cluster"  # Keys 
 def announce(context: dg.OpExecutionContext, running: RunningPayload, plan: Plan, run_name: str, connection: Connection) -> None:
     """Write a payload's Slurm job to Dagster: tags of the run, and an event of the step. Does nothing without a Slurm job.
 
-    `run_name` is the name of the run directory. An error of Dagster's storage is logged.
+    `run_name` is the name of the run directory. An error of Dagster's storage becomes a warning in the log.
     """
     if running.job_id is None:
         return

@@ -13,7 +13,8 @@ _ENDED_BY_USER = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
 def is_service_stop(context: dg.OpExecutionContext, interrupt: BaseException) -> bool:
     """Returns True if an interrupt means that this Dagster process is stopped, and not that a person ends the run.
 
-    A person ends it by Ctrl-C, or by Dagster's button.
+    A person ends a run by Ctrl-C in a terminal, or by Dagster's terminate button. If Dagster's storage does not answer, the
+    result is True for a process without a terminal.
     """
     if not isinstance(interrupt, INTERRUPTS) or has_terminal():
         return False
@@ -25,7 +26,7 @@ def is_service_stop(context: dg.OpExecutionContext, interrupt: BaseException) ->
 
 
 def has_terminal() -> bool:
-    """Whether this process has a terminal, so that a person may have pressed Ctrl-C; a service has none."""
+    """Returns whether this process has a terminal, in which a person may have pressed Ctrl-C; a service has no terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY))
         return True
@@ -34,7 +35,10 @@ def has_terminal() -> bool:
 
 
 def mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Tell Dagster that Ctrl-C cancels a run, unless Dagster will resume it; else Dagster 1.13 would show the run as failed."""
+    """Set the status of a run that Ctrl-C ends to "canceling", unless Dagster will resume the run.
+
+    Dagster 1.13 would otherwise show the run as failed.
+    """
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
         context.instance.report_run_canceling(run)

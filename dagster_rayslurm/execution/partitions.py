@@ -1,8 +1,8 @@
 """Run a payload once for each partition of a step: which partitions are missing, their verdicts, and their materializations.
 
-All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each. It reports the end of
-each partition by one Pipes message, from which the materialization follows at once: a partition that has succeeded counts,
-whatever becomes of the others.
+All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each. This runner reports
+the end of each partition by one Pipes message, and the partition is materialized at once: a partition that has succeeded
+counts, whatever becomes of the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DATA_VERSION = "dagster/data_version"  # Tag of a materialization.
 
 
 def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) -> None:
-    """Raise `ValueError` if the step is not that of one asset with partitions, or `max_concurrent` is no positive number."""
+    """Raise `ValueError` unless the step makes partitions of one asset without checks; also if `max_concurrent` is invalid."""
     if max_concurrent is not None and (
         isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1
     ):
@@ -63,7 +63,10 @@ def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) ->
 
 
 def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
-    """Returns the plan of a payload that runs the command of `plan` for each partition."""
+    """Returns the plan of a payload that runs the command of `plan` for each partition, `max_concurrent` of them at a time.
+
+    None for `max_concurrent` means the number of CPUs of the node.
+    """
     payload = plan.payload
     argv = ["python", _RUNNER[0].name, str(max_concurrent or 0), *payload.argv]
     return replace(plan, payload=replace(payload, argv=argv, extra_files=[*payload.extra_files, *map(str, _RUNNER)]))
@@ -72,7 +75,7 @@ def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
 def execute_partitions(
     context: dg.OpExecutionContext, plan: Plan, backend: Backend, resource: ComputeFields, extras: Any
 ) -> CompletedRun:
-    """Run the missing partitions of a step until all have ended; `plan` is that of `with_runner`.
+    """Run the missing partitions of a step until all have ended; `plan` comes from `with_runner`.
 
     Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
     """
@@ -97,7 +100,7 @@ def execute_partitions(
 def materialized(context: dg.OpExecutionContext) -> set[str]:
     """Returns the keys of the partitions that this run, or a run that it retries from failure, has materialized.
 
-    Other materializations do not count: who runs a partition again wants a new one.
+    Other materializations do not count, because a user who runs a partition again wants a new materialization.
     """
     runs = [run.run_id for run in retried_runs(context)]
     first = context.instance.get_run_record_by_id(runs[0])
@@ -116,7 +119,7 @@ class PartitionResults:
     """Handles the messages about a step's partitions: judges each partition, and materializes those that succeeded."""
 
     context: dg.OpExecutionContext
-    keys: Mapping[str, str]  # Dagster's own objects of the keys, which have dimensions if there are several, by key.
+    keys: Mapping[str, str]  # By key as text: Dagster's key, which has several parts if partitions have dimensions.
     done: set[str]  # Partitions that are materialized.
     uses_pipes: bool
     require_messages: bool
@@ -126,7 +129,7 @@ class PartitionResults:
 
     @property
     def asset_key(self) -> dg.AssetKey:
-        """The asset whose partitions these are."""
+        """The key of the asset to which the partitions belong."""
         return next(iter(self.context.selected_asset_keys))
 
     @property
@@ -141,7 +144,10 @@ class PartitionResults:
         return {**pipes.pipes_context, PARTITIONS: windows}, self  # type: ignore[misc]
 
     def handle_message(self, message: Any) -> None:
-        """Called with each Pipes message of the payload; raises an exception if the message is invalid."""
+        """Judge the partition whose end the message reports; pass any other Pipes message of the payload to Dagster's handler.
+
+        Raises an exception if the message is invalid.
+        """
         if message["method"] != METHOD:
             self.handler.handle_message(message)
             return
@@ -162,7 +168,7 @@ class PartitionResults:
             self.context.log.error(f"[rayslurm] partition {key!r} failed: {self.failed[key]}{more}")
 
     def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
-        """Handle the messages of one partition; returns the materializations that they report."""
+        """Pass on the messages of one partition, and add them to `evidence`; returns the materializations that they report."""
         reported = dg.PipesMessageHandler(self.context, self._pipes)
         for line in lines:
             try:

@@ -64,9 +64,10 @@ class Launch:
 
 
 def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout) -> Launch:
-    """Take over and return the payload of an earlier attempt at this step if it runs the same plan; else prepare a new one.
+    """Returns the launch that continues the payload of an earlier attempt at this step, or else the launch of a new payload.
 
-    Returns the launch of that payload.
+    An earlier payload is continued if its plan is the same, and its owner has not begun to end or judge it. A payload that its
+    dead owner was ending is ended first.
     """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
@@ -159,7 +160,7 @@ class AttemptHistory:
 
     @property
     def output_is_local(self) -> bool:
-        """Whether Dagster writes captured output to files of this machine at once, so that it outlives this process."""
+        """Whether Dagster writes captured output to files of this machine at once, so that the output outlives this process."""
         return type(self._context.instance.compute_log_manager).__name__ == "LocalComputeLogManager"
 
     def _entries(self) -> Iterator[dg.EventLogEntry]:

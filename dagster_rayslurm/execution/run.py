@@ -62,8 +62,8 @@ def execute(
 ) -> CompletedRun:
     """Run a `Plan`, or a mapping from components to plans in the job's order, until all payloads have ended.
 
-    If the payload runs several partitions, `partitions` gets its messages. Returns the result for the user's asset. Raises
-    RunFailure unless all payloads succeeded.
+    `extras` are the Pipes extras. If the payload runs several partitions, `partitions` gets the payload's messages. Returns the
+    result for the user's asset. Raises RunFailure unless all payloads succeeded.
     """
     home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
@@ -179,7 +179,7 @@ class PayloadRun:
         return next(iter(self.payloads.values()))
 
     def complete(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Metadata:
-        """Run the payloads to the end; returns the metadata for Dagster. Raises RunFailure for all but a success.
+        """Run the payloads to the end; returns the metadata for Dagster. Raises RunFailure unless all payloads succeeded.
 
         If unhealthy nodes prevented the run, and `on_unhealthy` of the resource is "exclude-and-retry", the payloads are started
         once more without those nodes. `handler` gets the Pipes messages. With components, `check` is called with each message
@@ -234,7 +234,7 @@ class PayloadRun:
         """Start the payloads, follow them until they have ended, and release them, also after an error.
 
         `start` registers each payload as soon as it runs, in the order of the plans; `handler_of` returns the handler for Pipes
-        messages of a component. Raises RunFailure if the payloads cannot be started, or a later attempt has taken over.
+        messages of a component. Raises RunFailure if the payloads cannot be started, or a later attempt has taken them over.
         """
 
         def register(running: RunningPayload) -> None:
@@ -341,8 +341,8 @@ class PayloadRun:
     def _poll(self, payload: FollowedPayload, raise_ignored: Callable[[], None], evidence: Evidence) -> str | None:
         """Returns how the runtime ended, in words; None while it lives.
 
-        Raises `RunFailure` if the runtime does not start in time, or can never start, and with `raise_ignored` an interrupt that
-        Python has ignored.
+        Raises `RunFailure` if the runtime does not start in time, or can never start. `raise_ignored` raises an interrupt
+        that Python has ignored.
         """
         raise_ignored()
         limit = self.resource.runtime_start_timeout
@@ -371,7 +371,10 @@ class PayloadRun:
         return True
 
     def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> None:
-        """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period."""
+        """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period.
+
+        Raises `interrupt` if a later attempt has taken the payloads over.
+        """
         payloads, log = list(self.payloads.values()), self.log
         for each in payloads:
             each.evidence.interrupted = True
@@ -423,7 +426,7 @@ class PayloadRun:
                     discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
-        """Copy output files to this machine and warn of missing ones; returns a sentence if copies failed, else None.
+        """Copy output files to this machine, and log warnings about output and files that did not come back.
 
         Returns a sentence if some output files are only in the run directory now; else None.
         """
@@ -485,7 +488,10 @@ def _download(connection: Connection, source: str, target: str, timeout: float) 
 
 
 def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
-    """Returns warnings, as sentences, about lost output and, for a success, about output files that do not exist."""
+    """Returns warnings, as sentences, about output that was not recorded, and about output files that did not come back.
+
+    Files that do not exist or exceed the size limit count only for a success.
+    """
     warnings = []
     if dropped := end.get("stdio_dropped"):
         warnings.append(f"{dropped} characters of output were not recorded: max_stdio_mb was reached, or the disk was full")

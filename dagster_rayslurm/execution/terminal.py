@@ -25,8 +25,8 @@ from ..slurm.request import FROM_TERMINAL
 from .reattach import Launch
 from .run import PayloadRun, discard, start_errors, sweep_old_files
 
-# Exit codes besides those of the payload: as timeout(1), as docker run(1) for what is not the program's fault, and as a shell
-# after Ctrl-C.
+# Exit codes besides those of the payload: for a time limit as of timeout(1), for what is not the program's fault as of
+# docker run(1), and after Ctrl-C as of a shell.
 TIMED_OUT, NOT_THE_PAYLOAD, INTERRUPTED = 124, 125, 130
 _SIGNAL = 128
 
@@ -126,7 +126,7 @@ def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFie
 def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Detached:
     """Start a plan on the cluster, and return without waiting for its end.
 
-    Its outputs are never copied to this machine, and a later sweep removes its run directory.
+    The payload's outputs are never copied to this machine, and a later sweep removes the run directory.
     """
     run = _prepare(name, plan, backend, resource, log)
     started: list[RunningPayload] = []
@@ -141,9 +141,10 @@ def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFiel
 
 
 def exit_code(end: Record | None) -> int:
-    """Returns the exit code of the command for a payload with the record `end`; `end` is None if it was never written. Pure.
+    """Returns the exit code of `rayslurm` for a payload with the record `end`; None stands for a missing record. Pure.
 
-    It is the payload's own exit code, 128 + the number of the signal that ended it, or one of the constants above.
+    The result is the payload's own exit code, 128 + the number of the signal that ended the payload, or TIMED_OUT, INTERRUPTED or
+    NOT_THE_PAYLOAD.
     """
     if end is None:
         return NOT_THE_PAYLOAD

@@ -24,9 +24,10 @@ def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str 
 
 
 def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, log: Any) -> bool:
-    """Remembers the unhealthy nodes of a failed run; returns True if the run is to be started once more without these.
+    """Remembers the unhealthy nodes of a failed run; returns True if the run is to be started once more without them.
 
-    The log says that the run is started again. If that is wanted but not possible, the failure's description gets the reason.
+    `policy` is the resource's `on_unhealthy`. The log says that the run is started again. If that
+    is not possible although `policy` asks for it, the failure's description gets the reason.
     """
     nodes = failure.unhealthy
     problem = remember(nodes, backend, log)

@@ -79,7 +79,10 @@ class RecordState:
         return restarted
 
     def read_failed(self, error: OSError, now: float) -> bool:
-        """Record that a read failed; returns whether it is the first failure since a successful read."""
+        """Record that a read failed; returns whether it is the first failure since a successful read.
+
+        After `loss_timeout` seconds of failures, the evidence says why the record is out of reach.
+        """
         first = self.unreachable_since is None
         self.unreachable_since = now if self.unreachable_since is None else self.unreachable_since
         if now - self.unreachable_since > self.loss_timeout:

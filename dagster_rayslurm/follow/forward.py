@@ -146,7 +146,10 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
     @contextlib.contextmanager
     def session(self, extras: PipesExtras | None, uses_pipes: bool) -> Iterator[dg.PipesSession]:
-        """Inside the block, a Pipes session is open; Dagster's warning of missing messages is hidden if it would mislead."""
+        """Yields a Pipes session that is open inside the block.
+
+        Dagster's warning of missing messages is hidden if the run fails, or `uses_pipes` is False.
+        """
         quiet = not uses_pipes
 
         def keep(record: logging.LogRecord) -> bool:
@@ -230,7 +233,7 @@ class MessageForwarder:
         return isinstance(level, int) and self._is_logged(level, params.get("message"))
 
     def _is_logged(self, level: int, text: Any) -> bool:
-        """Whether an earlier Dagster process already wrote this line; advances the iterator `logged` past the line."""
+        """Returns whether an earlier Dagster process already wrote this line; advances the iterator `logged` past the line."""
         # A line below Dagster's log level is never in the event log, so a search for it would exhaust the iterator.
         return self.logger.isEnabledFor(level) and (level, text) in self.logged
 
