@@ -1,5 +1,6 @@
 """Tests: the commands that use a running Ray cluster reach it, by no detour, and say in one sentence why they do not."""
 
+import asyncio
 import gc
 import os
 import socket
@@ -20,7 +21,7 @@ from dagster_rayslurm.backends.listing import list_here
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.cli.top import Watch
 
-from .test_access import access, run_dir
+from .test_access import HERE, access, run_dir
 
 
 class Dashboard(BaseHTTPRequestHandler):
@@ -46,6 +47,28 @@ def url() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+def test_a_stream_that_ends_at_once_is_not_opened_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def end_at_once(*_: Any) -> tuple[socket.socket, bool]:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        opened.append(ours)
+        return ours, False
+
+    monkeypatch.setattr(head, "open_relay", end_at_once)
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access(job_id="17", hosts=["n1"]))
+    found = choose("train", list_here(str(tmp_path)))
+
+    async def run() -> None:
+        keeper = head.Head(HERE, found.access, lambda _: found.access, print, 1)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(keeper.run(), 1.0)
+
+    asyncio.run(run())
+    assert 1 < len(opened) < 20
 
 
 def test_a_link_that_breaks_in_an_answer_is_a_problem_and_top_goes_on(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,11 @@ def test_waiting_for_a_dashboard_outlasts_a_queue_that_does_not_answer(
     (directory / "job_id").write_text("17\n")
     fake_slurm.job(17, state="PENDING", reason="Resources")
     steps = iter([lambda: fake_slurm.fault("squeue", "slurmctld is away"), lambda: fake_slurm.end(17, "CANCELLED")])
-    monkeypatch.setattr(ray, "time", SimpleNamespace(sleep=lambda _: next(steps)()))
+
+    def step(_: float) -> None:
+        next(steps)()  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(ray, "time", SimpleNamespace(sleep=step))
     done = rayslurm("dashboard", "--wait", "0000aaaa")
     lines = done.stderr.splitlines()
     assert len(lines) == 3 and "pending" in lines[0] and "slurmctld is away; waiting" in lines[1] and "lost" in lines[2], (
