@@ -153,7 +153,7 @@ class Head:
                 self.access = await _in_thread(self._find, False)
 
     async def _stay_connected(self) -> None:
-        outage, said = Backoff(), False
+        outage, short, said = Backoff(), Backoff(), False
         while True:
             try:
                 stream = await self._open()
@@ -171,8 +171,13 @@ class Head:
             if said:
                 self._say(f"the Ray cluster on {self.access.hostname} can be reached again")
             said = False
+            opened = time.monotonic()
             await self._use(*stream)
             outage = Backoff()
+            if time.monotonic() - opened > _CHECK:
+                short = Backoff()
+            else:  # Each stream costs a process on the head node, and by srun a step of Slurm.
+                await asyncio.sleep(short.pause())
 
     async def until_ready(self, timeout: float) -> None:
         """Waits until the stream is open; raises asyncio.TimeoutError after `timeout` seconds."""

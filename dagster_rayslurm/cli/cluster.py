@@ -209,7 +209,7 @@ def from_file(path: Path, name: str | None) -> Cluster:
         return Cluster(login, check_text(way.get("remote_base", BASE)), where, make)
 
 
-def _table(fields: Mapping[str, Any], name: str, path: str) -> dict[str, Any]:
+def _table(fields: Mapping[Any, Any], name: str, path: str) -> dict[str, Any]:
     found = fields.get(name, {})
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no table; write {path} = {{ … }}, with the fields of its class")

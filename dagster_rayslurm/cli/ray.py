@@ -22,7 +22,7 @@ from ..access.find import Found, NoCluster, choose
 from ..access.head import ClusterEnded
 from ..access.proxy import SECRET_HEADER
 from ..access.serve import serve, served
-from ..backends.listing import named
+from ..backends.listing import Entry, named
 from .common import one_sentence_errors
 from .options import cluster_options
 from .ps import entries
@@ -40,13 +40,14 @@ def find_target(target: str, wait: bool = False) -> Found:
 
     If `wait` is True, waits for the cluster as long as a run, session or job with that name has not ended.
     """
-    said = ""
+    said, there = "", list[Entry]()
     while True:
         with one_sentence_errors():
-            there = entries()
             try:
+                there = entries()
                 return choose(target, there)
-            except NoCluster as error:
+            except (NoCluster, OSError) as error:
+                # Once it waits, it also waits for Slurm or the edge node to answer again.
                 if not wait or all(each.over for each in named(target, there)):
                     raise
                 if str(error) != said:

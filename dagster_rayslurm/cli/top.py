@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 _INTERVAL = 1.0  # Seconds between two requests to the dashboard; each request fetches one part of the snapshot, in turn.
 _TIMEOUT = 30.0
 _GIB, _MIB = 2**30, 2**20
-_DIRECT = urllib.request.build_opener(
-    urllib.request.ProxyHandler({})
-)  # A site's http_proxy knows nothing of this machine's ports.
+# Without the proxy that a site sets in http_proxy, which would get the secret of the URL.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 VIEWS = ("nodes", "tasks", "actors", "jobs", "payloads")
 KEYS = "j k: move   Enter: details   Tab: next view   t: tasks   q: quit"
 

@@ -217,7 +217,7 @@ def wait_until_gone(connection: Connection, job_id: int, patience: float = 0.0) 
                 alive = [str(row.job_id) for row in rows]
                 targets = [str(job_id)] if str(job_id) in alive else alive
                 array, _, task = rows[0].label.partition("_")
-                if task:  # The last task of an array has the number of the array, which stands for all tasks.
+                if task:  # The last task of an array has the number of the array, which stands for all tasks (tried on 22.05).
                     targets = ["--state=PENDING", array] if task.startswith("[") else [rows[0].label]
                 run_slurm(connection, ["scancel", *targets], timeout=60)
         if time.monotonic() - began > _GONE_DEADLINE:

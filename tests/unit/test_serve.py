@@ -1,5 +1,6 @@
 """Tests: the commands that use a running Ray cluster reach it, by no detour, and say in one sentence why they do not."""
 
+import asyncio
 import gc
 import os
 import socket
@@ -20,7 +21,7 @@ from dagster_rayslurm.backends.listing import list_here
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.cli.top import Watch
 
-from .test_access import access, run_dir
+from .test_access import HERE, access, run_dir
 
 
 class Dashboard(BaseHTTPRequestHandler):
@@ -46,6 +47,28 @@ def url() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+def test_a_stream_that_ends_at_once_is_not_opened_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def end_at_once(*_: Any) -> tuple[socket.socket, bool]:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        opened.append(ours)
+        return ours, False
+
+    monkeypatch.setattr(head, "open_relay", end_at_once)
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access(job_id="17", hosts=["n1"]))
+    found = choose("train", list_here(str(tmp_path)))
+
+    async def run() -> None:
+        keeper = head.Head(HERE, found.access, lambda _: found.access, print, 1)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(keeper.run(), 1.0)
+
+    asyncio.run(run())
+    assert 1 < len(opened) < 20
 
 
 def test_a_link_that_breaks_in_an_answer_is_a_problem_and_top_goes_on(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +156,11 @@ def test_only_a_request_without_effects_is_sent_again(tmp_path: Path, method: st
     with socket.create_server(("127.0.0.1", 0)) as dashboard:
         threading.Thread(target=lose, args=[dashboard], daemon=True).start()
         run_dir(tmp_path, "1a2b3c4d-train-aa", access(dashboard.getsockname()[1]))
-        with serve.served(choose("train", list_here(str(tmp_path))), print) as url:
-            with client_of(url, f"{method} /PATH/x HTTP/1.1\r\nContent-Length: 0") as client:
-                answer = client.recv(1000)
+        with (
+            serve.served(choose("train", list_here(str(tmp_path))), print) as url,
+            client_of(url, f"{method} /PATH/x HTTP/1.1\r\nContent-Length: 0") as client,
+        ):
+            answer = client.recv(1000)
         dashboard.shutdown(socket.SHUT_RDWR)
     assert len(received) == times and answer[:12] == (b"" if times == 1 else b"HTTP/1.1 502")
 
@@ -163,7 +188,7 @@ def test_a_client_that_leaves_ends_its_request(tmp_path: Path, monkeypatch: pyte
             server.close()
 
 
-def test_the_end_of_a_command_breaks_off_open_connections_without_a_word(tmp_path: Path, capfd: Any) -> None:
+def test_the_end_of_a_command_breaks_off_open_connections_without_a_word(tmp_path: Path, caplog: Any) -> None:
     """As those of a browser, which keeps websockets open."""
     with socket.create_server(("127.0.0.1", 0)) as dashboard:
         run_dir(tmp_path, "1a2b3c4d-train-aa", access(dashboard.getsockname()[1]))
@@ -173,10 +198,13 @@ def test_the_end_of_a_command_breaks_off_open_connections_without_a_word(tmp_pat
             server.recv(1000)
             server.sendall(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
             assert client.recv(100).startswith(b"HTTP/1.1 101")
+            waiting = client_of(url, "GET /PATH/slow HTTP/1.1")
+            slow, _ = dashboard.accept()
+            slow.recv(1000)
         assert client.recv(100) == b""
         server.settimeout(10)
         assert server.recv(100) == b""
-        client.close()
-        server.close()
+        for each in (client, server, waiting, slow):
+            each.close()
     gc.collect()
-    assert capfd.readouterr().err == ""
+    assert not caplog.records

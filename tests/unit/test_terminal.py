@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from dagster_rayslurm.backends.listing import list_all
-from dagster_rayslurm.cli import main
+from dagster_rayslurm.cli import main, ray
 from dagster_rayslurm.runtime.protocol.spec import Announcement, ClusterAccess
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -316,3 +317,27 @@ def test_a_heterogeneous_job_is_entered_at_its_first_component(rayslurm: Rayslur
     fake_slurm.job(20)
     assert rayslurm("attach", "17", "--", "true").exit_code == 0 and rayslurm("attach", "20", "--", "true").exit_code == 0
     assert ["--het-group=0" in call for call in fake_slurm.calls("srun")] == [True, False]
+
+
+def test_waiting_for_a_dashboard_outlasts_a_queue_that_does_not_answer(
+    rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_slurm.fault("squeue", "slurmctld is away")
+    first = rayslurm("dashboard", "--wait", "0000aaaa")
+    assert first.exit_code == 1 and "squeue did not answer" in first.stderr, "it waits for nothing"
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    directory.mkdir(parents=True)
+    (directory / "job_id").write_text("17\n")
+    fake_slurm.job(17, state="PENDING", reason="Resources")
+    steps = iter([lambda: fake_slurm.fault("squeue", "slurmctld is away"), lambda: fake_slurm.end(17, "CANCELLED")])
+
+    def step(_: float) -> None:
+        next(steps)()  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(ray, "time", SimpleNamespace(sleep=step))
+    done = rayslurm("dashboard", "--wait", "0000aaaa")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3 and "pending" in lines[0] and "slurmctld is away; waiting" in lines[1] and "lost" in lines[2], (
+        lines,
+        done.exception,
+    )
