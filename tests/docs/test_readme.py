@@ -275,9 +275,12 @@ class Tutorial:
 
     def metadata(self) -> Any:
         """The metadata of the newest materialization, which Dagster's UI shows."""
-        code = "import json, dagster as dg; found = dg.DagsterInstance.get().get_latest_materialization_event(dg.AssetKey('model')); "
-        code += "found = found.asset_materialization.metadata; print(json.dumps({key: found[key].value for key in found "
-        code += "if isinstance(found[key].value, (bool, float, str))}))"
+        code = """if True:
+            import json, dagster as dg
+            event = dg.DagsterInstance.get().get_latest_materialization_event(dg.AssetKey("model"))
+            found = {key: each.value for key, each in event.asset_materialization.metadata.items()}
+            print(json.dumps({key: value for key, value in found.items() if isinstance(value, (bool, float, str))}))
+        """
         said = subprocess.run([sys.executable, "-c", code], env=self.env, capture_output=True, text=True, check=True, timeout=60)
         return json.loads(said.stdout)
 
