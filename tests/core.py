@@ -142,7 +142,7 @@ CORE = {
         "test_sacct_tells_the_same_of_ray_on_two_nodes",
         "test_the_ssh_program_does_as_well",
     ),
-    "slurm/test_samples_on_slurm.py": ("test_the_samples_run_in_a_session",),
+    "slurm/test_samples_on_slurm.py": ("test_the_samples_run_in_a_session[1]",),
     "slurm/test_script_on_slurm.py": ("test_any_text_arrives_as_it_is", "test_every_field_arrives"),
     "slurm/test_session.py": (
         "test_a_cluster_of_each_payloads_own",

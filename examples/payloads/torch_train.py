@@ -36,7 +36,10 @@ def train(config: dict[str, Any]) -> None:
             loss = torch.nn.functional.mse_loss(model(batch), wanted)
             loss.backward()  # Gradients are averaged over the workers.
             optimizer.step()
-        metrics = {"epoch": epoch, "first epoch": first, "loss": loss.item(), "backend": torch.distributed.get_backend()}
+        nodes = [""] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
+        metrics = {"epoch": epoch, "first epoch": first, "loss": loss.item(), "nodes": len(set(nodes))}
+        metrics["backend"] = torch.distributed.get_backend()
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = None
             if ray.train.get_context().get_world_rank() == 0:

@@ -277,11 +277,14 @@ class Tutorial:
 
     def metadata(self) -> Any:
         """The metadata of the newest materialization, which Dagster's UI shows."""
-        code = "import dagster as dg; found = dg.DagsterInstance.get().get_latest_materialization_event(dg.AssetKey('model')); "
-        code += "print({key: value.text if hasattr(value, 'text') else value.value for key, value in "
-        code += "found.asset_materialization.metadata.items() if isinstance(value.value, (str, float, int, bool))})"
+        code = """if True:
+            import json, dagster as dg
+            event = dg.DagsterInstance.get().get_latest_materialization_event(dg.AssetKey("model"))
+            found = {key: each.value for key, each in event.asset_materialization.metadata.items()}
+            print(json.dumps({key: value for key, value in found.items() if isinstance(value, (bool, float, str))}))
+        """
         said = subprocess.run([sys.executable, "-c", code], env=self.env, capture_output=True, text=True, check=True, timeout=60)
-        return ast.literal_eval(said.stdout)
+        return json.loads(said.stdout)
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """The modules of examples/, each materialized as a user would, on this machine and on the Slurm stack."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,17 +143,21 @@ def test_a_placement_group_that_no_node_could_hold_is_refused(group: str, size: 
     assert not list(groups.home.glob(".dagster_rayslurm/runs/*"))
 
 
-@pytest.mark.ray
-@pytest.mark.thorough
-def test_ranks_are_pinned_to_gpus(example: Callable[[str], Example]) -> None:
-    needs_torch()
-    ranks = example("pinned_ranks").run()["ranks"]
+def ranks_are_pinned(ranks: list[dict[str, Any]]) -> None:
+    """Asserts that each of four ranks has a GPU of its own, two on each node, and that all have summed up."""
     assert [each["rank"] for each in ranks] == [0, 1, 2, 3] and {each["sum"] for each in ranks} == {0 + 1 + 2 + 3}
     nodes = [each["node"] for each in ranks]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3] and nodes == sorted(nodes)
     assert [each["local_rank"] for each in ranks] == [0, 1] * 2
     devices = [int(each["device"]) for each in ranks]
     assert devices[0] < devices[1] and devices[2] < devices[3]
+
+
+@pytest.mark.ray
+@pytest.mark.thorough
+def test_ranks_are_pinned_to_gpus(example: Callable[[str], Example]) -> None:
+    needs_torch()
+    ranks_are_pinned(example("pinned_ranks").run()["ranks"])
 
 
 @pytest.mark.ray
@@ -189,7 +195,7 @@ ON_SLURM = {
     "session_partitions": {"days": 31, "working days": 22},
     "tune_asha": {"trials": 8},
 }
-"""What the examples report whose packages the stack's nodes have: there is no PyTorch, and Ray may install nothing."""
+"""What the examples report whose packages the stack's nodes have; `runtime_env` needs nodes that may install packages."""
 
 
 @pytest.mark.thorough
@@ -202,3 +208,59 @@ def test_an_example_on_slurm(name: str, example: Callable[[str], Example], stack
     assert {key: found[key] for key in ON_SLURM[name]} == ON_SLURM[name] and found["Execution mode"].startswith("slurm")
     if name == "session_partitions":
         assert on_slurm.module.compute.cleanup_cluster(found["Ray cluster ID"])
+
+
+TORCH_ENVIRONMENT = """
+from dagster_rayslurm import ComputeResource, SlurmResource, SSHConnectionResource, UvEnvironment
+
+slurm = SlurmResource(ssh=SSHConnectionResource.from_env())
+compute = ComputeResource(mode="slurm", slurm=slurm, environment=UvEnvironment(requirements="requirements.txt"))
+"""
+
+
+@pytest.fixture(scope="module")
+def torch_on_slurm(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The path on the stack of an environment with the PyTorch and the Ray of this machine, made by `rayslurm env push`."""
+    needs_torch()
+    versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
+    directory = tmp_path_factory.mktemp("torch")
+    (directory / "made.py").write_text(TORCH_ENVIRONMENT)
+    (directory / "requirements.txt").write_text(
+        f"ray[default,train]=={versions['ray']}\ntorch=={versions['torch']}\ndagster-pipes\nnumpy\n"
+    )
+    env = {**os.environ, **{name: value for name, value in stack.env.items() if name != "RAYSLURM_ENV_PATH"}}
+    if "PIP_FIND_LINKS" in env:  # uv finds wheels where pip has found them.
+        env.setdefault("UV_FIND_LINKS", env["PIP_FIND_LINKS"])
+    command = [sys.executable, "-m", "dagster_rayslurm.cli", "env", "--from", "made:compute", "push"]
+    said = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=900)
+    assert said.returncode == 0, said.stderr[-3000:]
+    yield said.stdout.split()[-1]
+    stack.exec("edge", ["rm", "-rf", "/home/dev/.dagster_rayslurm"])
+
+
+@pytest.fixture
+def torch_example(
+    example: Callable[[str], Example], torch_on_slurm: str, stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Example]:
+    """Imports an example for the stack, with the environment that has PyTorch."""
+    for variable, value in {**stack.env, "RAYSLURM_MODE": "slurm", "RAYSLURM_ENV_PATH": torch_on_slurm}.items():
+        monkeypatch.setenv(variable, value)
+    return example
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_train_spans_two_nodes_of_slurm(torch_example: Callable[[str], Example], stack: Stack) -> None:
+    """Three workers do not fit on the two CPUs of one node; the checkpoint that a job leaves is where the next one begins."""
+    training = torch_example("torch_train")
+    first, second = training.run(epochs=2, workers=3), training.run(epochs=3, workers=3)
+    assert (first["first epoch"], first["epoch"], second["first epoch"], second["epoch"]) == (0, 1, 2, 2)
+    for found in (first, second):
+        assert (found["nodes"], found["workers"], found["backend"]) == (2, 3, "gloo")
+    stack.exec("edge", ["test", "-f", f"{second['checkpoint']}/state.pt"])
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_ranks_are_pinned_on_two_nodes_of_slurm(torch_example: Callable[[str], Example]) -> None:
+    ranks_are_pinned(torch_example("pinned_ranks").run()["ranks"])
