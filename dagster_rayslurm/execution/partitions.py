@@ -26,6 +26,7 @@ from ..outcome import judge, with_hint
 from ..plan import Plan
 from ..runtime.payload import partition_runner, preload_child
 from ..runtime.payload.partition_runner import METHOD, PARTITIONS
+from .event_log import open_event_log
 from .reattach import retried_runs
 from .run import execute
 
@@ -84,7 +85,8 @@ def execute_partitions(
         with RecordPipes(context).session(extras, uses_pipes=False) as session:
             return CompletedRun(session, results.metadata(), "", None, [])
     try:
-        completed = execute(context, plan, backend, resource, extras, results)
+        with open_event_log(context.instance.event_log_storage, context.run_id):
+            completed = execute(context, plan, backend, resource, extras, results)
     except RunFailure as failure:
         sentence = f"{results.counted()}, then: {failure.description}"
         retry, metadata = failure.allow_retries, {**failure.metadata, **results.failures_metadata()}
