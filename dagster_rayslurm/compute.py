@@ -183,8 +183,8 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         Args:
             context: the context of an asset with partitions.
             payload_path: as for `run`. A script or module of Python starts fastest, because its processes are forked.
-            max_concurrent: how many partitions run at the same time; None for the number of CPUs of the node where they run,
-                which is the first one of the allocation.
+            max_concurrent: how many partitions run at the same time; None for the number of CPUs that the job, or the payload in
+                a session, has on the node where they run, which is the first one of the allocation.
             uses_pipes: False for a payload that does not open Dagster Pipes; it finds its key in RAYSLURM_PARTITION_KEY.
 
         The other arguments are those of `run`.

@@ -63,10 +63,12 @@ class Launch:
         return _new_launch(step, plan, backend, home, self.history)
 
 
-def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout) -> Launch:
+def reattach_or_new(
+    context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout, writes_results: bool = False
+) -> Launch:
     """Take over and return the payload of an earlier attempt at this step if it runs the same plan; else prepare a new one.
 
-    Returns the launch of that payload.
+    Returns the launch of that payload. If attempts write results before the end (`writes_results`), no earlier one does so any more.
     """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
@@ -80,11 +82,14 @@ def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend
     same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(name)))
     run_dir = str(runs / name)
     owner = Ownership(connection, run_dir, owner_file(step.run_id), history.successor)
-    if not backend.can_reattach(same, run_dir, step):
-        return _new_launch(step, plan, backend, home, history)
-    if not owner.take_over():
+    goes_on = backend.can_reattach(same, run_dir, step)
+    taken = goes_on and owner.take_over()
+    if goes_on and not taken:
         with contextlib.suppress(FileNotFoundError):  # The run directory was removed, so the payload has ended.
             backend.end_abandoned(run_dir, plan.payload.grace_period)
+    if writes_results:
+        owner.displace()
+    if not taken:
         return _new_launch(step, plan, backend, home, history)
     bookmark = Bookmark(home.runs / f"{name}{BOOKMARK}")
     offset = bookmark.read() if history.output_is_local else 0
