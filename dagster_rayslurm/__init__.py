@@ -54,7 +54,17 @@ __all__ = [
     "retry_policy_for",
 ]
 
-_MODULES = "compute", "config", "environments", "errors", "failures", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"
+_MODULES = (
+    "compute",
+    "config",
+    "environments",
+    "errors",
+    "failures",
+    "launchers",
+    "runtime.ray.feasibility",
+    "slurm.config",
+    "ssh.config",
+)
 
 
 _COMPONENTS = "ComputeResourceComponent", "RaySlurmScriptComponent"  # Of a module that only `dg` and its projects import.

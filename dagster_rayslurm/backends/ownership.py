@@ -31,7 +31,9 @@ _JUDGED = ".judged"  # Suffix of the owner file once the owner has begun to end 
 
 _TRIES = 3  # Tries to rename an owner file while other attempts rename it, too.
 _LEASE = 0.5  # Seconds for which an attempt that was the owner takes itself for the owner.
-_LEASE_OVER = 4 * _LEASE  # Seconds after which another attempt has noticed that it is not the owner; with time for its last write.
+_LEASE_OVER = (
+    4 * _LEASE
+)  # Seconds after which another attempt has noticed that it is not the owner; with time for its last write.
 
 
 @dataclass(eq=False)

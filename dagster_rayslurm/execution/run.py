@@ -75,7 +75,7 @@ def execute(
     writers = sum(each.uses_pipes for each in plans.values())
     pipes = RecordPipes(context, max(1, writers))
     interrupts = partial(mark_canceling, context), partial(is_service_stop, context)
-    run = PayloadRun(context.log, backend, resource, launch, plans, *interrupts, partial(announce, context))
+    run = PayloadRun(context.log, backend, resource, launch, plans, *interrupts, partial(announce, context, home.base))
     with pipes.session(extras, writers > 0) as session:
         pipes_context, handler = pipes.pipes_context, pipes.handler
         if partitions:

@@ -116,7 +116,11 @@ def test_a_module_of_python_is_forked_as_a_script_is(tmp_path: Path) -> None:
 
 
 def test_without_a_limit_as_many_run_as_cpus_are_granted(tmp_path: Path) -> None:
-    command = ["sh", "-c", 'ls | grep -c "^runs" ; touch "runs $RAYSLURM_PARTITION_KEY"; sleep 0.2; rm runs*"$RAYSLURM_PARTITION_KEY"']
+    command = [
+        "sh",
+        "-c",
+        'ls | grep -c "^runs" ; touch "runs $RAYSLURM_PARTITION_KEY"; sleep 0.2; rm runs*"$RAYSLURM_PARTITION_KEY"',
+    ]
     runner = start(tmp_path, list("abcd"), command, 0, SLURM_CPUS_ON_NODE="1")
     out, _ = runner.communicate(timeout=30)
     assert [line for line in out.splitlines() if line.isdigit()] == ["0"] * 4
