@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         PreDeployedEnvironment,
         UvEnvironment,
     )
+    from .errors import FailureKind, UnhealthyNode
     from .failures import CompletedRun, RunFailure, retry_policy_for
     from .launchers import BashLauncher, Launcher, RayLauncher
     from .runtime.ray.feasibility import feasible
@@ -32,6 +33,7 @@ __all__ = [
     "ComputeResourceComponent",
     "ContainerEnvironment",
     "ExecutionMode",
+    "FailureKind",
     "HetComponent",
     "InheritedEnvironment",
     "Launcher",
@@ -45,13 +47,24 @@ __all__ = [
     "SessionConfig",
     "SlurmQueueConfig",
     "SlurmResource",
+    "UnhealthyNode",
     "UvEnvironment",
     "__version__",
     "feasible",
     "retry_policy_for",
 ]
 
-_MODULES = "compute", "config", "environments", "failures", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"
+_MODULES = (
+    "compute",
+    "config",
+    "environments",
+    "errors",
+    "failures",
+    "launchers",
+    "runtime.ray.feasibility",
+    "slurm.config",
+    "ssh.config",
+)
 
 
 _COMPONENTS = "ComputeResourceComponent", "RaySlurmScriptComponent"  # In `dg_components`, for `dg` alone.

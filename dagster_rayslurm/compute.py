@@ -189,8 +189,8 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         Args:
             context: the context of an asset with partitions.
             payload_path: as for `run`. A script or module of Python starts fastest, because its processes are forked.
-            max_concurrent: how many partitions run at the same time; None for the number of CPUs of the node where they run,
-                which is the first one of the allocation.
+            max_concurrent: how many partitions run at the same time; None for the number of CPUs that Slurm granted to the
+                job, or to the payload in a session, on the first node of the allocation, where they run.
             uses_pipes: False for a payload that does not open Dagster Pipes; such a payload finds the partition's key in the
                 environment variable RAYSLURM_PARTITION_KEY.
 

@@ -7,10 +7,12 @@ renames it, too, before it ends or judges the payload. A rename is atomic, so ex
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +30,10 @@ _PREFIX = "owner."  # Beginning of the name of each owner file.
 _JUDGED = ".judged"  # Suffix of the owner file once the owner has begun to end or to judge the payload.
 
 _TRIES = 3  # Tries to rename an owner file while other attempts rename it, too.
+_LEASE = 0.5  # Seconds for which an attempt that was the owner takes itself for the owner.
+_LEASE_OVER = (
+    4 * _LEASE
+)  # Seconds after which another attempt has noticed that it is not the owner; with time for its last write.
 
 
 @dataclass(eq=False)
@@ -41,6 +47,7 @@ class Ownership:
     successor: Callable[[], str | None]
     new_owner: str | None = None  # The attempt that has taken the payload over, in words; None if no such attempt is known.
     _confirmed: bool = False
+    _held_at: float = -math.inf  # When this attempt was last seen to be the owner, by the monotonic clock.
 
     def take_over(self) -> bool:
         """Try to become the owner of the payload; returns whether this attempt is the owner now. May raise OSError.
@@ -57,6 +64,30 @@ class Ownership:
                 self._rename(owners[0], self.name)
                 return True
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
+
+    def holds(self) -> bool:
+        """Returns whether this attempt may write results: whether it was the owner within `_LEASE` seconds. May raise OSError."""
+        now = time.monotonic()
+        if self.run_dir and self.new_owner is None and now - self._held_at > _LEASE:
+            owners = self._owners() or []
+            if self.name not in owners:
+                self.new_owner = self._find_new_owner(self.name + _JUDGED)
+            self._held_at = now
+        return self.new_owner is None
+
+    def displace(self) -> None:
+        """Keep all other attempts from writing results, also one that has begun to end or judge the payload. May raise OSError.
+
+        Returns once no other attempt takes itself for the owner. Of an attempt that is stopped between its look at the owner file
+        and its write, which take a millisecond, this is not known.
+        """
+        owners = self._owners() or []
+        for owner in owners:
+            if not owner.startswith(self.name):
+                with suppress(FileNotFoundError):  # The run directory is being removed.
+                    self._rename(owner, self.name + (_JUDGED if owner.endswith(_JUDGED) else ""))
+        if owners:
+            time.sleep(_LEASE_OVER)
 
     def confirm(self) -> bool:
         """Returns True if this attempt is still the owner; then no later attempt can take the payload over. May raise OSError."""

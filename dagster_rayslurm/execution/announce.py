@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import dagster as dg
 from dagster._core.events import EngineEventData
@@ -14,11 +19,16 @@ from ..ssh.local import LocalConnection
 
 JOB_ID, CLUSTER = "dagster-rayslurm/job_id", "dagster-rayslurm/cluster"  # Keys of tags of a run.
 
+_TRIES = 5  # Tries to write tags that a step on another host overwrites at the same moment.
 
-def announce(context: dg.OpExecutionContext, running: RunningPayload, plan: Plan, run_name: str, connection: Connection) -> None:
+
+def announce(
+    context: dg.OpExecutionContext, base: Path, running: RunningPayload, plan: Plan, run_name: str, connection: Connection
+) -> None:
     """Write a payload's Slurm job to Dagster: tags of the run, and an event of the step. Does nothing without a Slurm job.
 
-    `run_name` is the name of the run directory. An error of Dagster's storage becomes a warning in the log.
+    `base` is the base directory on this machine, and `run_name` the name of the run directory. An error of Dagster's storage is
+    logged.
     """
     if running.job_id is None:
         return
@@ -32,11 +42,41 @@ def announce(context: dg.OpExecutionContext, running: RunningPayload, plan: Plan
     try:
         plan_id = context.run.execution_plan_snapshot_id
         steps = context.instance.get_execution_plan_snapshot(plan_id).step_keys_to_execute if plan_id else []
-        context.instance.add_run_tags(context.run_id, job_tags(running.job_id, place, step if len(steps) > 1 else None))
+        own = step if len(steps) > 1 else None
+        write_tags(context.instance, context.run_id, job_tags(running.job_id, place, own), base)
         message = f"[rayslurm] Slurm job {running.job_id} on {place} runs {step}"
         context.instance.report_engine_event(message, context.run, EngineEventData(said), step_key=step)
     except Exception as error:  # noqa: BLE001 - the storage may raise anything, and the payload runs
         context.log.warning(f"[rayslurm] the run has no tag for Slurm job {running.job_id}: {error}")
+
+
+def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str], base: Path) -> None:
+    """Add tags to a run, so that none is lost if other steps of the run add theirs at the same time.
+
+    Dagster reads a run's tags, and writes them back with the new ones; the later of two such writes drops the tags of the earlier
+    one. Steps on this machine wait for each other, by a lock on a file in `base`. For steps on other hosts, a second look at the
+    tags finds that some are missing, and they are written again.
+    """
+    # In a run with several steps, the common tags are those of the latest step.
+    lasting = {key: value for key, value in tags.items() if key.startswith(f"{JOB_ID}.")} or tags
+    with _alone(base):
+        for _ in range(_TRIES):
+            instance.add_run_tags(run_id, {**tags})
+            run = instance.get_run_by_id(run_id)
+            if run is None or lasting.items() <= run.tags.items():
+                return
+
+
+@contextlib.contextmanager
+def _alone(base: Path) -> Iterator[None]:
+    """Inside the block, no other thread or process of this machine is in such a block; without a usable file, others may be."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            LocalConnection().make_dir(str(base))
+            fd = os.open(base / "tags.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
 
 
 def job_tags(job_id: str, place: str, step: str | None) -> dict[str, str]:

@@ -8,6 +8,7 @@ counts, whatever becomes of the others.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,15 +18,17 @@ import dagster as dg
 from dagster_pipes import PipesContextData
 
 from ..backends.base import Backend
+from ..backends.ownership import UNCONTESTED, Ownership
 from ..compute_fields import ComputeFields
 from ..errors import FailureKind
 from ..failures import CompletedRun, RunFailure
 from ..follow import Evidence
 from ..follow.forward import RecordPipes
-from ..outcome import judge, with_hint
+from ..outcome import SUCCESS, Verdict, judge, with_hint
 from ..plan import Plan
 from ..runtime.payload import partition_runner, preload_child
 from ..runtime.payload.partition_runner import METHOD, PARTITIONS
+from .event_log import open_event_log
 from .reattach import retried_runs
 from .run import execute
 
@@ -40,6 +43,7 @@ _PAGE = 1000  # Most records of Dagster's event log in one query.
 _NAMED = 3  # Failed partitions that the sentence of a failure names, with their reasons.
 _LOGGED = 20  # Failed partitions for which the Dagster log gets a line.
 _LISTED = 500  # Failed partitions in the metadata of a failure.
+_RETRY = 5.0  # Seconds between two looks at the owner of the payload over a lost connection.
 _MIB = 2**20
 _RUNNER = [Path(partition_runner.__file__), Path(preload_child.__file__)]
 
@@ -81,19 +85,21 @@ def execute_partitions(
     """
     keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
     results = PartitionResults(context, keys, done & set(keys), plan.uses_pipes, resource.require_messages)
+    results.loss_timeout = resource.connection_loss_timeout
     if results.done:
         context.log.info(f"[rayslurm] {len(results.done):,} of {len(keys):,} partitions are materialized by an attempt before")
     if not results.missing:
         with RecordPipes(context).session(extras, uses_pipes=False) as session:
             return CompletedRun(session, results.metadata(), "", None, [])
     try:
-        completed = execute(context, plan, backend, resource, extras, results)
+        with open_event_log(context.instance.event_log_storage, context.run.run_id):
+            completed = execute(context, plan, backend, resource, extras, results)
     except RunFailure as failure:
-        sentence = f"{results.counted()}, then: {failure.description}"
+        sentence = str(failure.description)
+        if sentence != results.sentence():
+            sentence = f"{results.counted()}, then: {sentence}"
         retry, metadata = failure.allow_retries, {**failure.metadata, **results.failures_metadata()}
         raise RunFailure(failure.kind, sentence, metadata, retry, failure.unhealthy) from None
-    if results.missing:
-        raise RunFailure(FailureKind.PAYLOAD, results.sentence(), results.failures_metadata())
     return completed
 
 
@@ -125,7 +131,10 @@ class PartitionResults:
     require_messages: bool
     failed: dict[str, str] = field(default_factory=dict)  # Why partitions failed, in words.
     handler: Any = None  # Dagster's handler of all other Pipes messages.
+    owner: Ownership = UNCONTESTED  # Of the payload; only its owner materializes partitions.
     _pipes: Any = None
+    loss_timeout: float = 86400.0  # Seconds for which the cluster may be out of reach.
+    _unknown_since: float | None = None  # Since when the owner is not known, by the monotonic clock.
 
     @property
     def asset_key(self) -> dg.AssetKey:
@@ -137,9 +146,13 @@ class PartitionResults:
         """The partitions that are not materialized, in the order of the run."""
         return [key for key in self.keys if key not in self.done]
 
-    def attach(self, pipes: RecordPipes) -> tuple[PipesContextData, Any]:
-        """Returns the Pipes context of a payload that runs the missing partitions, and the handler of its messages."""
-        self.handler, self._pipes = pipes.handler, pipes
+    def attach(self, pipes: RecordPipes, owner: Ownership) -> tuple[PipesContextData, Any]:
+        """Returns the Pipes context of a payload that runs the missing partitions, and the handler of its messages.
+
+        Called once no earlier attempt materializes partitions any more.
+        """
+        self.handler, self._pipes, self.owner = pipes.handler, pipes, owner
+        self.done |= materialized(self.context) & set(self.keys)
         windows = {key: self._window(key) for key in self.missing}
         return {**pipes.pipes_context, PARTITIONS: windows}, self  # type: ignore[misc]
 
@@ -160,12 +173,30 @@ class PartitionResults:
         results = self._results(key, found["messages"], evidence)
         verdict = judge(evidence, self.uses_pipes, self.require_messages)
         if verdict.kind is None:
-            self._materialize(key, results, found)
+            if self._may_write():
+                self._materialize(key, results, found)
             return
         self.failed[key] = with_hint(verdict, evidence).sentence
         if len(self.failed) <= _LOGGED:
             more = "; further failures are not logged one by one" if len(self.failed) == _LOGGED else ""
             self.context.log.error(f"[rayslurm] partition {key!r} failed: {self.failed[key]}{more}")
+
+    def _may_write(self) -> bool:
+        """Returns whether this attempt owns the payload; while the connection is lost, waits for an answer."""
+        while True:
+            try:
+                holds = self.owner.holds()
+                self._unknown_since = None
+                return holds
+            except OSError as error:
+                now = time.monotonic()
+                if self._unknown_since is None:
+                    self._unknown_since = now
+                    waits = "no partition is materialized before the cluster says whether another attempt has taken over"
+                    self.context.log.warning(f"[rayslurm] {waits}: {error}")
+                if now - self._unknown_since > self.loss_timeout:
+                    return False
+                time.sleep(_RETRY)
 
     def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
         """Pass on the messages of one partition, and add them to `evidence`; returns the materializations that they report."""
@@ -221,6 +252,10 @@ class PartitionResults:
     def counted(self) -> str:
         """Returns the number of partitions that are materialized, as the beginning of a sentence."""
         return f"{len(self.done):,} of {len(self.keys):,} partitions are materialized"
+
+    def verdict(self) -> Verdict:
+        """Returns the verdict on a payload that has ended: a failure if partitions are missing."""
+        return Verdict(FailureKind.PAYLOAD, self.sentence()) if self.missing else SUCCESS
 
     def sentence(self) -> str:
         """Returns the sentence of a failure, which counts the partitions that failed or never ended, and names the first."""

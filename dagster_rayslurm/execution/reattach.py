@@ -63,11 +63,13 @@ class Launch:
         return _new_launch(step, plan, backend, home, self.history)
 
 
-def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout) -> Launch:
-    """Returns the launch that continues the payload of an earlier attempt at this step, or else the launch of a new payload.
+def reattach_or_new(
+    context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout, writes_results: bool = False
+) -> Launch:
+    """Take over and return the payload of an earlier attempt at this step if it runs the same plan; else prepare a new one.
 
-    An earlier payload is continued if its plan is the same, and its owner has not begun to end or judge it. A payload that its
-    dead owner was ending is ended first.
+    An earlier payload is continued if its owner has not begun to end or judge it. A payload that its dead owner was ending is ended
+    first. If attempts write results before the end (`writes_results`), the earlier attempt writes none after this call.
     """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
@@ -81,11 +83,14 @@ def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend
     same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(name)))
     run_dir = str(runs / name)
     owner = Ownership(connection, run_dir, owner_file(step.run_id), history.successor)
-    if not backend.can_reattach(same, run_dir, step):
-        return _new_launch(step, plan, backend, home, history)
-    if not owner.take_over():
+    goes_on = backend.can_reattach(same, run_dir, step)
+    taken = goes_on and owner.take_over()
+    if goes_on and not taken:
         with contextlib.suppress(FileNotFoundError):  # The run directory was removed, so the payload has ended.
             backend.end_abandoned(run_dir, plan.payload.grace_period)
+    if writes_results:
+        owner.displace()
+    if not taken:
         return _new_launch(step, plan, backend, home, history)
     bookmark = Bookmark(home.runs / f"{name}{BOOKMARK}")
     offset = bookmark.read() if history.output_is_local else 0

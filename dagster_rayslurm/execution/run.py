@@ -25,7 +25,7 @@ from ..errors import FailureKind, StartError
 from ..failures import CompletedRun, RunFailure
 from ..follow import Evidence, Follower, follow_all
 from ..follow.forward import RecordPipes
-from ..outcome import Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint
+from ..outcome import SUCCESS, Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint
 from ..outcome.metadata import Metadata, failure_metadata, run_metadata, timeline_metadata
 from ..plan import Plan
 from ..runtime.protocol.record import SECRETS, Record, component_dir
@@ -69,15 +69,18 @@ def execute(
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
     with start_errors():
         sweep_old_files(backend, home, resource.retention_days)
-        launch = reattach_or_new(context, next(iter(plans.values())), backend, home)
+        launch = reattach_or_new(context, next(iter(plans.values())), backend, home, partitions is not None)
     if None in plans:
         plans = {None: launch.plan}
     writers = sum(each.uses_pipes for each in plans.values())
     pipes = RecordPipes(context, max(1, writers))
     interrupts = partial(mark_canceling, context), partial(is_service_stop, context)
-    run = PayloadRun(context.log, backend, resource, launch, plans, *interrupts, partial(announce, context))
+    run = PayloadRun(context.log, backend, resource, launch, plans, *interrupts, partial(announce, context, home.base))
     with pipes.session(extras, writers > 0) as session:
-        pipes_context, handler = partitions.attach(pipes) if partitions else (pipes.pipes_context, pipes.handler)
+        pipes_context, handler = pipes.pipes_context, pipes.handler
+        if partitions:
+            pipes_context, handler = partitions.attach(pipes, launch.step.owner)
+            run.verdict = partitions.verdict
         metadata = run.complete(
             pipes_context,
             handler,
@@ -150,6 +153,8 @@ class PayloadRun:
     is_service_stop: Callable[[BaseException], bool] = lambda _: False
     # Called with the first payload as soon as it has started, its plan, the name of the run directory and the connection.
     on_start: Callable[[RunningPayload, Plan, str, Connection], None] = lambda *_: None
+    # Called when all payloads have succeeded, for a verdict on what they did.
+    verdict: Callable[[], Verdict] = lambda: SUCCESS
     payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
     detached: bool = False  # Whether the payloads were left running for the next attempt at this step.
     outputs_left: bool = False  # Whether some output files could not be copied, and are only in the run directory.
@@ -217,6 +222,7 @@ class PayloadRun:
             self.payloads[component].follower.messages.refuse(error, self.payloads[component].evidence)
         judged = {component: self.judge(each) for component, each in self.payloads.items()}
         verdict = judge_components(judged)
+        verdict = self.verdict() if verdict.kind is None else verdict
         own = {component: each.metadata(self.resource.mode) for component, each in self.payloads.items()}
         metadata = metadata_of_all(own, judged, self.resource.mode, self.first.running.job_id)
         kept = self.clean_up(verdict)
@@ -345,6 +351,8 @@ class PayloadRun:
         that Python has ignored.
         """
         raise_ignored()
+        if self._owner.new_owner is not None:
+            raise _superseded(self._owner.new_owner)
         limit = self.resource.runtime_start_timeout
         # The timeout does not run while the job waits in the queue, or while the record cannot be read.
         if payload.running.waiting or payload.follower.state.unreachable_since is not None:

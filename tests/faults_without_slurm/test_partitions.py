@@ -93,6 +93,10 @@ class Service:
             os.killpg(self.processes[-1].pid, signal.SIGKILL)
         self.processes[-1].wait()
 
+    def signal(self, process: "subprocess.Popen[bytes]", signum: int) -> None:
+        """Send a signal to the process of an attempt, with all of Dagster's below it."""
+        os.killpg(process.pid, signum)
+
     def let(self, number: str) -> None:
         """Let the partitions below a number end."""
         (self.home / "new").write_text(number)
@@ -131,6 +135,31 @@ def service(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Service]:
 def asked(slurm: FakeSlurm) -> int:
     """How often Slurm's programs were called so far."""
     return sum(len(slurm.calls(program)) for program in ("sbatch", "squeue", "scancel", "sacct", "scontrol", "srun"))
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["the job goes on", "the job is lost"])
+def test_a_slow_process_that_was_taken_for_dead_materializes_nothing_more(
+    lost: bool, service: Service, fake_slurm: FakeSlurm
+) -> None:
+    service.let("12")
+    slow = service.start()
+    assert wait_until(lambda: len(service.materialized()) == 12 or slow.poll() is not None, 60), service.log
+    service.signal(slow, signal.SIGSTOP)
+    service.let("30")
+    assert wait_until(lambda: sum(service.ran().values()) >= 30, 60), service.ran()  # The slow process will find their ends.
+    if lost:
+        fake_slurm.end(1, "NODE_FAIL")
+    again = service.start(service.failed())
+    assert wait_until(lambda: len(service.materialized()) >= 28 or again.poll() is not None, 60), service.log
+    service.signal(slow, signal.SIGCONT)
+    assert slow.wait(60) == 1
+    service.let("50")
+    if lost:
+        assert again.wait(60) == 1
+        again = service.start(service.failed())
+    assert again.wait(60) == 0, service.log
+    assert service.materialized() == [f"p{number:02}" for number in range(COUNT)]
+    assert "because this attempt was taken for dead" in service.log
 
 
 def test_dagster_and_the_head_node_are_killed(service: Service, fake_slurm: FakeSlurm) -> None:

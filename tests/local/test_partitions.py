@@ -195,3 +195,17 @@ def test_it_is_refused(fields: Any, arguments: Any, said: str, scene: Scene, bas
     assert not scene.run("true", **arguments).success
     assert scene.failures[0].kind == "configuration" and str(scene.failures[0].description).startswith(said)
     assert not os.path.exists(base / "runs")
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("failed", True), ("none", False)])
+def test_the_run_directory_is_kept_if_partitions_failed(
+    keep: str, kept: bool, scene: Scene, base: Path, script: Callable[..., Path]
+) -> None:
+    scene.compute = ComputeResource(local_base=str(base), default_launcher=BashLauncher(), keep_run_dirs=keep)
+    assert not scene.run(["sh", "-c", 'test "$RAYSLURM_PARTITION_KEY" != "part 04"'], tags=FIRST_SIX, uses_pipes=False).success
+    [failure] = scene.failures
+    assert str(failure.description).startswith("5 of 6 partitions are materialized, 1 failed")
+    directories = [str(each) for each in (base / "runs").iterdir()]
+    assert directories == ([failure.metadata["Run directory"].value] if kept else [])
+    assert scene.run("true", tags={**WHOLE_RANGE, "dagster/asset_partition_range_end": KEYS[0]}, uses_pipes=False).success
+    assert len(list((base / "runs").iterdir())) == len(directories)

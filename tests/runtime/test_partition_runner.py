@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from dagster_pipes import encode_param
 
 from dagster_rayslurm.runtime.payload import partition_runner
@@ -16,7 +17,7 @@ from dagster_rayslurm.runtime.payload import partition_runner
 from ..conftest import pipes_script, wait_until
 
 
-def start(path: Path, keys: list[str], command: list[str], limit: int = 2) -> "subprocess.Popen[str]":
+def start(path: Path, keys: list[str], command: list[str], limit: int = 2, **more: str) -> "subprocess.Popen[str]":
     """The runner's process for some partitions, in a run directory at `path`."""
     context: dict[str, Any] = {
         "asset_keys": ["a"],
@@ -27,7 +28,7 @@ def start(path: Path, keys: list[str], command: list[str], limit: int = 2) -> "s
     (path / "pipes_context.json").write_text(json.dumps(context))
     (path / "messages").touch()
     messages = encode_param({"path": str(path / "messages")})
-    env = {**os.environ, "RAYSLURM_RUN_DIR": str(path), "DAGSTER_PIPES_MESSAGES": messages, "HOME": str(path)}
+    env = {**os.environ, "RAYSLURM_RUN_DIR": str(path), "DAGSTER_PIPES_MESSAGES": messages, "HOME": str(path), **more}
     argv = [sys.executable, partition_runner.__file__, str(limit), *command]
     return subprocess.Popen(argv, cwd=path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -41,8 +42,9 @@ def test_no_more_partitions_run_at_a_time_than_the_limit(tmp_path: Path, script:
         pipes_script(f"""
         import os, time
         os.mkdir({str(tmp_path)!r} + "/runs " + pipes.partition_key)
-        time.sleep(0.05)
-        at_once = [name for name in os.listdir({str(tmp_path)!r}) if name.startswith("runs ")]
+        until = time.monotonic() + (20 if pipes.partition_key < "k3" else 0.05)  # The first three meet.
+        while time.monotonic() < until and len(at_once := [name for name in os.listdir({str(tmp_path)!r}) if "runs " in name]) < 3:
+            time.sleep(0.01)
         os.rmdir({str(tmp_path)!r} + "/runs " + pipes.partition_key)
         pipes.report_custom_message(len(at_once))
     """)
@@ -81,3 +83,49 @@ def test_a_command_that_cannot_be_started_has_a_sentence(tmp_path: Path) -> None
     assert runner.returncode == 0 and "the command 'no-such-program' cannot be started: No such file or directory" in err
     _, told, _ = messages(tmp_path)
     assert told["params"]["end"]["exit_code"] == 127 and "no-such-program" in dict(told["params"]["output"])["stderr"]
+
+
+def test_at_sigterm_nothing_of_the_running_partitions_is_left(tmp_path: Path) -> None:
+    """A partition's own children get the signal, too; those that ignore it are killed once the partition has ended."""
+    child = "trap '' TERM; touch child; echo $$ > pid; while :; do sleep 1; done"
+    asked = "trap 'touch asked; exit 0' TERM; touch other; while :; do sleep 0.1; done"
+    command = ["sh", "-c", 'sh -c "$1" & sh -c "$2" & trap "wait $!; exit 3" TERM; touch begun; wait', "sh", child, asked]
+    runner = start(tmp_path, ["a"], command)
+    assert wait_until(lambda: all((tmp_path / name).exists() for name in ("child", "other", "begun", "pid")), 30)
+    pid = int((tmp_path / "pid").read_text())
+    runner.send_signal(signal.SIGTERM)
+    runner.communicate(timeout=30)
+    assert runner.returncode == 143
+    assert wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 10)
+    assert (tmp_path / "asked").exists()
+
+
+def test_a_module_of_python_is_forked_as_a_script_is(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("")
+    (tmp_path / "pkg" / "names.py").write_text("GREETING = 'hello'\n")
+    (tmp_path / "pkg" / "mod.py").write_text(
+        "import os, sys\n"
+        "loaded = 'dagster_pipes' in sys.modules\n"
+        "from . import names\n"
+        "print(names.GREETING, __name__, __package__, loaded, os.getppid(), os.path.basename(sys.argv[0]), sys.argv[1:])\n"
+    )
+    runner = start(tmp_path, ["a"], ["python", "-m", "pkg.mod", "--fast"])
+    out, err = runner.communicate(timeout=30)
+    assert err == "" and out.splitlines()[1] == f"hello __main__ pkg True {runner.pid} mod.py ['--fast']"
+
+
+def test_without_a_limit_as_many_run_as_cpus_are_granted(tmp_path: Path) -> None:
+    command = [
+        "sh",
+        "-c",
+        'ls | grep -c "^runs" ; touch "runs $RAYSLURM_PARTITION_KEY"; sleep 0.2; rm runs*"$RAYSLURM_PARTITION_KEY"',
+    ]
+    runner = start(tmp_path, list("abcd"), command, 0, SLURM_CPUS_ON_NODE="1")
+    out, _ = runner.communicate(timeout=30)
+    assert [line for line in out.splitlines() if line.isdigit()] == ["0"] * 4
+    cpus = len(os.sched_getaffinity(0))
+    (tmp_path / "payload.json").write_text(json.dumps({"want_cpus": cpus + 2}))
+    assert partition_runner.granted_cpus(str(tmp_path)) == cpus + 2
+    (tmp_path / "payload.json").write_text(json.dumps({"want_cpus": None}))
+    assert partition_runner.granted_cpus(str(tmp_path)) == cpus

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm.backends import ownership
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.ownership import FIRST_OWNER, Ownership, owner_file, owner_in_words
 from dagster_rayslurm.backends.slurm_job import BatchJob
@@ -35,6 +36,18 @@ class AnswersLost(LocalConnection):
             self.renamed = True
             super().rename(old, new)
         super().rename(old, new)
+
+
+class Clock:
+    """The clock of the module, which sleeps by going on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(ownership.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(ownership.time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def first(run_dir: Path, successor: str | None = None, connection: LocalConnection | None = None) -> Ownership:
@@ -86,6 +99,34 @@ def test_a_lost_answer_changes_nothing(run_dir: Path) -> None:
 def test_a_takeover_with_a_lost_answer_succeeds(run_dir: Path) -> None:
     b = later(run_dir, connection=AnswersLost())
     assert b.take_over() and b.take_over() and b.confirm()
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_only_the_owner_writes_results(run_dir: Path, judged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    a, b = first(run_dir), later(run_dir)
+    assert a.holds() and (not judged or (a.confirm() and not b.take_over()))
+    b.displace()
+    assert clock.now >= 2
+    assert not a.holds() and a.new_owner is not None and a.new_owner.startswith("run run-b ")
+    assert a.confirm() is judged
+
+
+def test_the_owner_is_looked_at_twice_a_second(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, a = Clock(monkeypatch), first(run_dir)
+    assert a.holds()
+    assert later(run_dir).take_over()
+    clock.now += 0.4
+    assert a.holds()
+    clock.now += 0.2
+    assert not a.holds()
+
+
+def test_where_no_attempt_was_nobody_waits(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, a, b = Clock(monkeypatch), first(run_dir), later(run_dir)
+    shutil.rmtree(run_dir)
+    b.displace()
+    assert clock.now == 0 and a.holds()  # A person has removed the directory.
 
 
 def test_an_unknown_owner_is_assumed_to_be_this_attempt(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,13 +85,17 @@ class Runner:
         context = {**self._context, "partition_key": key, "partition_key_range": {"start": key, "end": key}}
         with open(files + "context", "w", encoding="utf-8") as file:
             json.dump({**context, "partition_time_window": self._windows[key]}, file)
+        # A SIGTERM waits until this process knows of the forked one, and the forked one has the usual handler.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         pid = os.fork()
         if pid:
             self._running[pid] = key, files, time.time()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             if self._stopping:
-                os.kill(pid, signal.SIGTERM)
+                _signal_group(pid, signal.SIGTERM)
             return None
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         for name, number in _STREAMS:
             fd = os.open(files + name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             os.dup2(fd, number)
@@ -148,6 +152,19 @@ def _show(path: str, number: int, title: str) -> str:
     return tail.decode("utf-8", "replace")
 
 
+def granted_cpus(directory: str) -> int:
+    """Returns how many CPUs this payload may use here: what it reserves in a session, or else what Slurm and the kernel grant.
+
+    `directory` is the run directory. Where Slurm does not bind processes to CPUs, only SLURM_CPUS_ON_NODE has the number (srun(1)).
+    """
+    with contextlib.suppress(OSError), open(os.path.join(directory, "payload.json"), encoding="utf-8") as file:
+        reserved = json.load(file).get("want_cpus")
+        if reserved:
+            return int(reserved)
+    usable, granted = len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return min(usable, int(granted)) if granted.isdigit() and int(granted) else usable
+
+
 def _signal_group(pid: int, signum: int) -> None:
     with contextlib.suppress(OSError):
         os.killpg(pid, signum)
@@ -190,7 +207,7 @@ def main() -> int:
     del sys.path[0]  # The directory of this file.
     with contextlib.suppress(ImportError):
         __import__("dagster_pipes")  # Nearly every payload imports it.
-    runner, parent = Runner(int(sys.argv[1]) or len(os.sched_getaffinity(0)), sys.argv[2:]), os.getpid()
+    runner, parent = Runner(int(sys.argv[1]) or granted_cpus(os.environ["RAYSLURM_RUN_DIR"]), sys.argv[2:]), os.getpid()
     gc.collect()
     gc.freeze()
     env = runner.run()

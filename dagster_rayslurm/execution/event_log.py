@@ -1,0 +1,65 @@
+"""Keeps the files of Dagster's event log open while a step writes thousands of events.
+
+Dagster's SQLite storage opens a database for each event: it compiles the SQL anew, and when it closes the database, SQLite copies
+the write-ahead log into it. That is most of the time that an event takes (Dagster 1.13: `SqliteEventLogStorage._connect`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from sqlalchemy import create_engine, event
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.pool import StaticPool
+
+_INDEX = "index"  # The database of SqliteEventLogStorage with the events of all assets.
+_BUSY_TIMEOUT = 30  # Seconds to wait for other processes that write, like Dagster's own connections.
+_METHODS = ("run_connection", "index_connection")  # By which the storage gets a connection for each event.
+
+
+@contextmanager
+def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
+    """Inside the block, Dagster's SQLite event log storage writes the events of a run over connections that stay open.
+
+    Each event is a transaction, so it outlives this process, if that is killed. A power failure may lose the last events, as no
+    transaction waits for the disk; the next event after the block does. Other storages, which keep connections open themselves,
+    are left alone.
+    """
+    known = type(storage).__name__ == "SqliteEventLogStorage" and all(hasattr(storage, name) for name in _METHODS)
+    if not known or any(name in vars(storage) for name in _METHODS):  # A block of another thread has it open.
+        yield
+        return
+    lock = threading.Lock()
+    original = storage.run_connection
+    with ExitStack() as stack:
+        engines = {shard: _engine(storage.conn_string_for_shard(shard)) for shard in (run_id, _INDEX)}
+        for engine in engines.values():
+            stack.callback(engine.dispose)
+
+        @contextmanager
+        def connection(shard: str) -> Iterator[Connection]:
+            with lock, engines[shard].begin() as opened:
+                yield opened
+
+        def run_connection(which: str | None = None) -> AbstractContextManager[Connection]:
+            return connection(run_id) if which == run_id else original(which)
+
+        for name, method in zip(_METHODS, (run_connection, lambda: connection(_INDEX)), strict=True):
+            setattr(storage, name, method)
+            stack.callback(delattr, storage, name)
+        yield
+
+
+def _engine(url: str) -> Engine:
+    engine = create_engine(
+        url, poolclass=StaticPool, connect_args={"timeout": _BUSY_TIMEOUT, "check_same_thread": False}, future=True
+    )
+
+    @event.listens_for(engine, "connect")
+    def no_wait_for_the_disk(connection: Any, _: Any) -> None:
+        connection.execute("PRAGMA synchronous=NORMAL")
+
+    return engine
