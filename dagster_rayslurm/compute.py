@@ -147,6 +147,49 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         return run(self, context, extras, uses_pipes=uses_pipes, **arguments)
 
     @_explain_arguments
+    async def run_async(
+        self,
+        *,
+        context: Context,
+        payload_path: Payloads,
+        launcher: Launcher | None = None,
+        queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
+        extra_env: Mapping[str, str] | None = None,
+        secret_env: Mapping[str, str] | None = None,
+        extras: PipesExtras | None = None,
+        extra_files: Sequence[str | os.PathLike[str]] | None = None,
+        outputs: Sequence[str] | None = None,
+        components: Sequence[HetComponent] | None = None,
+        uses_pipes: bool | Mapping[str, bool] = True,
+        environment: Environment | None = None,
+        requires: Requires | None = None,
+    ) -> CompletedRun:
+        """Run a payload as `run` does, and await its end, so that many payloads wait and run at once in one event loop.
+
+        All calls in this process share one connection to the cluster, one look at Slurm's queue, and one thread that follows the
+        payloads. If the task is cancelled, its job ends as after an interrupt of `run`; a second cancellation leaves the payload
+        no grace period. A retry continues the payloads of the attempt before in the order of the calls.
+
+        Example:
+            ```python
+            @dg.asset
+            async def features(context: dg.AssetExecutionContext, compute: ComputeResource):
+                return (await compute.run_async(context=context, payload_path="features.py")).get_materialize_result()
+            ```
+
+        Dagster's own executors run one step at a time in a process, so that one step has to await several payloads itself, by
+        `asyncio.gather`. With the executor of the package `dagster-async-executor`, many steps await theirs at once.
+
+        The arguments, the result and the exceptions are those of `run`.
+        """
+        from .run_call import run_async
+
+        arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "components": components}
+        arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
+        arguments |= {"environment": environment, "requires": requires}
+        return await run_async(self, context, extras, uses_pipes=uses_pipes, **arguments)
+
+    @_explain_arguments
     def run_partitions(
         self,
         context: Context,

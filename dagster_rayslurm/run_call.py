@@ -39,8 +39,11 @@ from .environments import (
 )
 from .errors import FailureKind, one_sentence
 from .execution import partitions, terminal
-from .execution.run import execute, start_errors
+from .execution.asynchronous import drive_async
+from .execution.reattach import next_call
+from .execution.run import Steps, drive, executing, start_errors
 from .failures import CompletedRun, RunFailure, apply_retry_policy
+from .follow.hub import hub_of
 from .launchers import Launcher, RayLauncher
 from .plan import Plan, by_component, check_slurm_mode, make_plan, merge, session_queue
 from .requires import check_requires, nodes_of_job, nodes_of_machine
@@ -64,23 +67,41 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
 
     With `by_partition` the call is one of `ComputeResource.run_partitions`.
     """
-    # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
-    op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+    return drive(_running(resource, _op_context(context), extras, **arguments))
+
+
+async def run_async(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
+    """As `run`, but awaits the payloads: the hub of the cluster follows them, in one thread for all calls in this process."""
+    op_context = _op_context(context)
+    # Now, in the order of the calls; the steps of several calls begin in any order.
+    number = next_call(op_context)
+    remote = resource.slurm is not None and resource.mode != ExecutionMode.LOCAL
+    hub = hub_of(connection_to(resource.slurm.ssh if remote and resource.slurm is not None else None))
+    return await drive_async(_running(resource, op_context, extras, number=number, **arguments), hub)
+
+
+def _op_context(context: Context) -> dg.OpExecutionContext:
+    """Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases."""
+    return context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+
+
+def _running(resource: ComputeFields, context: dg.OpExecutionContext, *arguments: Any, **options: Any) -> Steps[CompletedRun]:
     try:
-        return _run(resource, op_context, extras, **arguments)
+        return (yield from _steps(resource, context, *arguments, **options))
     except RunFailure as failure:
-        apply_retry_policy(failure, op_context.get_step_execution_context().op_retry_policy)
+        apply_retry_policy(failure, context.get_step_execution_context().op_retry_policy)
         raise
 
 
-def _run(
+def _steps(
     resource: ComputeFields,
     context: dg.OpExecutionContext,
     extras: PipesExtras | None,
     max_concurrent: int | None = None,
     by_partition: bool = False,
+    number: int | None = None,
     **arguments: Any,
-) -> CompletedRun:
+) -> Steps[CompletedRun]:
     if unused := _unused_fields(resource, arguments["environment"] or resource.environment):
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
@@ -99,7 +120,7 @@ def _run(
     _log_origins(call, context.log)
     if by_partition:
         return partitions.execute_partitions(context, partitions.with_runner(plan, max_concurrent), backend, resource, extras)
-    return execute(context, plan, backend, resource, extras)
+    return (yield from executing(context, plan, backend, resource, extras, number=number))
 
 
 def submit(

@@ -26,7 +26,7 @@ from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, SECRETS
 from ..runtime.protocol.spec import to_json
 from ..slurm.exclusion import Exclusion
 from ..slurm.shared_queue import fetch_queue
-from ..ssh.base import Connection
+from ..ssh.base import Connection, Read
 from .layout import Layout
 from .ownership import UNCONTESTED, Ownership
 
@@ -65,6 +65,10 @@ class RunningPayload(Protocol):
 
         Raises RunFailure if the runtime can never start, or has waited for too long.
         """
+
+    def next_reads(self) -> Sequence[Read]:
+        """Returns the reads of files that the next `poll` will do."""
+        return ()
 
     def cancel(self, now: bool = False) -> None:
         """Ask the runtime to end the payload: at once with `now`, otherwise after a grace period."""

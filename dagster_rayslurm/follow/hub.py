@@ -1,0 +1,176 @@
+"""The hub of a cluster: one thread that follows all payloads there whose callers do not block, and a few threads for what blocks.
+
+The reads of all payloads that are due at about the same time are one call on the edge node. Slurm's queue is asked for all of
+them by `slurm.shared_queue`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..ssh.base import Connection
+from ..ssh.local import LocalConnection
+from .follower import Follower, Following
+
+T = TypeVar("T")
+
+_WORKERS = 8  # Threads of a cluster that start payloads, and as many that judge and end them.
+# Seconds, for each payload that is followed, by which a payload may be polled early, so that few calls serve many payloads.
+_SPREAD = 0.0005
+
+
+class Workers:
+    """A few threads that do what blocks; each is started when there is work for it, and none keeps the process from exiting."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count = name, count
+        self._lock, self._started = threading.Lock(), 0
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+
+    def submit(self, work: Callable[[], T], cancellable: bool = True) -> Future[T]:
+        """Have a thread call `work`; if `cancellable`, the future can be cancelled as long as no thread has begun."""
+        future: Future[T] = Future()
+        if not cancellable:
+            future.set_running_or_notify_cancel()
+        self._work.put((future, work))
+        with self._lock:
+            if self._started < self._count:
+                threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
+                self._started += 1
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, work = self._work.get()
+            if not future.running() and not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001 - who waits gets it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del future, work  # A thread that waits for work keeps nothing of a run.
+
+
+@dataclass(eq=False)
+class Followed:
+    """The payloads of one run that a hub follows; `ended` gets None when they have ended, or the exception of a poll."""
+
+    steps: Iterator[tuple[Follower, float]]
+    follower: Follower = field(init=False)  # Polled next,
+    due: float = field(init=False)  # at this time of the monotonic clock.
+    ended: Future[None] = field(default_factory=Future)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # Held during a poll.
+    _left: bool = False
+
+    def __post_init__(self) -> None:
+        self.follower, self.due = next(self.steps)
+        self.ended.set_running_or_notify_cancel()  # Only the hub ends it.
+
+    def advance(self) -> None:
+        """Poll once, unless the caller has left."""
+        with self._lock:
+            if self._left:
+                return
+            try:
+                self.follower, self.due = next(self.steps)
+            except StopIteration:
+                self.end(None)
+            except BaseException as error:  # noqa: BLE001 - who waits gets it
+                self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell the caller that the payloads have ended, or why they are followed no more; the first call counts."""
+        if not self.ended.done():
+            self.ended.set_result(None) if error is None else self.ended.set_exception(error)
+
+    def leave(self) -> None:
+        """Poll no more; returns when no poll is under way."""
+        self._left = True
+        with self._lock:
+            self.end(None)
+
+
+class Hub:
+    """Follows payloads of one cluster, see the module. All methods may be called from any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._name = f"rayslurm-{connection.place}"
+        self.starting = Workers(f"{self._name}-start", _WORKERS)
+        # Of its own, so that runs can end while all other threads wait for sbatch.
+        self.ending = Workers(f"{self._name}-end", _WORKERS)
+        self._change = threading.Condition()
+        self._followed: list[Followed] = []
+        self._thread: threading.Thread | None = None
+
+    def follow(self, following: Following) -> Followed:
+        """Follow the payloads of a run from now on; returns at once."""
+        followed = Followed(following.steps())
+        with self._change:
+            self._followed.append(followed)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    self._thread.start()
+                except BaseException:
+                    self._thread = None
+                    self._followed.remove(followed)
+                    raise
+            self._change.notify()
+        return followed
+
+    def _run(self) -> None:
+        try:
+            while due := self._next_due():
+                with self._connection.read_ahead([read for each in due for read in each.follower.next_reads()]):
+                    for each in due:
+                        each.advance()
+        except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
+            with self._change:
+                self._thread, left, self._followed = None, self._followed, []
+            for each in left:
+                each.end(error)
+
+    def _next_due(self) -> list[Followed]:
+        """Waits until payloads are due, and returns them; returns [] if there are none to follow, and this thread is to end."""
+        with self._change:
+            while True:
+                self._followed = [each for each in self._followed if not each.ended.done()]
+                if not self._followed:
+                    self._thread = None
+                    return []
+                now = time.monotonic()
+                pause = min(each.due for each in self._followed) - now
+                if pause <= 0:
+                    return [each for each in self._followed if each.due <= now + _SPREAD * len(self._followed)]
+                self._change.wait(pause)
+
+
+_lock = threading.Lock()
+_hubs: dict[int, Hub] = {}  # By the connection's id; 0 for this machine.
+
+
+def hub_of(connection: Connection) -> Hub:
+    """Returns the hub of a connection, one per process and cluster."""
+    key = 0 if isinstance(connection, LocalConnection) else id(connection)  # The hub keeps the connection alive.
+    with _lock:
+        return _hubs.get(key) or _hubs.setdefault(key, Hub(connection))
+
+
+def _forget_all() -> None:
+    """Called in a forked child, which has none of the threads."""
+    global _lock
+    _lock = threading.Lock()
+    _hubs.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
