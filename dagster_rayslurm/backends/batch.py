@@ -32,7 +32,7 @@ from ..slurm.config import AUTO, SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.exclusion import Exclusion, excluding, exclusion_for, remember
 from ..slurm.partition_choice import is_auto, placement_for
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request, render_script
-from ..slurm.shared_queue import SlurmUnanswered, ask_patiently, fetch_queue, shared_queue
+from ..slurm.shared_queue import QueueSnapshot, SlurmUnanswered, ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, is_rooted
@@ -202,8 +202,12 @@ class BatchBackend(JobBackend):
         _, request, files = self._prepare(plan, run_dir, step)
 
         def job_of(_: object) -> str | None:
-            queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
-            rows = queue.named(request.job_name)
+            return job_in(shared_queue(self.connection, str(self.layout.queue), self.slurm.poll_interval).recent()) or job_in(
+                ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
+            )
+
+        def job_in(queue: QueueSnapshot | None) -> str | None:
+            rows = queue.named(request.job_name) if queue is not None else ()
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
         nonce = plan.payload.nonce

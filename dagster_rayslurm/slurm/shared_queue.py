@@ -232,6 +232,7 @@ class SharedQueue:
     clock: ClusterClock = None  # type: ignore[assignment] # The cluster's clock, which learns from every answer.
     error: str | None = None  # Why the last query failed, in one sentence; None after one that succeeded.
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _recent: threading.Lock = field(default_factory=threading.Lock)  # Held by a thread that waits for an answer.
     _busy: bool = False
     _asked_at: float = -math.inf
     _snapshot: QueueSnapshot | None = None
@@ -258,6 +259,16 @@ class SharedQueue:
         except RuntimeError:  # The interpreter shuts down and starts no more threads.
             self._busy = False
         return self._snapshot
+
+    def recent(self) -> QueueSnapshot | None:
+        """Returns a snapshot that is younger than the interval; waits for the edge node if there is none, or another one asks.
+
+        Returns None if the cluster or Slurm does not answer.
+        """
+        with self._recent:
+            if self._snapshot is None or abs(self.clock.now() - self._snapshot.began) >= self.poll_interval:
+                self._query()
+            return self._snapshot if self.error is None else None
 
     def _query(self) -> None:
         try:
