@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -32,6 +33,7 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
     cancelled: asyncio.CancelledError | None = None
     thrown = False  # Whether the steps were interrupted by it.
     followed: Followed | None = None
+    began = time.monotonic()
     work = hub.starting.submit(partial(_advance, steps, None, None))
 
     async def end_of(future: Future[Any], following: Following | None = None) -> None:
@@ -70,7 +72,7 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
                     break
                 error: BaseException | None = cancelled
                 if cancelled is None or thrown:
-                    followed = hub.follow(step)
+                    followed = hub.follow(step, began)
                     await end_of(followed.ended, step)
                     error = followed.ended.exception() if followed.ended.done() else cancelled
                 thrown = thrown or (error is not None and error is cancelled)

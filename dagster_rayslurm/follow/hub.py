@@ -6,24 +6,33 @@ them by `slurm.shared_queue`.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import dagster as dg
+
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 from .follower import Follower, Following
+
+try:
+    from dagster._utils.interrupts import pop_captured_interrupt
+except ImportError:  # A Dagster that captures none.
+    pop_captured_interrupt = lambda: False  # noqa: E731
 
 T = TypeVar("T")
 
 _WORKERS = 8  # Threads of a cluster that start payloads, and as many that judge and end them.
 # Seconds, for each payload that is followed, by which a payload may be polled early, so that few calls serve many payloads.
 _SPREAD = 0.0005
+_INTERRUPT_INTERVAL = 1.0  # Seconds between two looks for an interrupt that Dagster has captured.
 
 
 class Workers:
@@ -64,7 +73,7 @@ class Workers:
 class Followed:
     """The payloads of one run that a hub follows; `ended` gets None when they have ended, or the exception of a poll."""
 
-    steps: Iterator[tuple[Follower, float]]
+    following: Following
     follower: Follower = field(init=False)  # Polled next,
     due: float = field(init=False)  # at this time of the monotonic clock.
     ended: Future[None] = field(default_factory=Future)
@@ -72,7 +81,8 @@ class Followed:
     _left: bool = False
 
     def __post_init__(self) -> None:
-        self.follower, self.due = next(self.steps)
+        self._steps = self.following.steps()
+        self.follower, self.due = next(self._steps)
         self.ended.set_running_or_notify_cancel()  # Only the hub ends it.
 
     def advance(self) -> None:
@@ -81,7 +91,7 @@ class Followed:
             if self._left:
                 return
             try:
-                self.follower, self.due = next(self.steps)
+                self.follower, self.due = next(self._steps)
             except StopIteration:
                 self.end(None)
             except BaseException as error:  # noqa: BLE001 - who waits gets it
@@ -91,6 +101,12 @@ class Followed:
         """Tell the caller that the payloads have ended, or why they are followed no more; the first call counts."""
         if not self.ended.done():
             self.ended.set_result(None) if error is None else self.ended.set_exception(error)
+
+    def interrupt(self) -> None:
+        """Interrupt the caller; if it ends the payloads already, hurry."""
+        self.following.hurry()
+        if self.following.deadline == math.inf:
+            self.end(dg.DagsterExecutionInterruptedError())
 
     def leave(self) -> None:
         """Poll no more; returns when no poll is under way."""
@@ -111,11 +127,15 @@ class Hub:
         self._change = threading.Condition()
         self._followed: list[Followed] = []
         self._thread: threading.Thread | None = None
+        self._interrupted_at = -math.inf
 
-    def follow(self, following: Following) -> Followed:
-        """Follow the payloads of a run from now on; returns at once."""
-        followed = Followed(following.steps())
+    def follow(self, following: Following, began: float) -> Followed:
+        """Follow the payloads of a run, which began at a time of the monotonic clock, from now on; returns at once."""
+        followed = Followed(following)
         with self._change:
+            if self._interrupted_at > began and following.deadline == math.inf:
+                followed.interrupt()
+                return followed
             self._followed.append(followed)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -128,9 +148,20 @@ class Hub:
             self._change.notify()
         return followed
 
+    def interrupt(self) -> None:
+        """Interrupt all runs that have begun."""
+        with self._change:
+            self._interrupted_at = time.monotonic()
+            for each in self._followed:
+                each.interrupt()
+
     def _run(self) -> None:
         try:
-            while due := self._next_due():
+            while (due := self._next_due()) is not None:
+                # An executor that runs steps outside of the main thread does not look for interrupts itself.
+                if pop_captured_interrupt():
+                    for hub in list(_hubs.values()):
+                        hub.interrupt()
                 with self._connection.read_ahead([read for each in due for read in each.follower.next_reads()]):
                     for each in due:
                         each.advance()
@@ -140,19 +171,20 @@ class Hub:
             for each in left:
                 each.end(error)
 
-    def _next_due(self) -> list[Followed]:
-        """Waits until payloads are due, and returns them; returns [] if there are none to follow, and this thread is to end."""
+    def _next_due(self) -> list[Followed] | None:
+        """Waits until payloads are due, at most a second; returns them, or None if there are none to follow any more."""
         with self._change:
             while True:
                 self._followed = [each for each in self._followed if not each.ended.done()]
                 if not self._followed:
                     self._thread = None
-                    return []
+                    return None
                 now = time.monotonic()
                 pause = min(each.due for each in self._followed) - now
                 if pause <= 0:
                     return [each for each in self._followed if each.due <= now + _SPREAD * len(self._followed)]
-                self._change.wait(pause)
+                if not self._change.wait(min(pause, _INTERRUPT_INTERVAL)) and pause > _INTERRUPT_INTERVAL:
+                    return []
 
 
 _lock = threading.Lock()
