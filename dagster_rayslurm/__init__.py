@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .completion_sensor import build_completion_sensor
     from .compute import ComputeResource
     from .config import ExecutionMode, SessionConfig
     from .dg_components import ComputeResourceComponent, RaySlurmScriptComponent
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         UvEnvironment,
     )
     from .failures import CompletedRun, RunFailure, retry_policy_for
+    from .handle import RunHandle
     from .launchers import BashLauncher, Launcher, RayLauncher
     from .runtime.ray.feasibility import feasible
     from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
@@ -41,17 +43,22 @@ __all__ = [
     "RayLauncher",
     "RaySlurmScriptComponent",
     "RunFailure",
+    "RunHandle",
     "SSHConnectionResource",
     "SessionConfig",
     "SlurmQueueConfig",
     "SlurmResource",
     "UvEnvironment",
     "__version__",
+    "build_completion_sensor",
     "feasible",
     "retry_policy_for",
 ]
 
-_MODULES = "compute", "config", "environments", "failures", "launchers", "runtime.ray.feasibility", "slurm.config", "ssh.config"
+_MODULES = (
+    *("compute", "completion_sensor", "config", "environments", "failures", "handle", "launchers", "runtime.ray.feasibility"),
+    *("slurm.config", "ssh.config"),
+)
 
 
 _COMPONENTS = "ComputeResourceComponent", "RaySlurmScriptComponent"  # Of a module that only `dg` and its projects import.

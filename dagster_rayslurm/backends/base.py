@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,6 +46,7 @@ class Step:
     log: Any  # The step's Dagster log.
     reattached: bool = False  # Whether an earlier attempt at the step started the payload, and this attempt continues it.
     owner: Ownership = UNCONTESTED  # Says whether this attempt still owns the payload.
+    files: Mapping[str, bytes] = field(default_factory=dict)  # Further files of the run directory, by name.
 
 
 class RunningPayload(Protocol):

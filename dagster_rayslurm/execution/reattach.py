@@ -67,7 +67,13 @@ class Launch:
     name: str  # Of the run directory.
     state: ReattachState = field(default_factory=ReattachState)  # What an earlier attempt already showed in Dagster.
     forget: Callable[[], None] = lambda: None  # Called once no later attempt needs to know what was shown.
-    history: AttemptHistory | None = None  # None if no later attempt can take the payload over.
+    history: AttemptHistory | None = None  # None if no later attempt at the step finds the payload.
+    submitted: bool = False  # Whether its handle finds the payload.
+
+    @property
+    def lasts(self) -> bool:
+        """Whether a later attempt can take the payload over."""
+        return self.history is not None or self.submitted
 
     def again(self, nonce: str, backend: Backend, home: Layout) -> Launch:
         """Returns a new launch of the same plan with another nonce, in place of this launch, whose payload never started."""

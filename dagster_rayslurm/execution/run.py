@@ -403,7 +403,7 @@ class PayloadRun:
     def _detaches(self, interrupt: BaseException) -> bool:
         """Returns True, after a warning in the log, if the payloads shall outlive this Dagster process, which is stopping."""
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
-        if self.resource.on_service_stop != DETACH or ends_with_run or self.launch.history is None or not self.payloads:
+        if self.resource.on_service_stop != DETACH or ends_with_run or not self.launch.lasts or not self.payloads:
             return False
         if not self.is_service_stop(interrupt):
             return False
@@ -462,7 +462,7 @@ class PayloadRun:
             for each in self.payloads.values():
                 stack.callback(each.running.release, each.evidence)
             for component, plan in self.plans.items():
-                if plan.secret_env and self._owner.new_owner is None:
+                if (plan.secret_env or self.launch.step.reattached) and self._owner.new_owner is None:
                     # The runtime removes secrets when it starts; a runtime that never started leaves them.
                     discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 
