@@ -56,7 +56,8 @@ if __name__ == "__main__":
 
     before = sys.argv[3:]
     with dg.DagsterInstance.get() as instance:
-        options = {"reexecution_options": dg.ReexecutionOptions.from_failure(before[0], instance)} if before else {}
+        again = dg.ReexecutionOptions.from_failure(before[0], instance) if before else None
         console = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
         tags = {"dagster/is_resume_retry": "true"} if before else {}
-        dg.execute_job(dg.reconstructable(here.the_job), instance=instance, run_config=console, tags=tags, **options)
+        job = dg.reconstructable(here.the_job)
+        dg.execute_job(job, instance=instance, run_config=console, tags=tags, reexecution_options=again)
