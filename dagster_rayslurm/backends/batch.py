@@ -194,11 +194,12 @@ class SubmittedBackend(JobBackend):
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> BatchJob:  # noqa: ARG002
         handle = self.handle
         queue = self.queue.model_copy(update={"requeue": handle.requeue})
+        shared = shared_queue(self.connection, str(self.layout.queue), self.slurm.poll_interval)
         job = SlurmJob(
             commands=self.connection,
-            queue=shared_queue(self.connection, str(self.layout.queue), self.slurm.poll_interval),
+            queue=shared,
             request=make_request(queue, plan.footprint, job_name=handle.job_name, comment=""),
-            submitted=SubmittedJob(handle.job_id, handle.submitted_at),
+            submitted=SubmittedJob(handle.job_id, handle.submitted_at or shared.clock.now()),
             directory=run_dir,
             queue_timeout=self.queue_timeout,
             log=step.log,

@@ -27,7 +27,7 @@ _NAMED = (
     ("files", "[0-9a-f]{32}"),
     ("runtime", r"runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\.pyz"),
 )
-_OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions")
+_OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions", "submissions")
 
 
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":

@@ -32,13 +32,14 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
     """
     cancelled: asyncio.CancelledError | None = None
     thrown = False  # Whether the steps were interrupted by it.
+    hurried = False  # Whether the task was cancelled again.
     followed: Followed | None = None
     began = time.monotonic()
     work = hub.starting.submit(partial(_advance, steps, None, None))
 
     async def end_of(future: Future[Any], following: Following | None = None) -> None:
         """Wait for a future, also if the task is cancelled; but return if that is the first cancellation while it follows."""
-        nonlocal cancelled
+        nonlocal cancelled, hurried
         done, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def wake(_: object) -> None:
@@ -55,8 +56,10 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
                     stack.enter_context(_shield())
                     if future.cancel() or following is not None:
                         return
-                elif following is not None:
-                    following.hurry()
+                else:
+                    hurried = True
+                    if following is not None:
+                        following.hurry()
 
     with ExitStack() as stack:
         try:
@@ -72,6 +75,8 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
                     break
                 error: BaseException | None = cancelled
                 if cancelled is None or thrown:
+                    if hurried:
+                        step.hurry()
                     followed = hub.follow(step, began)
                     await end_of(followed.ended, step)
                     error = followed.ended.exception() if followed.ended.done() else cancelled

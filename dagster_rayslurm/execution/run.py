@@ -462,7 +462,9 @@ class PayloadRun:
             for each in self.payloads.values():
                 stack.callback(each.running.release, each.evidence)
             for component, plan in self.plans.items():
-                if (plan.secret_env or self.launch.step.reattached) and self._owner.new_owner is None:
+                # A job that was submitted before may go on to wait if the connection is lost.
+                ended = self.launch.submitted and any(not each.evidence.connection_lost for each in self.payloads.values())
+                if (plan.secret_env or ended) and self._owner.new_owner is None:
                     # The runtime removes secrets when it starts; a runtime that never started leaves them.
                     discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 

@@ -12,7 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -99,7 +100,7 @@ class Followed:
 
     def end(self, error: BaseException | None) -> None:
         """Tell the caller that the payloads have ended, or why they are followed no more; the first call counts."""
-        if not self.ended.done():
+        with suppress(InvalidStateError):
             self.ended.set_result(None) if error is None else self.ended.set_exception(error)
 
     def interrupt(self) -> None:

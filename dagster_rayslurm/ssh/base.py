@@ -176,11 +176,12 @@ class Connection(ABC):
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         """Returns at most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist."""
-        ahead = self._ahead.pop((path, offset, limit), None) if self._ahead else None
-        if isinstance(ahead, OSError):
-            raise ahead.with_traceback(None)
-        if ahead is not None:
-            return ahead
+        answers = self._ahead  # Another thread may forget them meanwhile.
+        answer = answers.pop((path, offset, limit), None) if answers else None
+        if isinstance(answer, OSError):
+            raise answer.with_traceback(None)
+        if answer is not None:
+            return answer
         return self._on_file(f"reading {path}", files.read, path, offset, limit)
 
     @contextlib.contextmanager
