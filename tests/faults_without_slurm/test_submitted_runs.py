@@ -12,8 +12,10 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from click.testing import CliRunner
 
 from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, RunHandle, SlurmResource, build_completion_sensor
+from dagster_rayslurm.cli import main
 from dagster_rayslurm.edge import submissions
 from dagster_rayslurm.execution.submitted import submit_once
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -250,3 +252,17 @@ def test_runs_that_nobody_has_fetched_outlast_the_retention(fake_slurm: FakeSlur
     (run_dir / "fetched").touch()
     os.utime(run_dir, (0, 0))
     assert f"runs/{handle.run}" in sweep(str(tmp_path / "there"), 60.0, 0.0, None)
+
+
+def test_the_command_that_cancels_a_waiting_job_removes_its_secrets(
+    fake_slurm: FakeSlurm, tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_slurm.set(starts=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rayslurm.toml").write_text(f"[clusters.here]\nslurm.remote_base = {str(tmp_path / 'there')!r}\n")
+    handle = resource(tmp_path).submit(payload_path=script(""), secret_env={"TOKEN": "s3cret"})
+    secret = tmp_path / "there" / "runs" / handle.run / "secrets.json"
+    assert secret.exists()
+    done = CliRunner().invoke(main, ["--cluster", "here", "cancel", handle.run])
+    assert done.exit_code == 0, done.output
+    assert fake_slurm.state(1) == "CANCELLED" and not secret.exists()
