@@ -268,6 +268,9 @@ BENCHMARKS = {
         Benchmark(
             "partitions", "here.partitions:partitions", HERE, "Trivial partitions of one run in a warm session.", usual=False
         ),
+        Benchmark(
+            "waiting", "here.waiting:waiting", DAGSTER, "Awaited payloads that wait in the queue of a fake Slurm.", usual=False
+        ),
         Benchmark("stdout", "here.stdout:stdout", HERE, "Lines of a payload through a step.", usual=False),
         Benchmark("messages", "here.messages:messages", HERE, "Pipes messages of a payload into the event log.", usual=False),
     )

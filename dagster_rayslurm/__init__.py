@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .completion_sensor import build_completion_sensor
     from .compute import ComputeResource
     from .config import ExecutionMode, SessionConfig
     from .dg_components import ComputeResourceComponent, RaySlurmScriptComponent
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     )
     from .errors import FailureKind, UnhealthyNode
     from .failures import CompletedRun, RunFailure, retry_policy_for
+    from .handle import RunHandle
     from .launchers import BashLauncher, Launcher, RayLauncher
     from .runtime.ray.feasibility import feasible
     from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
@@ -43,6 +45,7 @@ __all__ = [
     "RayLauncher",
     "RaySlurmScriptComponent",
     "RunFailure",
+    "RunHandle",
     "SSHConnectionResource",
     "SessionConfig",
     "SlurmQueueConfig",
@@ -50,16 +53,19 @@ __all__ = [
     "UnhealthyNode",
     "UvEnvironment",
     "__version__",
+    "build_completion_sensor",
     "feasible",
     "retry_policy_for",
 ]
 
 _MODULES = (
     "compute",
+    "completion_sensor",
     "config",
     "environments",
     "errors",
     "failures",
+    "handle",
     "launchers",
     "runtime.ray.feasibility",
     "slurm.config",

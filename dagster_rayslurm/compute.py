@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Union
 
 import dagster as dg
 from dagster._core.libraries import DagsterLibraryRegistry
@@ -19,6 +19,7 @@ from .config import ExecutionMode, has_variables
 from .environments import Environment, PreDeployedEnvironment, path_on_cluster
 from .failures import CompletedRun
 from .fields import explain
+from .handle import RunHandle
 from .launchers import Launcher
 from .slurm.config import HetComponent, SlurmQueueConfig
 
@@ -26,6 +27,9 @@ DagsterLibraryRegistry.register("dagster-rayslurm", __version__, is_dagster_pack
 
 # Bundles of resources, by placement strategy or with the strategy PACK.
 Requires = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
+
+# The contexts with which `submit()` may be called.
+SubmitContext = Union[Context, dg.SensorEvaluationContext, dg.ScheduleEvaluationContext]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,6 +157,49 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         return run(self, context, extras, uses_pipes=uses_pipes, **arguments)
 
     @_explain_arguments
+    async def run_async(
+        self,
+        *,
+        context: Context,
+        payload_path: Payloads,
+        launcher: Launcher | None = None,
+        queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
+        extra_env: Mapping[str, str] | None = None,
+        secret_env: Mapping[str, str] | None = None,
+        extras: PipesExtras | None = None,
+        extra_files: Sequence[str | os.PathLike[str]] | None = None,
+        outputs: Sequence[str] | None = None,
+        components: Sequence[HetComponent] | None = None,
+        uses_pipes: bool | Mapping[str, bool] = True,
+        environment: Environment | None = None,
+        requires: Requires | None = None,
+    ) -> CompletedRun:
+        """Run a payload as `run` does, and await its end, so that many payloads wait and run at once in one event loop.
+
+        All calls in this process share one connection to the cluster, one look at Slurm's queue, and one thread that follows the
+        payloads. If the task is cancelled, its job ends as after an interrupt of `run`; a second cancellation leaves the payload
+        no grace period. A retry continues the payloads of the attempt before in the order of the calls.
+
+        Example:
+            ```python
+            @dg.asset
+            async def features(context: dg.AssetExecutionContext, compute: ComputeResource):
+                return (await compute.run_async(context=context, payload_path="features.py")).get_materialize_result()
+            ```
+
+        Dagster's own executors run one step at a time in a process, so that one step has to await several payloads itself, by
+        `asyncio.gather`. With the executor of the package `dagster-async-executor`, many steps await theirs at once.
+
+        The arguments, the result and the exceptions are those of `run`.
+        """
+        from .run_call import run_async
+
+        arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "components": components}
+        arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
+        arguments |= {"environment": environment, "requires": requires}
+        return await run_async(self, context, extras, uses_pipes=uses_pipes, **arguments)
+
+    @_explain_arguments
     def run_partitions(
         self,
         context: Context,
@@ -209,6 +256,77 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         arguments |= {"secret_env": secret_env, "extra_files": extra_files, "environment": environment, "requires": requires}
         options = {"max_concurrent": max_concurrent, "by_partition": True}
         return run(self, context, extras, uses_pipes=uses_pipes, **options, **arguments)
+
+    @_explain_arguments
+    def submit(
+        self,
+        *,
+        payload_path: Payload,
+        context: SubmitContext | None = None,
+        asset_key: dg.AssetKey | str | Sequence[str] | None = None,
+        partition_key: str | None = None,
+        key: str | None = None,
+        launcher: Launcher | None = None,
+        queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
+        extra_env: Mapping[str, str] | None = None,
+        secret_env: Mapping[str, str] | None = None,
+        extras: PipesExtras | None = None,
+        extra_files: Sequence[str | os.PathLike[str]] | None = None,
+        outputs: Sequence[str] | None = None,
+        components: Sequence[HetComponent] | None = None,
+        uses_pipes: bool = True,
+        environment: Environment | None = None,
+        requires: Requires | None = None,
+    ) -> RunHandle:
+        """Submit a payload's Slurm job and return at once, so that no process of Dagster has to last as long as the job.
+
+        `build_completion_sensor` reports the end of the job, and `reattach` follows it. For the modes slurm and slurm-hetjob.
+
+        Example:
+            ```python
+            @dg.schedule(cron_schedule="0 2 * * *", target=dg.AssetSelection.all())
+            def nightly(context: dg.ScheduleEvaluationContext, compute: ComputeResource):
+                day = context.scheduled_execution_time.date().isoformat()
+                compute.submit(context=context, payload_path="train.py", asset_key="model", key=f"model {day}")
+                return dg.SkipReason(f"submitted the job of {day}")
+            ```
+
+        Args:
+            context: the context of an asset, op, sensor or schedule, for the log; None for Python's.
+            asset_key: the asset that the payload makes; by default the one asset of the step.
+            partition_key: the partition of the asset; by default that of the step.
+            key: a text that stands for this work. Of all calls with one key, by any process, one submits a job, and the others
+                return the same handle, until retention_days after the submission.
+
+        The other arguments are those of `run`. The run directory and the outputs are kept until `reattach` has fetched them.
+
+        Raises:
+            RunFailure: the job cannot be submitted.
+        """
+        from .run_call import submit_and_leave
+
+        arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "components": components}
+        arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
+        arguments |= {"environment": environment, "requires": requires, "uses_pipes": uses_pipes}
+        return submit_and_leave(self, context, asset_key, partition_key, key, extras, **arguments)
+
+    def reattach(self, handle: RunHandle | None = None, *, context: Context) -> CompletedRun:
+        """Follow a run that `submit` has submitted to its end, as `run` does; also in another process, and once it has ended.
+
+        Args:
+            handle: the handle that `submit` returned; by default the one in the tags of this Dagster run, which a sensor of
+                `build_completion_sensor` has requested.
+            context: the context of the asset, op or check.
+
+        Returns:
+            The result of the run, with the Dagster results that the payload reported, and its output files.
+
+        Raises:
+            RunFailure: the run did not succeed, or its run directory is gone.
+        """
+        from .run_call import reattach
+
+        return reattach(self, context, handle)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
         """End a warm Ray cluster and everything that runs on it; on Slurm, end its job or session.

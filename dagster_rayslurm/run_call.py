@@ -38,9 +38,13 @@ from .environments import (
     resolve_environment,
 )
 from .errors import FailureKind, one_sentence
-from .execution import partitions, terminal
-from .execution.run import execute, start_errors
+from .execution import partitions, submitted, terminal
+from .execution.asynchronous import drive_async
+from .execution.reattach import next_call
+from .execution.run import Steps, drive, executing, start_errors
 from .failures import CompletedRun, RunFailure, apply_retry_policy
+from .follow.hub import hub_of
+from .handle import TAG, RunHandle
 from .launchers import Launcher, RayLauncher
 from .plan import Plan, by_component, check_slurm_mode, make_plan, merge, session_queue
 from .requires import check_requires, nodes_of_job, nodes_of_machine
@@ -64,23 +68,41 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
 
     The argument `by_partition` is True for a call of `ComputeResource.run_partitions`.
     """
-    # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
-    op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+    return drive(_running(resource, _op_context(context), extras, **arguments))
+
+
+async def run_async(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
+    """As `run`, but awaits the payloads: the hub of the cluster follows them, in one thread for all calls in this process."""
+    op_context = _op_context(context)
+    # Now, in the order of the calls; the steps of several calls begin in any order.
+    number = next_call(op_context)
+    remote = resource.slurm is not None and resource.mode != ExecutionMode.LOCAL
+    hub = hub_of(connection_to(resource.slurm.ssh if remote and resource.slurm is not None else None))
+    return await drive_async(_running(resource, op_context, extras, number=number, **arguments), hub)
+
+
+def _op_context(context: Context) -> dg.OpExecutionContext:
+    """Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases."""
+    return context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+
+
+def _running(resource: ComputeFields, context: dg.OpExecutionContext, *arguments: Any, **options: Any) -> Steps[CompletedRun]:
     try:
-        return _run(resource, op_context, extras, **arguments)
+        return (yield from _steps(resource, context, *arguments, **options))
     except RunFailure as failure:
-        apply_retry_policy(failure, op_context.get_step_execution_context().op_retry_policy)
+        apply_retry_policy(failure, context.get_step_execution_context().op_retry_policy)
         raise
 
 
-def _run(
+def _steps(
     resource: ComputeFields,
     context: dg.OpExecutionContext,
     extras: PipesExtras | None,
     max_concurrent: int | None = None,
     by_partition: bool = False,
+    number: int | None = None,
     **arguments: Any,
-) -> CompletedRun:
+) -> Steps[CompletedRun]:
     if unused := _unused_fields(resource, arguments["environment"] or resource.environment):
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
@@ -99,7 +121,7 @@ def _run(
     _log_origins(call, context.log)
     if by_partition:
         return partitions.execute_partitions(context, partitions.with_runner(plan, max_concurrent), backend, resource, extras)
-    return execute(context, plan, backend, resource, extras)
+    return (yield from executing(context, plan, backend, resource, extras, number=number))
 
 
 def submit(
@@ -118,6 +140,79 @@ def submit(
         return terminal.run_in_terminal(name, plan, backend, resource, log)
     terminal.refuse_to_detach(resource)
     return terminal.start_detached(name, plan, backend, resource, log)
+
+
+def submit_and_leave(
+    resource: ComputeFields,
+    context: Any,
+    asset_key: Any,
+    partition_key: str | None,
+    key: str | None,
+    extras: PipesExtras | None,
+    **arguments: Any,
+) -> RunHandle:
+    """Submit the job of one call of `ComputeResource.submit`, and return its handle without waiting; raises `RunFailure`."""
+    in_step = isinstance(context, (dg.OpExecutionContext, dg.AssetExecutionContext, dg.AssetCheckExecutionContext))
+    op_context = _op_context(context) if in_step else None
+    log = context.log if context is not None else _log
+    name = (
+        asset_key if asset_key is None or isinstance(asset_key, str) else dg.AssetKey.from_coercible(asset_key).to_user_string()
+    )
+    if op_context is not None:
+        if name is None and op_context.has_assets_def and len(op_context.selected_asset_keys) == 1:
+            name = next(iter(op_context.selected_asset_keys)).to_user_string()
+        if partition_key is None and op_context.has_partition_key:
+            partition_key = op_context.partition_key
+    with _configuration_errors():
+        resource = resolve_variables(resource, type(resource).__name__, [])
+        if key is not None and (not isinstance(key, str) or not key):
+            raise ValueError(f"key: {key!r} is no text; pass one that stands for the work, such as a date or a partition")
+        call = Call(resource, settings=of_step(op_context) if op_context is not None else ((), ()), **arguments)
+        plan, backend = _prepare(call, secrets.token_hex(6))
+        if not isinstance(backend, BatchBackend):
+            hint = "and topology 'spanning'; use run() for other ones"
+            raise ValueError(f"submit() needs a Slurm job for each payload: mode '{ExecutionMode.SLURM}' or hetjob {hint}")
+    _log_origins(call, log)
+    step = name or (op_context.get_step_execution_context().step.key if op_context is not None else "submitted")
+    run_id = op_context.run.run_id if op_context is not None else None
+    handle = RunHandle(
+        run="",
+        asset_key=name,
+        partition_key=partition_key,
+        key=key,
+        uses_pipes=plan.uses_pipes,
+        requeue=(call.parts[0].queue if call.parts else backend.queue).requeue,
+    )
+    pipes_context = submitted.pipes_context_of(step, name, partition_key, run_id, extras)
+    return submitted.submit_and_leave(step, plan, backend, resource, pipes_context, handle, log)
+
+
+def reattach(resource: ComputeFields, context: Context, handle: RunHandle | None) -> CompletedRun:
+    """Follow a submitted run to its end; without a `handle`, the one in the tags of the Dagster run. Raises `RunFailure`."""
+    op_context = _op_context(context)
+    with _configuration_errors():
+        if handle is None and (text := op_context.run.tags.get(TAG)) is None:
+            raise ValueError(f"handle: this run has no tag {TAG}; pass the handle that submit() returned")
+        handle = handle or RunHandle.from_json(text or "")
+        backend = _submitting_backend(resource)
+    return drive(submitted.reattaching(op_context, handle, backend, resource))
+
+
+def look(resource: ComputeFields, known: Sequence[str], sensor: str, at: Callable[[str], object]) -> Any:
+    """Returns what `submitted.look_for_ends` does; calls `at` with the name of the cluster before it looks."""
+    with _configuration_errors():
+        resource = resolve_variables(resource, type(resource).__name__, [])
+        backend = _submitting_backend(resource)
+    at(backend.connection.place)
+    return submitted.look_for_ends(backend.connection, str(backend.layout.base), known, sensor, resource)
+
+
+def _submitting_backend(resource: ComputeFields) -> BatchBackend:
+    """Returns the backend for jobs that were submitted before; raises `ValueError` if the resource has no cluster."""
+    if resource.slurm is None or _mode(resource) not in (ExecutionMode.SLURM, ExecutionMode.SLURM_HETJOB):
+        raise ValueError(f"submitted runs need mode '{ExecutionMode.SLURM}' or '{ExecutionMode.SLURM_HETJOB}', and a cluster")
+    slurm, patience = resource.slurm, resource.connection_loss_timeout
+    return BatchBackend(slurm, slurm.queue, InheritedEnvironment(), resource.queue_timeout, patience)
 
 
 def example(resource: ComputeFields, **arguments: Any) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, SECRETS
 from ..runtime.protocol.spec import to_json
 from ..slurm.exclusion import Exclusion
 from ..slurm.shared_queue import fetch_queue
-from ..ssh.base import Connection
+from ..ssh.base import Connection, Read
 from .layout import Layout
 from .ownership import UNCONTESTED, Ownership
 
@@ -46,6 +46,7 @@ class Step:
     log: Any  # The step's Dagster log.
     reattached: bool = False  # Whether an earlier attempt at the step started the payload, and this attempt continues it.
     owner: Ownership = UNCONTESTED  # Says whether this attempt still owns the payload.
+    files: Mapping[str, bytes] = field(default_factory=dict)  # Further files of the run directory, by name.
 
 
 class RunningPayload(Protocol):
@@ -65,6 +66,10 @@ class RunningPayload(Protocol):
 
         Raises RunFailure if the runtime can never start, or has waited for too long.
         """
+
+    def next_reads(self) -> Sequence[Read]:
+        """Returns the reads of files that the next `poll` will do."""
+        return ()
 
     def cancel(self, now: bool = False) -> None:
         """Ask the runtime to end the payload: at once with `now`, otherwise after a grace period."""

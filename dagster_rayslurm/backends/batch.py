@@ -22,6 +22,7 @@ from ..environments.check import check_environment_on
 from ..environments.send import send_environment
 from ..errors import FailureKind, StartError, UnhealthyNode
 from ..follow import Cadence
+from ..handle import RunHandle
 from ..plan import Plan
 from ..runtime.node.network import control_ports
 from ..runtime.payload.environment import shared_variables
@@ -32,9 +33,9 @@ from ..slurm.config import AUTO, SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.exclusion import Exclusion, excluding, exclusion_for, remember
 from ..slurm.partition_choice import is_auto, placement_for
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request, render_script
-from ..slurm.shared_queue import SlurmUnanswered, ask_patiently, fetch_queue, shared_queue
+from ..slurm.shared_queue import QueueSnapshot, SlurmUnanswered, ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
-from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, cancel_named, submit, wait_until_gone
+from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, SubmittedJob, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, is_rooted
 from ..ssh.pool import connection_to
 from .base import Register, Step, deferred_interrupts, run_files, sweep_remote, write_cancel_request
@@ -179,6 +180,36 @@ class JobBackend(ClusterBackend):
         return check_environment_on(self.connection, environment, plan.ray, plan.uses_pipes, str(self.layout.environments))
 
 
+@dataclass(frozen=True)
+class SubmittedBackend(JobBackend):
+    """Follows the job of a run that was submitted before."""
+
+    handle: RunHandle = field(kw_only=True)
+
+    def check(self, plan: Plan) -> None: ...
+
+    def example(self, plan: Plan) -> str:
+        raise NotImplementedError
+
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> BatchJob:  # noqa: ARG002
+        handle = self.handle
+        queue = self.queue.model_copy(update={"requeue": handle.requeue})
+        shared = shared_queue(self.connection, str(self.layout.queue), self.slurm.poll_interval)
+        job = SlurmJob(
+            commands=self.connection,
+            queue=shared,
+            request=make_request(queue, plan.footprint, job_name=handle.job_name, comment=""),
+            submitted=SubmittedJob(handle.job_id, handle.submitted_at or shared.clock.now()),
+            directory=run_dir,
+            queue_timeout=self.queue_timeout,
+            log=step.log,
+        )
+        step.log.info(f"[rayslurm] going on with Slurm job {handle.job_id} ({handle.job_name}) on {self.connection.place}")
+        running = BatchJob(job, self.connection, handle.cluster_id, step=step)
+        register(running)
+        return running
+
+
 class BatchBackend(JobBackend):
     """Runs each payload in a Slurm job of its own."""
 
@@ -191,7 +222,7 @@ class BatchBackend(JobBackend):
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> BatchJob:
         packed, request, request_files = self._prepare(plan, run_dir, step, submits=not step.reattached)
         plan = packed.plan
-        files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
+        files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b"", **step.files}
         with self.cancel_on_error(request, step):
             job = self.submit_job(run_dir, files, request, step)
             running = BatchJob(job, self.connection, f"{CLUSTER}{plan.payload.nonce}", step=step)
@@ -202,8 +233,12 @@ class BatchBackend(JobBackend):
         _, request, files = self._prepare(plan, run_dir, step)
 
         def job_of(_: object) -> str | None:
-            queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
-            rows = queue.named(request.job_name)
+            return job_in(shared_queue(self.connection, str(self.layout.queue), self.slurm.poll_interval).recent()) or job_in(
+                ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
+            )
+
+        def job_in(queue: QueueSnapshot | None) -> str | None:
+            rows = queue.named(request.job_name) if queue is not None else ()
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
         nonce = plan.payload.nonce

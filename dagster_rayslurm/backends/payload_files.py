@@ -71,5 +71,4 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any) ->
         install(connection, base, list(files.bundles.values()), log_progress(log), warn)
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
-    log.debug(f"[rayslurm] delivered {', '.join(files.bundles) or 'nothing'} to {connection.place}")
     return runtime_place(base)

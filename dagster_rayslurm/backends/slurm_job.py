@@ -23,7 +23,7 @@ from ..slurm.shared_queue import QueueRow, QueueSnapshot, SharedQueue, fetch_que
 from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
 from ..slurm.steps import parse_exit
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone
-from ..ssh.base import Connection, ConnectionFailed
+from ..ssh.base import Connection, ConnectionFailed, Read
 from ..ssh.local import LocalConnection
 from .base import CancelRequest, Step, deferred_interrupts, write_cancel_request
 
@@ -147,10 +147,15 @@ class SlurmJob:
     def _pending_reason(self) -> str:
         return pending_reason(self.status.reason, self._rows, self.request)
 
+    def next_reads(self) -> list[Read]:
+        """Returns the read that the next `observe` will do, if it is due."""
+        due = time.monotonic() - self._exit_read_at >= _EXIT_INTERVAL
+        return [(os.path.join(self.directory, EXIT), 0, _LOG_BYTES)] if due else []
+
     def _observe_exit(self) -> None:
-        if time.monotonic() - self._exit_read_at >= _EXIT_INTERVAL:
+        for read in self.next_reads():
             self._exit_read_at = time.monotonic()
-            code = parse_exit(self.commands.read(os.path.join(self.directory, EXIT), 0, _LOG_BYTES), self.number)
+            code = parse_exit(self.commands.read(*read), self.number)
             if code is not None:
                 self._watch = self._watch.exited(code)
 
@@ -347,6 +352,9 @@ class BatchJob:
     @property
     def waiting(self) -> bool:
         return not self._started and self.job.status.phase in (JobPhase.UNKNOWN, JobPhase.PENDING)
+
+    def next_reads(self) -> list[Read]:
+        return self.job.next_reads()
 
     def poll(self, evidence: Evidence) -> str | None:
         job, started_at = self.job, self._started_at(evidence)

@@ -16,10 +16,11 @@ from ..backends.listing import Entry, Kind, list_here
 from ..backends.sessions.listing import end_generations
 from ..backends.sessions.local import end_session
 from ..edge import files as edge_files
+from ..execution.run import discard
 from ..execution.terminal import NOT_THE_PAYLOAD, TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome import judge
-from ..runtime.protocol.record import COMPONENTS, JOURNAL, LineReader, component_dir
+from ..runtime.protocol.record import COMPONENTS, JOURNAL, SECRETS, LineReader, component_dir
 from ..slurm.shared_queue import fetch_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import wait_until_gone
@@ -164,7 +165,10 @@ def _end(one: Entry, now: bool) -> None:
         number = next((str(row.job_id) for row in rows if row.label == number), "")
         if not number:
             return
-    if not wait_until_gone(one.connection, int(number)):
+    gone = wait_until_gone(one.connection, int(number))
+    if one.kind == Kind.RUN and gone:
+        discard(one.connection, f"{one.directory}/{SECRETS}")  # A runtime that has never started left them.
+    if not gone:
         raise OSError(f"Slurm does not confirm the end of job {one.job_id}; run `scancel {one.job_id}` on {one.connection.place}")
 
 

@@ -10,6 +10,7 @@ import stat
 import time
 
 from . import files, processes
+from .submissions import FETCHED, HANDLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _NAMED = (
     ("files", "[0-9a-f]{32}"),
     ("runtime", r"runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\.pyz"),
 )
-_OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions")
+_OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions", "submissions")
 
 
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
@@ -187,6 +188,8 @@ class _Sweep:
         for place in ("runs", "outputs"):
             for name in self._names(place, _RUN, directory=True):
                 inside = [path for path in _below(self._path(place, name)) if ".json" in os.path.basename(path)]
+                if self._awaits(self._path(place, name)):
+                    continue
                 if self._is_old(place, name) and not any(_is_recent(path, self._age) for path in inside):
                     self._remove(place, name)
         for name in self._names("runs", _RUN + re.escape(BOOKMARK)):
@@ -194,8 +197,18 @@ class _Sweep:
                 self._remove("runs", name)
         return self._removed
 
+    @staticmethod
+    def _awaits(path: str) -> bool:
+        """Return True for the directory of a submitted run whose outputs nobody has fetched; its job may wait for weeks."""
+        return os.path.exists(os.path.join(path, HANDLE)) and not os.path.exists(os.path.join(path, FETCHED))
+
     def run(self) -> "list[str]":
         self.runs()
+        for name in self._names("submissions", "[0-9a-f]{32}", directory=True):
+            if self._is_old("submissions", name) and not any(
+                _is_recent(path, self._age) for path in _below(self._path("submissions", name), 2)
+            ):
+                self._remove("submissions", name)
         for name in self._names("sessions", _RUN, directory=True):
             self._sweep_session(os.path.join("sessions", name))
         self.unused([place for place, _ in _NAMED])

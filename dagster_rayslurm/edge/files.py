@@ -28,6 +28,23 @@ def read(path: str, offset: int, limit: int) -> bytes:
         return b""
 
 
+def read_many(paths: str, offsets: "list[int]", limit: int) -> "tuple[list[int], bytes]":
+    """Read up to `limit` bytes of each of several files, from an offset on; `paths` are separated by NUL characters.
+
+    Returns the number of bytes of each file, or -1 for a file that cannot be read, and the bytes one after the other.
+    """
+    sizes, parts = [], []
+    for path, offset in zip(paths.split("\0"), offsets):
+        try:
+            data = read(path, offset, limit)
+        except OSError:
+            sizes.append(-1)
+        else:
+            sizes.append(len(data))
+            parts.append(data)
+    return sizes, b"".join(parts)
+
+
 def write(path: str, data: bytes, mode: int) -> None:
     """Create a file with this content and mode, or replace an existing one atomically."""
     temporary = temporary_name(path)

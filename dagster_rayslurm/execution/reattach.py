@@ -40,10 +40,22 @@ _IS_RETRY = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
 _PAGE = 1000  # Most entries of the event log, or runs, in one query.
 _BOOKMARK_BYTES = 1024  # Of a bookmark's file, always the same, so that each write replaces the whole text before.
 
-_lock = threading.Lock()  # Guards `_calls`.
-# Number of payloads that each attempt at a step has started in this process, by run id, step and retry number: the first payload
-# of a retry continues the first payload of the attempt before, the second continues the second, and so on.
+_lock = threading.Lock()  # Guards `_calls` and `_launched`.
+# Number of payloads that each attempt at a step has started in this process, by run id, step and retry number.
 _calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
+# The last run directory of each step and client, by the process and the run, whose event log was read for them once.
+_launched: dict[tuple[int, str], dict[tuple[str, str], str]] = {}
+
+
+def next_call(context: dg.OpExecutionContext) -> int:
+    """Returns the number of this call among those of the attempt at the step, from 1 on.
+
+    The first payload of a retry continues the first payload of the attempt before, the second continues the second, and so on.
+    """
+    with _lock:
+        key = (context.run.run_id, context.get_step_execution_context().step.key, context.retry_number)
+        _calls[key] += 1
+        return _calls[key]
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,13 @@ class Launch:
     name: str  # Of the run directory.
     state: ReattachState = field(default_factory=ReattachState)  # What an earlier attempt already showed in Dagster.
     forget: Callable[[], None] = lambda: None  # Called once no later attempt needs to know what was shown.
-    history: AttemptHistory | None = None  # None if no later attempt can take the payload over.
+    history: AttemptHistory | None = None  # None if no later attempt at the step finds the payload.
+    submitted: bool = False  # Whether its handle finds the payload.
+
+    @property
+    def lasts(self) -> bool:
+        """Whether a later attempt can take the payload over."""
+        return self.history is not None or self.submitted
 
     def again(self, nonce: str, backend: Backend, home: Layout) -> Launch:
         """Returns a new launch of the same plan with another nonce, in place of this launch, whose payload never started."""
@@ -64,18 +82,24 @@ class Launch:
 
 
 def reattach_or_new(
-    context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout, writes_results: bool = False
+    context: dg.OpExecutionContext,
+    plan: Plan,
+    backend: Backend,
+    home: Layout,
+    number: int | None = None,
+    writes_results: bool = False,
 ) -> Launch:
     """Take over and return the payload of an earlier attempt at this step if it runs the same plan; else prepare a new one.
 
     An earlier payload is continued if its owner has not begun to end or judge it. A payload that its dead owner was ending is ended
-    first. If attempts write results before the end (`writes_results`), the earlier attempt writes none after this call.
+    first. If attempts write results before the end (`writes_results`), the earlier attempt writes none after this call. `number` is
+    the number of the call in its step, by `next_call`; None for the next one.
     """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
     if not isinstance(backend, CanReattach):
         return _new_launch(step, plan, backend, home, None)
-    history = AttemptHistory(context, step_key)
+    history = AttemptHistory(context, step_key, next_call(context) if number is None else number)
     connection, runs = backend.connection, backend.layout.runs
     name = history.earlier_run_dir()
     if name is None:
@@ -117,13 +141,10 @@ def _new_launch(step: Step, plan: Plan, backend: Backend, home: Layout, history:
 class AttemptHistory:
     """Finds earlier and later attempts at one payload of a step, in Dagster's event log and run storage."""
 
-    def __init__(self, context: dg.OpExecutionContext, step_key: str) -> None:
+    def __init__(self, context: dg.OpExecutionContext, step_key: str, call: int) -> None:
         self._context = context
         self._step_key = step_key
-        with _lock:
-            key = (context.run.run_id, step_key, context.retry_number)
-            _calls[key] += 1
-            self._client = f"{_CLIENT} {_calls[key]}"
+        self._client = f"{_CLIENT} {call}"
         self._noted_at = time.time()
 
     def earlier_run_dir(self) -> str | None:
@@ -133,14 +154,38 @@ class AttemptHistory:
         # A new worker that continues a run has the same run id; Dagster starts such workers only if it monitors runs.
         if reattach is None or (first and not context.instance.run_monitoring_enabled):
             return None
-        handle = reattach.find_latest_launch_handle(context, client_name=self._client)
-        return handle.external_run_id if handle is not None else None
+        return self._launched().get((self._step_key, self._client))
+
+    def _launched(self) -> dict[tuple[str, str], str]:
+        """Returns the last run directory of each step and client, of this run and of those that it retries.
+
+        Dagster's own search reads the whole event log for each payload, which takes minutes for thousands of them.
+        """
+        key = (os.getpid(), self._context.run.run_id)
+        with _lock:
+            if key not in _launched:
+                _launched.clear()  # A process works on one run at a time, except in tests.
+                _launched[key] = dict(self._read_launches())
+            return _launched[key]
+
+    def _read_launches(self) -> Iterator[tuple[tuple[str, str], str]]:
+        for run in retried_runs(self._context):
+            for entry in self._context.instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
+                event = entry.dagster_event
+                noted = event and event.engine_event_data.metadata.get(reattach.PIPES_LAUNCH_HANDLE_METADATA_KEY)
+                if isinstance(noted, dg.TextMetadataValue):
+                    with contextlib.suppress(Exception):  # Another version of Dagster may have written it.
+                        handle = dg.deserialize_value(noted.value or "", reattach.PipesLaunchHandle)
+                        yield (handle.step_key, handle.client_name), handle.external_run_id
 
     def note(self, name: str) -> None:
         """Write the name of the payload's run directory to Dagster's event log, before the payload starts."""
         if reattach is not None:
             handle = reattach.record_external_launch(self._context, client_name=self._client, external_run_id=name)
             self._noted_at = handle.launched_at
+            with _lock:
+                if (known := _launched.get((os.getpid(), self._context.run.run_id))) is not None:
+                    known[self._step_key, self._client] = name
 
     def successor(self) -> str | None:
         """Returns the id of the Dagster run with a later attempt at this step; None if there is none, or the storage fails."""

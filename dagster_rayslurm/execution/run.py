@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import dagster as dg
 from dagster_pipes import PipesContextData
@@ -23,7 +24,7 @@ from ..config import ExecutionMode
 from ..edge.base_directory import sweep_runs
 from ..errors import FailureKind, StartError
 from ..failures import CompletedRun, RunFailure
-from ..follow import Evidence, Follower, follow_all
+from ..follow import Evidence, Follower, Following, follow_all
 from ..follow.forward import RecordPipes
 from ..outcome import SUCCESS, Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint
 from ..outcome.metadata import Metadata, failure_metadata, run_metadata, timeline_metadata
@@ -43,6 +44,11 @@ from .unhealthy import remember, second_try
 if TYPE_CHECKING:
     from .partitions import PartitionResults
 
+T = TypeVar("T")
+# The steps of a run. It yields the payloads that are to be followed, and goes on when they have ended, or with the exception that
+# interrupts the caller. Between two steps, another thread may go on with it.
+Steps = Generator[Following, None, T]
+
 Component = str | None  # The name of a component; None if the run has a single payload.
 _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled payload's record is still read.
 _RETRY = 5.0  # Seconds between two tries to download a file over a lost connection.
@@ -50,6 +56,22 @@ _SHOWN = 5  # Most files that a warning names.
 _SWEEP_INTERVAL = 3600.0  # Seconds between two sweeps of one base directory by one process.
 # When this process last swept each base directory, by host and path, by the monotonic clock.
 _last_sweep: dict[tuple[str, Path], float] = {}
+
+
+def drive(steps: Steps[T]) -> T:
+    """Do the steps of a run in this thread, and follow its payloads; returns the result of the last step."""
+    error: BaseException | None = None
+    while True:
+        try:
+            following = next(steps) if error is None else steps.throw(error)
+            error = None
+            follow_all(following.followed, following.deadline)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        except BaseException as raised:
+            if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # The last step raised it.
+                raise
+            error = raised
 
 
 def execute(
@@ -60,16 +82,30 @@ def execute(
     extras: Any,
     partitions: PartitionResults | None = None,
 ) -> CompletedRun:
+    """Do all steps of a run, those of `executing`, in this thread."""
+    return drive(executing(context, plan, backend, resource, extras, partitions))
+
+
+def executing(
+    context: dg.OpExecutionContext,
+    plan: Any,
+    backend: Backend,
+    resource: ComputeFields,
+    extras: Any,
+    partitions: PartitionResults | None = None,
+    number: int | None = None,
+) -> Steps[CompletedRun]:
     """Run a `Plan`, or a mapping from components to plans in the job's order, until all payloads have ended.
 
-    `extras` are the Pipes extras. If the payload runs several partitions, `partitions` gets the payload's messages. Returns the
-    result for the user's asset. Raises RunFailure unless all payloads succeeded.
+    `extras` are the Pipes extras. If the payload runs several partitions, `partitions` gets the payload's messages. `number` is the
+    number of the call in its step, by `next_call`; None for the next one. Returns the result for the user's asset. Raises RunFailure
+    unless all payloads succeeded.
     """
     home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
     with start_errors():
         sweep_old_files(backend, home, resource.retention_days)
-        launch = reattach_or_new(context, next(iter(plans.values())), backend, home, partitions is not None)
+        launch = reattach_or_new(context, next(iter(plans.values())), backend, home, number, partitions is not None)
     if None in plans:
         plans = {None: launch.plan}
     writers = sum(each.uses_pipes for each in plans.values())
@@ -81,7 +117,7 @@ def execute(
         if partitions:
             pipes_context, handler = partitions.attach(pipes, launch.step.owner)
             run.verdict = partitions.verdict
-        metadata = run.complete(
+        metadata = yield from run.completing(
             pipes_context,
             handler,
             # A throwaway handler checks each result of a component, so that Dagster does not get the result yet.
@@ -183,7 +219,7 @@ class PayloadRun:
         """The payload that started first."""
         return next(iter(self.payloads.values()))
 
-    def complete(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Metadata:
+    def completing(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Steps[Metadata]:
         """Run the payloads to the end; returns the metadata for Dagster. Raises RunFailure unless all payloads succeeded.
 
         If unhealthy nodes prevented the run, and `on_unhealthy` of the resource is "exclude-and-retry", the payloads are started
@@ -191,14 +227,14 @@ class PayloadRun:
         that reports a result, and the merged results go to `handler` after the ends of all payloads.
         """
         try:
-            return self._complete_once(context, handler, check)
+            return (yield from self._complete_once(context, handler, check))
         except RunFailure as failure:
             if not second_try(failure, self._plan, self.backend, self.resource.on_unhealthy, self.log):
                 raise
             causes = failure.unhealthy
         self._start_over()
         try:
-            metadata = self._complete_once(context, handler, check)
+            metadata = yield from self._complete_once(context, handler, check)
         except RunFailure as failure:
             remember(failure.unhealthy, self.backend, self.log)
             raise
@@ -212,9 +248,9 @@ class PayloadRun:
             self.launch = self.launch.again(nonce, self.backend, Layout.here(self.resource.local_base))
         self.payloads, self.outputs_left = {}, False
 
-    def _complete_once(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Metadata:
+    def _complete_once(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Steps[Metadata]:
         merger = ReportMerger(handler, self.plans, check)
-        self.follow(
+        yield from self.following(
             lambda register: self.backend.start(self._plan, self.run_dir, context, self.launch.step, register),
             lambda component: handler if component is None else merger.of(component),
         )
@@ -237,6 +273,10 @@ class PayloadRun:
         return metadata
 
     def follow(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> None:
+        """Do the steps of `following` in this thread."""
+        drive(self.following(start, handler_of))
+
+    def following(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> Steps[None]:
         """Start the payloads, follow them until they have ended, and release them, also after an error.
 
         `start` registers each payload as soon as it runs, in the order of the plans; `handler_of` returns the handler for Pipes
@@ -256,14 +296,17 @@ class PayloadRun:
                     # Not in `register`: an interrupt there would cancel the job, also where it has to go on.
                     self.on_start(self.first.running, self.first.plan, self.launch.name, self.backend.connection)
                     followed = [(each.follower, partial(self._poll, each, raise_ignored)) for each in self.payloads.values()]
-                    follow_all(followed)
+                    yield Following(followed)
+            except GeneratorExit:  # Nobody goes on with the steps, as after the death of this process.
+                self.detached = True
+                raise
             except BaseException as error:
                 with deferred_interrupts() as interrupted_again:
                     self.detached = self._detaches(error)
                     if self.detached:
                         raise
                     if not isinstance(error, RunFailure):
-                        self._end_interrupted(error, interrupted_again)
+                        yield from self._end_interrupted(error, interrupted_again)
                         raise
                     for each in self.payloads.values():
                         each.running.kill()
@@ -338,6 +381,7 @@ class PayloadRun:
             component,
             self.launch.state,
             plan.fabric,
+            running.next_reads,
         )
         return FollowedPayload(plan, running, follower, time.monotonic() + self.resource.runtime_start_timeout)
 
@@ -368,7 +412,7 @@ class PayloadRun:
     def _detaches(self, interrupt: BaseException) -> bool:
         """Returns True, after a warning in the log, if the payloads shall outlive this Dagster process, which is stopping."""
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
-        if self.resource.on_service_stop != DETACH or ends_with_run or self.launch.history is None or not self.payloads:
+        if self.resource.on_service_stop != DETACH or ends_with_run or not self.launch.lasts or not self.payloads:
             return False
         if not self.is_service_stop(interrupt):
             return False
@@ -378,7 +422,7 @@ class PayloadRun:
         )
         return True
 
-    def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> None:
+    def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> Steps[None]:
         """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period.
 
         Raises `interrupt` if a later attempt has taken the payloads over.
@@ -395,9 +439,10 @@ class PayloadRun:
             each.running.cancel()
         if self._owner.new_owner is not None:
             raise interrupt
+        hurried: list[None] = []
 
         def poll(running: RunningPayload, evidence: Evidence) -> str | None:
-            if interrupted_again():
+            if hurried or interrupted_again():
                 running.cancel(now=True)
             exited = running.poll(evidence)
             if self._owner.new_owner is not None:
@@ -406,7 +451,7 @@ class PayloadRun:
 
         grace_period = max(each.plan.payload.grace_period for each in payloads)
         followed = [(each.follower, partial(poll, each.running)) for each in payloads]
-        follow_all(followed, time.monotonic() + grace_period + _CANCEL_MARGIN)
+        yield Following(followed, time.monotonic() + grace_period + _CANCEL_MARGIN, partial(hurried.append, None))
         for each in payloads:
             if each.evidence.end is None:
                 each.running.kill()
@@ -429,7 +474,9 @@ class PayloadRun:
             for each in self.payloads.values():
                 stack.callback(each.running.release, each.evidence)
             for component, plan in self.plans.items():
-                if plan.secret_env and self._owner.new_owner is None:
+                # A job that was submitted before may go on to wait if the connection is lost.
+                ended = self.launch.submitted and any(not each.evidence.connection_lost for each in self.payloads.values())
+                if (plan.secret_env or ended) and self._owner.new_owner is None:
                     # The runtime removes secrets when it starts; a runtime that never started leaves them.
                     discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 

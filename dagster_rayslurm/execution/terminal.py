@@ -23,7 +23,7 @@ from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import Record
 from ..slurm.request import FROM_TERMINAL
 from .reattach import Launch
-from .run import PayloadRun, discard, start_errors, sweep_old_files
+from .run import PayloadRun, discard, drive, start_errors, sweep_old_files
 
 # Exit codes besides those of the payload: for a time limit as of timeout(1), for what is not the program's fault as of
 # docker run(1), and after Ctrl-C as of a shell.
@@ -112,7 +112,7 @@ def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFie
     run = _prepare(name, plan, backend, resource, log)
     failure = None
     try:
-        run.complete(pipes_context(name), TerminalPipes(log), lambda _: None)
+        drive(run.completing(pipes_context(name), TerminalPipes(log), lambda _: None))
     except RunFailure as error:
         if not run.payloads:
             raise

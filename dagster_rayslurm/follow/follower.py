@@ -12,7 +12,7 @@ from typing import Any
 from ..fabric import FabricWatch
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, STDIO, LineReader, Record
-from ..ssh.base import ConnectionFailed
+from ..ssh.base import ConnectionFailed, Read
 from .forward import Evidence, MessageForwarder, OutputWriter
 
 CHUNK = 1024 * 1024  # Most bytes of one read of a record.
@@ -133,6 +133,7 @@ class Follower:
     component: str | None = None  # A prefix of output and log lines; None for a run with one payload.
     reattach: ReattachState = field(default_factory=ReattachState)
     fabric: str = "none"  # The launcher's preset for the network between the nodes.
+    further_reads: Callable[[], Sequence[Read]] = tuple  # Returns the reads of the next call of `RuntimeExit`.
 
     def __post_init__(self) -> None:
         self.state = RecordState(self.nonce, self.loss_timeout, self.requeue, LineReader(), LineReader(self.reattach.offset))
@@ -153,6 +154,12 @@ class Follower:
         size = self.read_once()
         now = time.monotonic()
         return self.state.next_read(size, exited, self.cadence, now, now > deadline)
+
+    def next_reads(self) -> list[Read]:
+        """Returns the reads that the next `poll` will do, so that they can be done before, together with those of others."""
+        offsets = (STDIO, self.state.output.next_read), (JOURNAL, self.state.journal.next_read)
+        own = [(os.path.join(self.run_dir, name), offset, CHUNK) for name, offset in offsets]
+        return [*own, *self.further_reads()]
 
     def read_once(self) -> int:
         """Read new output and new lines of the journal, once each; returns the larger of both amounts, in bytes."""
@@ -215,24 +222,39 @@ class Follower:
         self.log.warning(self._prefix + text)
 
 
+@dataclass(frozen=True)
+class Following:
+    """Payloads of one run that are followed together, until all have ended or the deadline has come."""
+
+    followed: Sequence[tuple[Follower, RuntimeExit]]
+    deadline: float = float("inf")  # A time of the monotonic clock.
+    hurry: Callable[[], object] = lambda: None  # Called if the caller is interrupted again while it follows.
+
+    def steps(self) -> Iterator[tuple[Follower, float]]:
+        """Yields the follower that is polled next, and when, by the monotonic clock; each `next` does the poll before."""
+        followed = self.followed
+        for follower, _ in followed:
+            follower.evidence.last_growth = time.monotonic()
+        due = dict.fromkeys(range(len(followed)), 0.0)
+        ended: set[int] = set()
+        late_polls = _LATE_POLLS
+        while len(ended) < len(followed) or (late_polls and len({follower.state.restarts for follower, _ in followed}) > 1):
+            late_polls -= len(ended) == len(followed)
+            index = min(due, key=lambda each: due[each])
+            follower, runtime_exit = followed[index]
+            yield follower, due[index]
+            pause = follower.poll(runtime_exit, self.deadline)
+            (ended.add if pause is None else ended.discard)(index)
+            # If Slurm requeues the job because other components still run, all of its payloads run again.
+            if pause is not None or (follower.requeue and follower.component is not None):
+                due[index] = time.monotonic() + (follower.cadence.idle if pause is None else pause)
+            else:
+                del due[index]
+        for follower, _ in followed:
+            follower.finish()
+
+
 def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float = float("inf")) -> None:
     """Follow the records of several payloads at once, each at its own pace, until all have ended or the deadline has come."""
-    for follower, _ in followed:
-        follower.evidence.last_growth = time.monotonic()
-    due = dict.fromkeys(range(len(followed)), 0.0)
-    ended: set[int] = set()
-    late_polls = _LATE_POLLS
-    while len(ended) < len(followed) or (late_polls and len({follower.state.restarts for follower, _ in followed}) > 1):
-        late_polls -= len(ended) == len(followed)
-        index = min(due, key=lambda each: due[each])
-        time.sleep(max(0.0, due[index] - time.monotonic()))
-        follower, runtime_exit = followed[index]
-        pause = follower.poll(runtime_exit, deadline)
-        (ended.add if pause is None else ended.discard)(index)
-        # If Slurm requeues the job because other components still run, all of its payloads run again.
-        if pause is not None or (follower.requeue and follower.component is not None):
-            due[index] = time.monotonic() + (follower.cadence.idle if pause is None else pause)
-        else:
-            del due[index]
-    for follower, _ in followed:
-        follower.finish()
+    for _, due in Following(followed, deadline).steps():
+        time.sleep(max(0.0, due - time.monotonic()))

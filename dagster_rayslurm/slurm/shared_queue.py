@@ -6,6 +6,7 @@ However many steps, processes and Dagster hosts look at the queue, slurmctld is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -232,6 +233,8 @@ class SharedQueue:
     clock: ClusterClock = None  # type: ignore[assignment] # The cluster's clock, which learns from every answer.
     error: str | None = None  # Why the last query failed, in one sentence; None after one that succeeded.
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _recent: threading.Lock = field(default_factory=threading.Lock)  # Held by the thread that asks for `_own`.
+    _own: QueueSnapshot | None = None
     _busy: bool = False
     _asked_at: float = -math.inf
     _snapshot: QueueSnapshot | None = None
@@ -258,6 +261,17 @@ class SharedQueue:
         except RuntimeError:  # The interpreter shuts down and starts no more threads.
             self._busy = False
         return self._snapshot
+
+    def recent(self) -> QueueSnapshot | None:
+        """Returns a snapshot that this process asked Slurm for less than an interval ago; waits for the answer.
+
+        So it has all jobs that were submitted before this process began. Returns None if the cluster or Slurm does not answer.
+        """
+        with self._recent, contextlib.suppress(OSError):
+            if self._own is None or abs(self.clock.now() - self._own.began) >= self.poll_interval:
+                self._own = fetch_queue(self.connection)
+            return self._own
+        return None
 
     def _query(self) -> None:
         try:

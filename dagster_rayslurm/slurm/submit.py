@@ -129,7 +129,7 @@ def submit(
             raise failure
         then = "it is submitted again" if step is NextStep.FIND_OR_REPEAT else "it is given up"
         warn(f"[rayslurm] {failure}; the job is looked for before {then}")
-        found = _find(connection, name, patience)
+        found = find_job(connection, name, patience)
         if found is not None:
             with contextlib.suppress(OSError):
                 connection.write(os.path.join(run_dir, JOB_ID), found.encode() + b"\n")
@@ -166,7 +166,7 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
     return SubmissionRefused(FailureKind.SUBMISSION, sentence, temporary)
 
 
-def _find(connection: Connection, job_name: str, patience: float) -> str | None:
+def find_job(connection: Connection, job_name: str, patience: float = 0.0) -> str | None:
     """Searches twice for a job by its unique name; returns its id or None. Raises ConnectionFailed if Slurm does not answer."""
     for attempt in range(2):
         time.sleep(_PAUSE * attempt)

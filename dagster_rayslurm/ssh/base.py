@@ -29,6 +29,11 @@ Progress = Callable[[int, int], None]
 # Starts a function of `edge` with some arguments, and returns a function that waits for its result.
 Submit = Callable[..., Callable[[], Any]]
 
+# A read of a file: its path, an offset, and the most bytes to read.
+Read = tuple[str, int, int]
+
+_READ_AHEAD = 16 * 1024 * 1024  # Most bytes of one answer to `Connection.read_ahead`, unless it has very many files.
+_LEAST_READ = 65536  # Bytes that each file may have in such an answer at least.
 _WINDOW = 12  # Number of parts in flight during a transfer: 3 MiB, somewhat more than the window of an OpenSSH channel.
 _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
@@ -74,6 +79,8 @@ class Connection(ABC):
     `connect_timeout` seconds, and then raises `ConnectionFailed`. A command that may have run is never repeated. An error
     of the machine itself, such as a missing permission, raises an `OSError` of the matching class.
     """
+
+    _ahead: dict[Read, bytes | OSError] | None = None  # The answers of `read_ahead`, inside its block.
 
     @property
     @abstractmethod
@@ -169,7 +176,36 @@ class Connection(ABC):
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         """Returns at most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist."""
+        answers = self._ahead  # Another thread may forget them meanwhile.
+        answer = answers.pop((path, offset, limit), None) if answers else None
+        if isinstance(answer, OSError):
+            raise answer.with_traceback(None)
+        if answer is not None:
+            return answer
         return self._on_file(f"reading {path}", files.read, path, offset, limit)
+
+    @contextlib.contextmanager
+    def read_ahead(self, reads: Sequence[Read]) -> Iterator[None]:
+        """Do many reads by one call; inside the block, `read` returns the answer to each of them once, or raises why it failed.
+
+        An answer may be shorter than `read` would make it. Only one thread at a time may use this.
+        """
+        limit = min(max(_LEAST_READ, _READ_AHEAD // max(1, len(reads))), max((each[2] for each in reads), default=0))
+        try:
+            paths, offsets = "\0".join(each[0] for each in reads), [each[1] for each in reads]
+            sizes, data = self.call(files.read_many, paths, offsets, limit, repeat=True) if reads else ([], b"")
+        except OSError as error:
+            self._ahead = dict.fromkeys(reads, error)
+        else:
+            self._ahead, end = {}, 0
+            for each, size in zip(reads, sizes, strict=True):
+                if size >= 0:  # A file that cannot be read is read alone, which tells why.
+                    self._ahead[each] = data[end : end + min(size, each[2])]
+                    end += size
+        try:
+            yield
+        finally:
+            self._ahead = None
 
     def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
         """Write a file: create it, or replace it atomically."""

@@ -10,7 +10,8 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource
 
-from ..conftest import pipes_script
+from ..conftest import pipes_script, wait_until
+from ..fake_slurm import FakeSlurm
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 
@@ -21,6 +22,7 @@ def snippets(page: str) -> list[str]:
 
 (SEVERAL, CHOSEN), (RETRIES,) = snippets("clusters.md"), snippets("retry.md")
 (POOLS,), (CHECKS,) = snippets("pools.md"), snippets("checks.md")
+AWAITED, _, SUBMITTED = snippets("long-jobs.md")
 REPORT = pipes_script("pipes.report_asset_materialization(metadata={'where': __import__('os').environ['RAYSLURM_DATA_DIR']})\n")
 CHECK = "pipes.report_asset_check('{}', {}, asset_key='model')\n"
 
@@ -100,3 +102,29 @@ def test_asset_checks(recipe: Callable[..., dg.Definitions], passed: bool) -> No
         "good_enough": passed,
     }
     assert result.success == passed  # A blocking check that does not pass fails its step.
+
+
+def test_awaited_payloads(recipe: Callable[..., dg.Definitions]) -> None:
+    """tests/faults_without_slurm/test_run_async.py has the executor of the page."""
+    result = run(recipe(AWAITED, score=pipes_script("pipes.report_custom_message(__import__('sys').argv[1])\n")))
+    assert result.asset_materializations_for_node("scores")[0].metadata["reported"].value == ["north", "south"]
+
+
+def test_a_submitted_run(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job submits, the sensor requests a run at the end of the Slurm job, and that run fetches what the payload made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "train.py").write_text(f"{REPORT}open('model.txt', 'w').close()\n")
+    here: dict[str, Any] = {"__name__": "recipe", "BashLauncher": BashLauncher}
+    own = f"ComputeResource(default_launcher=BashLauncher(), local_base={str(tmp_path / 'here')!r}, "
+    exec(compile(SUBMITTED.replace("ComputeResource(mode", f"{own}mode"), "recipe.py", "exec"), here)
+    defs: dg.Definitions = here["defs"]
+    for _ in range(2):
+        assert defs.resolve_job_def("submission").execute_in_process().success
+    assert wait_until(lambda: [fake_slurm.state(job) for job in fake_slurm.jobs()] == ["COMPLETED"], 30)
+    with dg.DagsterInstance.ephemeral() as instance:
+        with dg.build_sensor_context(instance=instance) as context:
+            [request] = here["defs"].sensors[0](context).run_requests
+        result = dg.materialize([here["model"]], resources={"compute": here["compute"]}, tags=request.tags, instance=instance)
+    assert result.success and result.asset_materializations_for_node("model")
+    assert len(list((tmp_path / "here" / "outputs").rglob("model.txt"))) == 1

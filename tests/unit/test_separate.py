@@ -339,6 +339,9 @@ class Started:
     def cancel(self, now: bool = False) -> None:
         self.calls.append("cancel")
 
+    def next_reads(self) -> list[Any]:
+        return []
+
     def release(self, evidence: Evidence) -> None:
         self.calls.append("release")
         if self._release is not None:

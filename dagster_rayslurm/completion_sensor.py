@@ -1,0 +1,136 @@
+"""`build_completion_sensor`: a Dagster sensor that reports the ends of runs which `ComputeResource.submit` has submitted."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from typing import Any
+
+import dagster as dg
+
+from .compute import ComputeResource
+from .handle import TAG, RunHandle
+
+_LOOK_TIMEOUT = 30.0  # Seconds for one look at the cluster; Dagster ends a tick after 60.
+_METADATA = "Run"  # Metadata of each event with the name of the run, by which a repeated tick knows it.
+_LATEST = 100  # Events of an asset among which a repeated tick looks for its own.
+
+
+def build_completion_sensor(
+    compute: ComputeResource,
+    *,
+    name: str = "rayslurm_completion",
+    job: Any = None,
+    asset_selection: Any = None,
+    minimum_interval_seconds: int = 60,
+    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.STOPPED,
+) -> dg.SensorDefinition:
+    """Returns a sensor that reports the end of each run that `submit` has submitted, once.
+
+    Each tick looks at all runs by one listing and one `squeue`. Without `job` and `asset_selection`, a run that succeeded becomes
+    an `AssetMaterialization` of its asset, with the metadata that the payload reported, and a failed one an `AssetObservation`
+    with the sentence of the failure. With one of them, the sensor requests a Dagster run for each end, with the handle in its
+    tags; its asset returns `compute.reattach(context=context).get_materialize_result()`, which also copies output files.
+
+    If the cluster does not answer within 30 seconds, the tick is skipped with a sentence that says so.
+
+    Example:
+        ```python
+        compute = ComputeResource(mode="slurm", slurm=SlurmResource(remote_base="/scratch/me/rayslurm"))
+        defs = dg.Definitions(resources={"compute": compute}, sensors=[build_completion_sensor(compute)])
+        ```
+
+    Args:
+        compute: the resource with which the runs are submitted; its `EnvVar` are read at each tick.
+        name: the name of the sensor. Of several sensors on one base directory, each end is reported by one.
+        job: the job to run for each end.
+        asset_selection: the assets to materialize for each end, by their keys or a selection.
+        minimum_interval_seconds: seconds between two ticks at least.
+        default_status: whether the sensor runs before somebody has turned it on.
+    """
+    look = _Look(compute, name)
+
+    @dg.sensor(
+        name=name,
+        job=job,
+        asset_selection=asset_selection,
+        minimum_interval_seconds=minimum_interval_seconds,
+        default_status=default_status,
+        description="Reports the ends of runs that were submitted to Slurm.",
+    )
+    def completion(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
+        known = json.loads(context.cursor) if context.cursor else []
+        try:
+            ended, still_there, waiting = look.result(known)
+        except Late:
+            return dg.SkipReason(f"{look.place} has not answered for {_LOOK_TIMEOUT:g} s; the next tick looks again")
+        except (OSError, ValueError, dg.Failure) as error:
+            sentence = getattr(error, "description", None) or str(error)
+            return dg.SkipReason(f"the submitted runs cannot be looked at: {sentence}")
+        cursor = json.dumps([*still_there, *(each.handle.run for each in ended)])
+        for each in ended:
+            if each.verdict.kind is not None:
+                context.log.error(f"[rayslurm] {each.handle.run} failed: {each.verdict.sentence}")
+        if not ended:
+            context.update_cursor(cursor)
+            return dg.SkipReason(f"{waiting} submitted runs have not ended" if waiting else "no submitted run has ended")
+        if job is not None or asset_selection is not None:
+            requests = [_request(each.handle) for each in ended]
+            return dg.SensorResult(run_requests=requests, cursor=cursor)
+        events = [_event(each) for each in ended if each.handle.asset_key and not _is_reported(context, each.handle)]
+        return dg.SensorResult(asset_events=events, cursor=cursor)
+
+    return completion
+
+
+class _Look:
+    """Looks at the cluster in a thread, which the tick does not wait for for ever; of one that hangs, there is never a second."""
+
+    def __init__(self, compute: ComputeResource, sensor: str) -> None:
+        self._compute, self._sensor = compute, sensor
+        self._pending: Future[Any] | None = None
+        self.place = "the cluster"
+
+    def result(self, known: list[str]) -> Any:
+        """Returns what `look_for_ends` returns, or raises its exceptions; raises TimeoutError if that takes too long."""
+        if self._pending is None or self._pending.done():
+            self._pending = Future()
+            threading.Thread(target=self._run, args=(self._pending, known), name="rayslurm-look", daemon=True).start()
+        return self._pending.result(_LOOK_TIMEOUT)
+
+    def _run(self, future: Future[Any], known: list[str]) -> None:
+        from .run_call import look
+
+        try:
+            result = look(self._compute, known, self._sensor, self._at)
+        except BaseException as error:  # noqa: BLE001 - the tick gets it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _at(self, place: str) -> None:
+        self.place = place
+
+
+def _request(handle: RunHandle) -> dg.RunRequest:
+    """Returns the request of a run that follows a submitted one; Dagster starts one run for each run key."""
+    return dg.RunRequest(run_key=handle.run, partition_key=handle.partition_key, tags={TAG: handle.to_json()})
+
+
+def _event(each: Any) -> dg.AssetMaterialization | dg.AssetObservation:
+    key, partition = dg.AssetKey.from_user_string(each.handle.asset_key), each.handle.partition_key
+    if each.verdict.kind is None:
+        return dg.AssetMaterialization(key, description="submitted run succeeded", metadata=each.metadata, partition=partition)
+    metadata = {"Failure kind": each.verdict.kind.value, "Failure": each.verdict.sentence, **each.metadata}
+    return dg.AssetObservation(key, description=each.verdict.sentence, metadata=metadata, partition=partition)
+
+
+def _is_reported(context: dg.SensorEvaluationContext, handle: RunHandle) -> bool:
+    """Whether an event of the run is stored: the daemon may have died after it stored the events and before the cursor."""
+    key = dg.AssetKey.from_user_string(handle.asset_key or "")
+    found = [*context.instance.fetch_materializations(key, limit=_LATEST).records]
+    found += context.instance.fetch_observations(key, limit=_LATEST).records
+    events = [each.asset_materialization or each.event_log_entry.asset_observation for each in found]
+    return any(event is not None and getattr(event.metadata.get(_METADATA), "value", None) == handle.run for event in events)

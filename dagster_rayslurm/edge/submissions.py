@@ -1,0 +1,90 @@
+"""Runs that were submitted and left: one job for each idempotency key, and one listing of all of them. Paths are absolute.
+
+Each key has a directory with a numbered directory for each claim, which is created complete. A file in it is renamed when it is
+decided whether the claim has a job. Both are atomic, on NFS too, so that all processes see the same decision.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import time
+
+from . import files, slurm
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+HANDLE = "handle.json"  # File in a run directory: the handle, without the job id.
+FETCHED = "fetched"  # File in a run directory: nobody needs its outputs any more.
+REPORTER = "reporter"  # Beginning of a file name in a run directory: the sensor that reports the end of the run.
+UNDECIDED, SUBMITTED, ABANDONED = "undecided", "submitted", "abandoned"
+_TEXT = "claim.json"
+_MOST_BYTES = 1024 * 1024
+
+
+def claim(directory: str, after: int, text: str) -> "tuple[int, str, str, float]":
+    """Return the newest claim of a key: its number, state, text and age in seconds; makes one if none is newer than `after`."""
+    files.make_dir(directory)
+    while True:
+        number = max([after, *(int(name) for name in os.listdir(directory) if re.fullmatch("[1-9][0-9]{0,8}", name))])
+        path = os.path.join(directory, str(number))
+        if number > after:
+            age = abs(time.time() - os.stat(os.path.join(path, _TEXT)).st_mtime)
+            return number, _state(path), files.read(os.path.join(path, _TEXT), 0, _MOST_BYTES).decode("utf-8", "replace"), age
+        new = files.temporary_name(path)
+        os.mkdir(new, 0o700)
+        try:
+            files.write(os.path.join(new, _TEXT), text.encode("utf-8"), 0o600)
+            files.write(os.path.join(new, UNDECIDED), b"", 0o600)
+            with contextlib.suppress(OSError):  # Another process may have been faster: a directory with files is never replaced.
+                os.rename(new, os.path.join(directory, str(number + 1)))
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        if not os.path.isdir(os.path.join(directory, str(number + 1))):
+            raise OSError("%s: the claim cannot be made" % directory)
+
+
+def decide(path: str, state: str) -> str:
+    """Decide whether the claim `path` is `SUBMITTED` or `ABANDONED`, unless that is decided; return what is decided."""
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(os.path.join(path, UNDECIDED), os.path.join(path, state))
+    return _state(path)
+
+
+def _state(path: str) -> str:
+    names = os.listdir(path)
+    return next((each for each in (SUBMITTED, ABANDONED) if each in names), UNDECIDED)
+
+
+def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence[str]") -> "dict[str, Any]":
+    """Return the submitted runs below `base` except those in `known`, and the exit code and output of the command `squeue`."""
+    runs, skip = [], set(known)
+    directory = os.path.join(base, "runs")
+    for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
+        path = os.path.join(directory, name)
+        text = files.read(os.path.join(path, HANDLE), 0, _MOST_BYTES) if os.path.isdir(path) else b""
+        if not text:
+            continue
+        found = {"name": name, "known": name in skip}  # type: dict[str, Any]
+        if name not in skip:
+            found["handle"] = text.decode("utf-8", "replace")
+            found["job_id"] = files.read(os.path.join(path, "job_id"), 0, 64).decode("utf-8", "replace").strip()
+            found["age"] = abs(time.time() - os.stat(os.path.join(path, HANDLE)).st_mtime)
+            reporters = [each for each in os.listdir(path) if each.startswith(REPORTER + ".")]
+            found["reporter"] = reporters[0][len(REPORTER) + 1 :] if reporters else ""
+        runs.append(found)
+    if not any(not each["known"] for each in runs):
+        return {"runs": runs, "queue": [0, "", ""]}  # Nothing to ask Slurm for.
+    code, out, error = slurm.run(list(squeue), b"", timeout, [])
+    return {"runs": runs, "queue": [code, out.decode("utf-8", "replace"), error.decode("utf-8", "replace")]}
+
+
+def take_report(run_dir: str, sensor: str) -> str:
+    """Make `sensor` the one that reports the end of a run, unless there is one; return the one that does."""
+    with contextlib.suppress(FileNotFoundError):  # The file that is renamed exists once, so that one sensor alone succeeds.
+        os.rename(os.path.join(run_dir, REPORTER), os.path.join(run_dir, REPORTER + "." + sensor))
+    names = [each for each in os.listdir(run_dir) if each.startswith(REPORTER + ".")]
+    return names[0][len(REPORTER) + 1 :] if names else ""

@@ -1,0 +1,110 @@
+"""Do the steps of a run for a caller in an event loop, which blocks no thread while the payloads wait and run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from ..follow import Following
+from ..follow.hub import Followed, Hub
+from .run import Steps
+
+T = TypeVar("T")
+
+
+class _Done(Generic[T]):
+    """The result of the last step. A future cannot pass on a `StopIteration`."""
+
+    def __init__(self, result: T) -> None:
+        self.result = result
+
+
+async def drive_async(steps: Steps[T], hub: Hub) -> T:
+    """Do the steps of a run in threads of the cluster's hub, which also follows its payloads; returns the last step's result.
+
+    If the task is cancelled, the payloads are ended as by an interrupt, and `CancelledError` is raised once they have ended. A
+    second cancellation ends them at once.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    thrown = False  # Whether the steps were interrupted by it.
+    hurried = False  # Whether the task was cancelled again.
+    followed: Followed | None = None
+    began = time.monotonic()
+    work = hub.starting.submit(partial(_advance, steps, None, None))
+
+    async def end_of(future: Future[Any], following: Following | None = None) -> None:
+        """Wait for a future, also if the task is cancelled; but return if that is the first cancellation while it follows."""
+        nonlocal cancelled, hurried
+        done, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # The loop is closed.
+                loop.call_soon_threadsafe(done.set)
+
+        future.add_done_callback(wake)
+        while not future.done():
+            try:
+                await done.wait()
+            except asyncio.CancelledError as request:
+                if cancelled is None:
+                    cancelled = request
+                    stack.enter_context(_shield())
+                    if future.cancel() or following is not None:
+                        return
+                else:
+                    hurried = True
+                    if following is not None:
+                        following.hurry()
+
+    with ExitStack() as stack:
+        try:
+            while True:
+                await end_of(work)
+                if work.cancelled():
+                    steps.close()
+                    break
+                step = work.result()
+                if isinstance(step, _Done):
+                    if cancelled is None:
+                        return step.result
+                    break
+                error: BaseException | None = cancelled
+                if cancelled is None or thrown:
+                    if hurried:
+                        step.hurry()
+                    followed = hub.follow(step, began)
+                    await end_of(followed.ended, step)
+                    error = followed.ended.exception() if followed.ended.done() else cancelled
+                thrown = thrown or (error is not None and error is cancelled)
+                work = hub.ending.submit(partial(_advance, steps, followed, error), cancellable=False)
+        except GeneratorExit:  # The loop is gone.
+            if followed is not None:
+                followed.leave()
+            raise
+        except BaseException as raised:
+            if cancelled is None or raised is cancelled:
+                raise
+            raise cancelled from raised
+    assert cancelled is not None
+    raise cancelled
+
+
+def _advance(steps: Steps[T], followed: Followed | None, error: BaseException | None) -> Following | _Done[T]:
+    """Do the next step; with `error`, that exception interrupts the step before."""
+    if followed is not None:
+        followed.leave()
+    try:
+        return next(steps) if error is None else steps.throw(error)
+    except StopIteration as stop:
+        return _Done(stop.value)
+
+
+def _shield() -> Any:
+    """Inside a block, a task that anyio has cancelled is not cancelled again each time it waits, but only by another request."""
+    anyio = sys.modules.get("anyio")
+    return anyio.CancelScope(shield=True) if anyio is not None else ExitStack()

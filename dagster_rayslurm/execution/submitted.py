@@ -1,0 +1,330 @@
+"""Runs that are submitted and left: submit once for each key, follow one by its handle, and look which ones have ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import dagster as dg
+from dagster_pipes import PipesContextData
+
+from ..backends.base import RunningPayload, Step
+from ..backends.batch import CLUSTER, BatchBackend, SubmittedBackend
+from ..backends.layout import Layout, nonce_of
+from ..backends.ownership import UNCONTESTED, Ownership, owner_file
+from ..compute_fields import ComputeFields
+from ..edge import submissions
+from ..edge.sessions import JOB_ID
+from ..errors import FailureKind, StartError
+from ..failures import CompletedRun
+from ..follow import Evidence
+from ..follow.forward import RecordPipes
+from ..handle import RunHandle
+from ..outcome import Verdict, judge, needs_job_facts, with_hint
+from ..outcome.metadata import Metadata, run_metadata
+from ..plan import Plan, run_dir_name
+from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, SECRETS, STDIO, LineReader
+from ..runtime.protocol.spec import PayloadSpec, RuntimeSpec, from_json
+from ..slurm.accounting import fetch_job_facts
+from ..slurm.request import FROM_TERMINAL, job_name
+from ..slurm.shared_queue import QueueSnapshot, SlurmUnanswered, parse_squeue, squeue_command
+from ..slurm.states import TERMINAL
+from ..slurm.submit import cancel_named, find_job
+from ..ssh.base import Connection
+from .interrupts import is_service_stop, mark_canceling
+from .reattach import Launch
+from .run import PayloadRun, Steps, discard, start_errors, sweep_old_files
+from .terminal import pipes_context
+
+# Seconds after which a claim without a job is given up if its process cannot be asked for, on another host. A submission takes
+# two minutes at most.
+_CLAIM_TIMEOUT = 300.0
+_PAUSE = 1.0  # Seconds between two looks at a claim that is not decided.
+# Seconds after the submission in which a job may be missing in the queue.
+_LATE = 60.0
+_CHUNK = 1024 * 1024
+_SQUEUE_TIMEOUT = 120.0
+_TAIL = 65536  # Bytes of the end of the recorded output that are read for the sentence of a failure.
+
+
+# ---- Submit
+
+
+def submit_and_leave(
+    name: str, plan: Plan, backend: BatchBackend, resource: ComputeFields, context: PipesContextData, handle: RunHandle, log: Any
+) -> RunHandle:
+    """Submit the job of a plan, unless one was submitted with the same key, and return its handle.
+
+    `handle` has the fields that are known before. Raises RunFailure.
+    """
+    nonce = plan.payload.nonce
+    run = run_dir_name(context["run_id"] or FROM_TERMINAL, name, nonce)
+    handle = replace(handle, run=run, job_name=job_name(name, nonce), cluster_id=f"{CLUSTER}{nonce}")
+    connection, run_dir = backend.connection, str(backend.layout.runs / run)
+    files = {submissions.HANDLE: handle.to_json().encode(), submissions.REPORTER: b""}
+    step = Step(context["run_id"] or FROM_TERMINAL, name, handle.partition_key, log, files=files)
+
+    def start() -> RunHandle:
+        started: list[RunningPayload] = []
+        try:
+            running = backend.start(plan, run_dir, context, step, started.append)
+        except BaseException:
+            if not started:
+                discard(connection, run_dir)
+            raise
+        return replace(handle, job_id=running.job.job_id, submitted_at=running.job.submitted_at)
+
+    with start_errors():
+        sweep_old_files(backend, Layout.here(resource.local_base), resource.retention_days)
+        if handle.key is None:
+            return start()
+        directory = str(backend.layout.base / "submissions" / hashlib.sha256(handle.key.encode()).hexdigest()[:32])
+        return submit_once(connection, directory, str(backend.layout.runs), handle, start, log)
+
+
+def submit_once(
+    connection: Connection, directory: str, runs: str, own: RunHandle, start: Callable[[], RunHandle], log: Any
+) -> RunHandle:
+    """Call `start`, unless another process has submitted a job for the key of `own`, and return the handle of the one job.
+
+    `directory` has the claims of the key, `runs` the run directories. A claim whose process has died before it submitted is given
+    up after its job was looked for. Raises StartError or OSError.
+    """
+    mine = json.dumps({"handle": own.to_json(), "process": [socket.gethostname(), os.getpid()]})
+    after = 0
+    while True:
+        number, state, text, age = connection.call(submissions.claim, directory, after, mine, repeat=True)
+        path = os.path.join(directory, str(number))
+        decide = partial(connection.call, submissions.decide, path, repeat=True)
+        if text == mine:
+            try:
+                handle = start()
+            except BaseException:
+                with suppress(OSError):
+                    connection.call(submissions.decide, path, submissions.ABANDONED, repeat=True)
+                raise
+            if connection.call(submissions.decide, path, submissions.SUBMITTED, repeat=True) == submissions.SUBMITTED:
+                return handle
+            cancel_named(connection, own.job_name, log)
+            sentence = f"another process took the submission with the key {own.key!r} for dead and has submitted the job itself"
+            raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
+        claimed = json.loads(text)
+        other = RunHandle.from_json(claimed["handle"])
+        if state == submissions.ABANDONED:
+            after = number
+            continue
+        job_id = _job_id(connection, runs, other)
+        if job_id is None and (state == submissions.SUBMITTED or age > _CLAIM_TIMEOUT or _is_dead(claimed["process"])):
+            job_id = find_job(connection, other.job_name)
+        elif job_id is None:
+            time.sleep(_PAUSE)
+            continue
+        if state == submissions.UNDECIDED:
+            state = decide(submissions.SUBMITTED if job_id else submissions.ABANDONED)
+            if state == submissions.ABANDONED:
+                log.warning(f"[rayslurm] the submission of {other.run} died before there was a job: it is submitted anew")
+                cancel_named(connection, other.job_name, log)
+                discard(connection, os.path.join(runs, other.run))
+                after = number
+                continue
+        log.info(f"[rayslurm] Slurm job {job_id} ({other.job_name}) was submitted before with the key {own.key!r}")
+        return replace(other, job_id=job_id or "", submitted_at=time.time() - age)
+
+
+def _job_id(connection: Connection, runs: str, handle: RunHandle) -> str | None:
+    return connection.read(os.path.join(runs, handle.run, JOB_ID), 0, 64).decode().strip() or None
+
+
+def _is_dead(process: Sequence[Any]) -> bool:
+    """Whether a process, given as host and process id, was on this host and is gone."""
+    host, pid = process
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def pipes_context_of(
+    name: str, asset_key: str | None, partition_key: str | None, run_id: str | None, extras: Mapping[str, Any] | None
+) -> PipesContextData:
+    """Returns the Pipes context of a payload that no step follows: it names the asset, the partition and the Dagster run."""
+    context = {**pipes_context(asset_key or name), "partition_key": partition_key, "extras": dict(extras or {})}
+    return {**context, "run_id": run_id or FROM_TERMINAL}  # type: ignore[typeddict-item]
+
+
+# ---- Follow
+
+
+def reattaching(
+    context: dg.OpExecutionContext, handle: RunHandle, backend: BatchBackend, resource: ComputeFields
+) -> Steps[CompletedRun]:
+    """Follow a submitted run to its end; returns the result for the user's asset. Raises RunFailure unless it succeeds."""
+    connection, run_dir = backend.connection, str(backend.layout.runs / handle.run)
+    step_key = context.get_step_execution_context().step.key
+    with start_errors():
+        plan, handle = _submitted_plan(connection, run_dir, handle)
+        owner = Ownership(connection, run_dir, owner_file(context.run_id), lambda: None)
+        # Somebody who has judged the run, or began to end it, does not keep others from reading how it ended.
+        own = owner if owner.take_over() else UNCONTESTED
+    step = Step(context.run_id, step_key, handle.partition_key, context.log, reattached=True, owner=own)
+    launch = Launch(step, plan, handle.run, submitted=True)
+    # The next attempt may need the run directory, too; a sweep removes it.
+    kept = resource.model_copy(update={"keep_run_dirs": "all", "on_unhealthy": "fail"})
+    follower = SubmittedBackend(
+        slurm=backend.slurm, queue=backend.queue, environment=backend.environment, queue_timeout=backend.queue_timeout,
+        patience=backend.patience, handle=handle,
+    )  # fmt: skip
+    pipes = RecordPipes(context)
+    interrupts = partial(mark_canceling, context), partial(is_service_stop, context)
+    run = PayloadRun(context.log, follower, kept, launch, {None: plan}, *interrupts)
+    with pipes.session(None, plan.uses_pipes) as session:
+        try:
+            metadata = yield from run.completing(pipes.pipes_context, pipes.handler, lambda _: None)
+        finally:
+            if run.payloads and run.first.evidence.end is not None and not run.outputs_left:
+                with suppress(OSError):
+                    connection.write(os.path.join(run_dir, submissions.FETCHED), b"")
+    outputs = sorted(path for path in run.outputs.rglob("*") if path.is_file())
+    return CompletedRun(session, metadata, handle.cluster_id, handle.job_id, outputs)
+
+
+def _submitted_plan(connection: Connection, run_dir: str, handle: RunHandle) -> tuple[Plan, RunHandle]:
+    """Returns the plan of a submitted run, from its run directory, and its handle with the job id; raises StartError."""
+    payload, runtime = (connection.read(os.path.join(run_dir, name), 0, _CHUNK).decode() for name in (PAYLOAD, RUNTIME))
+    if not payload or not runtime:
+        sentence = (
+            f"the run directory of the handle is gone: {run_dir} on {connection.place}; it was removed, or another cluster "
+        )
+        raise StartError(FailureKind.RECORD, sentence + "or remote_base is meant", retry=False)
+    job_id = handle.job_id or _job_id(connection, os.path.dirname(run_dir), handle) or find_job(connection, handle.job_name)
+    if not job_id:
+        raise StartError(FailureKind.SUBMISSION, f"there is no Slurm job {handle.job_name} on {connection.place}", retry=False)
+    spec = from_json(PayloadSpec, payload)
+    plan = Plan(spec, from_json(RuntimeSpec, runtime).ray, (), uses_pipes=handle.uses_pipes)
+    return plan, replace(handle, job_id=job_id)
+
+
+# ---- Look
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """A submitted run that has ended, and the verdict on it."""
+
+    handle: RunHandle
+    verdict: Verdict
+    metadata: Metadata  # What the payload reported of its asset, and the metadata of the run.
+
+
+def look_for_ends(
+    connection: Connection, base: str, known: Sequence[str], sensor: str, resource: ComputeFields
+) -> tuple[list[EndedRun], list[str], int]:
+    """Returns the submitted runs that have ended and that `sensor` is to report, by one listing with one squeue.
+
+    Also returns the names in `known` that are still there, and the number of runs that have not ended. Runs that another sensor
+    reports are left out. Raises OSError if the cluster or Slurm does not answer.
+    """
+    found = connection.call(
+        submissions.listing, base, list(squeue_command()), _SQUEUE_TIMEOUT, list(known), repeat=True, timeout=_SQUEUE_TIMEOUT
+    )
+    code, out, error = found["queue"]
+    if code != 0:
+        said = " ".join(error.split())[-300:] or "it said nothing"
+        raise SlurmUnanswered(f"{connection.place}: squeue did not answer (exit code {code}): {said}")
+    try:
+        snapshot = QueueSnapshot(0.0, parse_squeue(out))
+    except ValueError as problem:
+        raise SlurmUnanswered(f"{connection.place}: {problem}") from None
+    ended, waiting = [], 0
+    for each in found["runs"]:
+        if each["known"] or each["reporter"] not in ("", sensor):
+            continue
+        handle = ended_handle(each, snapshot)
+        run_dir = os.path.join(base, "runs", each["name"])
+        if handle is None:
+            waiting += 1
+        elif connection.call(submissions.take_report, run_dir, sensor, repeat=True) == sensor:
+            ended.append(_judged(connection, run_dir, handle, snapshot, resource))
+    return ended, [each["name"] for each in found["runs"] if each["known"]], waiting
+
+
+def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | None:
+    """Returns the handle of a run in a listing if its job has ended, or was never submitted; else None. Pure."""
+    try:
+        handle = RunHandle.from_json(found["handle"])
+    except ValueError:
+        return None  # Being written, or another version's.
+    number = found["job_id"]
+    row = queue.job(int(number)) if number.isdecimal() else next(iter(queue.named(handle.job_name)), None)
+    if row is None:
+        return replace(handle, job_id=number) if found["age"] > _LATE else None
+    parts = queue.components(row.job_id)
+    return replace(handle, job_id=str(row.job_id)) if all(part.state in TERMINAL for part in parts) else None
+
+
+def _judged(connection: Connection, run_dir: str, handle: RunHandle, queue: QueueSnapshot, resource: ComputeFields) -> EndedRun:
+    """Returns the verdict on a run that has ended, from its record and, if that does not explain it, Slurm's accounting."""
+    evidence, reader = Evidence(), LineReader()
+    reported: dict[str, Any] = {}
+    while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _CHUNK):
+        for record in reader.feed(data):
+            if record.get("type") == "start":
+                evidence = Evidence()
+                reported = {}
+            evidence.add_record(record, nonce_of(handle.run))
+            if record.get("type") == "pipes":
+                with suppress(ValueError, KeyError, TypeError, AttributeError):
+                    message = json.loads(record["line"])
+                    params = message.get("params") or {}
+                    evidence.add_message(message["method"], params)
+                    if message["method"] == "report_asset_materialization":
+                        reported |= params.get("metadata") or {}
+    if evidence.end is not None:
+        tail = LineReader(max(0, int(evidence.end.get("stdio_bytes", 0)) - _TAIL))
+        for record in tail.feed(connection.read(os.path.join(run_dir, STDIO), tail.next_read, _TAIL)):
+            evidence.add_output(record)
+    else:
+        row = queue.job(int(handle.job_id)) if handle.job_id else None
+        state = f"Slurm calls the job {row.state}" if row is not None else "Slurm no longer knows the job"
+        evidence.runtime_exit = state if handle.job_id else "its job was never submitted"
+    if needs_job_facts(evidence) and handle.job_id:
+        with suppress(OSError):
+            evidence.job = fetch_job_facts(connection, int(handle.job_id))
+    verdict = with_hint(judge(evidence, handle.uses_pipes, resource.require_messages), evidence)
+    # A job that was cancelled while it waited has no runtime that would have removed them.
+    discard(connection, os.path.join(run_dir, SECRETS))
+    if not (evidence.end or {}).get("outputs"):
+        with suppress(OSError):
+            connection.write(os.path.join(run_dir, submissions.FETCHED), b"")
+    own: Metadata = {"Slurm job ID": handle.job_id, "Run": handle.run}
+    return EndedRun(
+        handle, verdict, {**_metadata(reported), **own, **run_metadata(evidence.end, resource.mode, handle.cluster_id)}
+    )
+
+
+def _metadata(reported: Mapping[str, Any]) -> Metadata:
+    """Returns metadata that a payload reported by Pipes, with the types that it gave."""
+    with suppress(Exception):  # Users' messages may be malformed in any way.
+        return {name: _value(each) for name, each in reported.items()}
+    return {}
+
+
+def _value(each: Any) -> Any:
+    if not isinstance(each, Mapping) or set(each) != {"type", "raw_value"}:
+        return each
+    kind, value = each["type"], each["raw_value"]
+    make: Any = getattr(dg.MetadataValue, kind) if kind in ("url", "path", "md", "json", "text") else lambda value: value
+    return make(value)

@@ -1,0 +1,209 @@
+"""The hub of a cluster: one thread that follows all payloads there whose callers do not block, and a few threads for what blocks.
+
+The reads of all payloads that are due at about the same time are one call on the edge node. Slurm's queue is asked for all of
+them by `slurm.shared_queue`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import dagster as dg
+
+from ..ssh.base import Connection
+from ..ssh.local import LocalConnection
+from .follower import Follower, Following
+
+try:
+    from dagster._utils.interrupts import pop_captured_interrupt
+except ImportError:  # A Dagster that captures none.
+    pop_captured_interrupt = lambda: False  # noqa: E731
+
+T = TypeVar("T")
+
+_WORKERS = 8  # Threads of a cluster that start payloads, and as many that judge and end them.
+# Seconds, for each payload that is followed, by which a payload may be polled early, so that few calls serve many payloads.
+_SPREAD = 0.0005
+_INTERRUPT_INTERVAL = 1.0  # Seconds between two looks for an interrupt that Dagster has captured.
+
+
+class Workers:
+    """A few threads that do what blocks; each is started when there is work for it, and none keeps the process from exiting."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count = name, count
+        self._lock, self._started = threading.Lock(), 0
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+
+    def submit(self, work: Callable[[], T], cancellable: bool = True) -> Future[T]:
+        """Have a thread call `work`; if `cancellable`, the future can be cancelled as long as no thread has begun."""
+        future: Future[T] = Future()
+        if not cancellable:
+            future.set_running_or_notify_cancel()
+        self._work.put((future, work))
+        with self._lock:
+            if self._started < self._count:
+                threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
+                self._started += 1
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, work = self._work.get()
+            if not future.running() and not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001 - who waits gets it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del future, work  # A thread that waits for work keeps nothing of a run.
+
+
+@dataclass(eq=False)
+class Followed:
+    """The payloads of one run that a hub follows; `ended` gets None when they have ended, or the exception of a poll."""
+
+    following: Following
+    follower: Follower = field(init=False)  # Polled next,
+    due: float = field(init=False)  # at this time of the monotonic clock.
+    ended: Future[None] = field(default_factory=Future)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # Held during a poll.
+    _left: bool = False
+
+    def __post_init__(self) -> None:
+        self._steps = self.following.steps()
+        self.follower, self.due = next(self._steps)
+        self.ended.set_running_or_notify_cancel()  # Only the hub ends it.
+
+    def advance(self) -> None:
+        """Poll once, unless the caller has left."""
+        with self._lock:
+            if self._left:
+                return
+            try:
+                self.follower, self.due = next(self._steps)
+            except StopIteration:
+                self.end(None)
+            except BaseException as error:  # noqa: BLE001 - who waits gets it
+                self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell the caller that the payloads have ended, or why they are followed no more; the first call counts."""
+        with suppress(InvalidStateError):
+            self.ended.set_result(None) if error is None else self.ended.set_exception(error)
+
+    def interrupt(self) -> None:
+        """Interrupt the caller; if it ends the payloads already, hurry."""
+        self.following.hurry()
+        if self.following.deadline == math.inf:
+            self.end(dg.DagsterExecutionInterruptedError())
+
+    def leave(self) -> None:
+        """Poll no more; returns when no poll is under way."""
+        self._left = True
+        with self._lock:
+            self.end(None)
+
+
+class Hub:
+    """Follows payloads of one cluster, see the module. All methods may be called from any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._name = f"rayslurm-{connection.place}"
+        self.starting = Workers(f"{self._name}-start", _WORKERS)
+        # Of its own, so that runs can end while all other threads wait for sbatch.
+        self.ending = Workers(f"{self._name}-end", _WORKERS)
+        self._change = threading.Condition()
+        self._followed: list[Followed] = []
+        self._thread: threading.Thread | None = None
+        self._interrupted_at = -math.inf
+
+    def follow(self, following: Following, began: float) -> Followed:
+        """Follow the payloads of a run, which began at a time of the monotonic clock, from now on; returns at once."""
+        followed = Followed(following)
+        with self._change:
+            if self._interrupted_at > began and following.deadline == math.inf:
+                followed.interrupt()
+                return followed
+            self._followed.append(followed)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    self._thread.start()
+                except BaseException:
+                    self._thread = None
+                    self._followed.remove(followed)
+                    raise
+            self._change.notify()
+        return followed
+
+    def interrupt(self) -> None:
+        """Interrupt all runs that have begun."""
+        with self._change:
+            self._interrupted_at = time.monotonic()
+            for each in self._followed:
+                each.interrupt()
+
+    def _run(self) -> None:
+        try:
+            while (due := self._next_due()) is not None:
+                # An executor that runs steps outside of the main thread does not look for interrupts itself.
+                if pop_captured_interrupt():
+                    for hub in list(_hubs.values()):
+                        hub.interrupt()
+                with self._connection.read_ahead([read for each in due for read in each.follower.next_reads()]):
+                    for each in due:
+                        each.advance()
+        except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
+            with self._change:
+                self._thread, left, self._followed = None, self._followed, []
+            for each in left:
+                each.end(error)
+
+    def _next_due(self) -> list[Followed] | None:
+        """Waits until payloads are due, at most a second; returns them, or None if there are none to follow any more."""
+        with self._change:
+            while True:
+                self._followed = [each for each in self._followed if not each.ended.done()]
+                if not self._followed:
+                    self._thread = None
+                    return None
+                now = time.monotonic()
+                pause = min(each.due for each in self._followed) - now
+                if pause <= 0:
+                    return [each for each in self._followed if each.due <= now + _SPREAD * len(self._followed)]
+                if not self._change.wait(min(pause, _INTERRUPT_INTERVAL)) and pause > _INTERRUPT_INTERVAL:
+                    return []
+
+
+_lock = threading.Lock()
+_hubs: dict[int, Hub] = {}  # By the connection's id; 0 for this machine.
+
+
+def hub_of(connection: Connection) -> Hub:
+    """Returns the hub of a connection, one per process and cluster."""
+    key = 0 if isinstance(connection, LocalConnection) else id(connection)  # The hub keeps the connection alive.
+    with _lock:
+        return _hubs.get(key) or _hubs.setdefault(key, Hub(connection))
+
+
+def _forget_all() -> None:
+    """Called in a forked child, which has none of the threads."""
+    global _lock
+    _lock = threading.Lock()
+    _hubs.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

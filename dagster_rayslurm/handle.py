@@ -1,0 +1,56 @@
+"""`RunHandle`, by which a run that was submitted is found again, in any process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+
+_RUN = re.compile(r"[A-Za-z0-9_.-]+-[0-9a-f]{12}")  # Also keeps a handle from naming a directory elsewhere.
+TAG = "dagster-rayslurm/handle"  # Tag of a Dagster run that follows a submitted run: the handle as JSON.
+
+
+@dataclass(frozen=True)
+class RunHandle:
+    """A run that `ComputeResource.submit` has submitted.
+
+    Attributes:
+        run: the name of its run directory, and of the run for `rayslurm`.
+        job_id: Slurm's job id.
+        job_name: the name of the Slurm job, which no other job has.
+        cluster_id: id of its Ray cluster.
+        asset_key: the asset that it is for, in Dagster's notation with slashes; None for no asset.
+        partition_key: the partition of the asset; None for none.
+        key: the idempotency key; None for none.
+        uses_pipes: whether the payload opens Dagster Pipes.
+        requeue: whether Slurm may requeue the job.
+        submitted_at: when it was submitted, in seconds of the epoch by the cluster's clock; 0 before.
+    """
+
+    run: str
+    job_id: str = ""
+    job_name: str = ""
+    cluster_id: str = ""
+    asset_key: str | None = None
+    partition_key: str | None = None
+    key: str | None = None
+    uses_pipes: bool = True
+    requeue: bool = False
+    submitted_at: float = 0.0
+
+    def to_json(self) -> str:
+        """Returns the handle as text, for the cursor of a sensor, a tag or a database."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RunHandle:
+        """Returns the handle that `to_json` wrote; raises `ValueError` for any other text."""
+        try:
+            fields = json.loads(text)
+            handle = cls(**{each.name: fields[each.name] for each in dataclasses.fields(cls) if each.name in fields})
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"handle: {text[:100]!r} is not the text of a RunHandle: {error}") from None
+        if not isinstance(handle.run, str) or not _RUN.fullmatch(handle.run):
+            raise ValueError(f"handle: {handle.run!r} is not the name of a run directory")
+        return handle

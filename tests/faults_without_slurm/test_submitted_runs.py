@@ -1,0 +1,268 @@
+"""Runs that are submitted and left: one job for each key, followed by a handle in any process, and reported by a sensor once."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from click.testing import CliRunner
+
+from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, RunHandle, SlurmResource, build_completion_sensor
+from dagster_rayslurm.cli import main
+from dagster_rayslurm.edge import submissions
+from dagster_rayslurm.execution.submitted import submit_once
+from dagster_rayslurm.ssh.local import LocalConnection
+
+from ..conftest import pipes_script, wait_until
+from ..fake_slurm import FakeSlurm
+
+pytestmark = pytest.mark.timeout(120)
+REPORTS = pipes_script("pipes.report_asset_materialization(metadata={'rows': 3}); open('model.txt', 'w').write('x')")
+
+
+def resource(tmp_path: Path, **fields: Any) -> ComputeResource:
+    slurm = SlurmResource(remote_base=str(tmp_path / "there"), poll_interval=1)
+    plain = {"slurm": slurm, "default_launcher": BashLauncher(grace_period=1), "local_base": str(tmp_path / "here")}
+    return ComputeResource(**{"mode": "slurm", **plain, **fields})
+
+
+def reattach(compute: ComputeResource, handle: RunHandle) -> dg.ExecuteInProcessResult:
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+        run = compute.reattach(handle, context=context)
+        assert [path.read_text() for path in run.outputs] == ["x"] and run.job_id == handle.job_id
+        return run.get_materialize_result()
+
+    return dg.materialize([model], resources={"compute": compute}, raise_on_error=False)
+
+
+def ended(fake_slurm: FakeSlurm) -> Any:
+    return wait_until(lambda: fake_slurm.jobs() and not fake_slurm.jobs("PENDING", "RUNNING", "COMPLETING"), 30)
+
+
+def test_a_submitted_run_is_followed_by_its_handle_before_and_after_its_end(
+    fake_slurm: FakeSlurm, tmp_path: Path, script: Any
+) -> None:
+    fake_slurm.set(starts=False)
+    compute = resource(tmp_path)
+    handle = compute.submit(payload_path=script(REPORTS), asset_key="model", outputs=["model.txt"])
+    assert fake_slurm.state(int(handle.job_id)) == "PENDING"
+    handle = RunHandle.from_json(handle.to_json())
+    releasing = threading.Timer(1.0, fake_slurm.release, [int(handle.job_id)])
+    releasing.start()
+    result = reattach(compute, handle)
+    releasing.join()
+    assert result.success and result.asset_materializations_for_node("model")[0].metadata["rows"].value == 3
+    again = reattach(resource(tmp_path, keep_run_dirs="none"), handle)
+    assert again.success and again.asset_materializations_for_node("model")[0].metadata["rows"].value == 3
+    assert len(fake_slurm.jobs()) == 1
+
+
+def test_reattach_says_that_the_run_is_gone_or_failed(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    compute = resource(tmp_path)
+    failed = compute.submit(payload_path=script("raise SystemExit(3)"), asset_key="model", uses_pipes=False)
+
+    def failure(handle: RunHandle) -> RunFailure:
+        failures: list[RunFailure] = []
+
+        @dg.asset
+        def model(context: dg.AssetExecutionContext, compute: ComputeResource) -> None:
+            try:
+                compute.reattach(handle, context=context)
+            except RunFailure as error:
+                failures.append(error)
+                raise
+
+        dg.materialize([model], resources={"compute": compute}, raise_on_error=False)
+        return failures[0]
+
+    assert failure(failed).kind == "payload"
+    gone = failure(RunHandle("none-none-0123456789ab"))
+    assert gone.kind == "record" and "the run directory of the handle is gone" in str(gone.description)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run": "../../etc-0123456789ab"}', '{"run": 3}'])
+def test_other_texts_are_no_handles(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^handle: "):
+        RunHandle.from_json(text)
+
+
+def test_names_with_separators_stay_in_one_directory(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    fake_slurm.set(starts=False)
+    handle = resource(tmp_path).submit(payload_path=script(""), asset_key=["a/..", "b"], key="../x")
+    assert "/" not in handle.run and (tmp_path / "there" / "runs" / handle.run / "handle.json").exists()
+
+
+SUBMIT = """
+import pathlib, sys
+from tests.faults_without_slurm.test_submitted_runs import resource
+here = pathlib.Path(sys.argv[1])
+print(resource(here).submit(payload_path=here / "payload.py", asset_key="model", key="2026-11-01").to_json())
+"""
+
+
+def test_five_processes_with_one_key_submit_one_job(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    fake_slurm.set(starts=False)
+    script("")
+    command = [sys.executable, "-c", SUBMIT, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(5)]
+    handles = [RunHandle.from_json(each.communicate(timeout=90)[0]) for each in processes]
+    assert fake_slurm.jobs() == [1] and {(each.run, each.job_id) for each in handles} == {(handles[0].run, "1")}
+    assert resource(tmp_path).submit(payload_path=tmp_path / "payload.py", key="2026-11-02").job_id == "2"
+
+
+@pytest.mark.parametrize("with_job", [False, True])
+def test_the_claim_of_a_dead_process_is_taken_over_after_its_job_was_looked_for(
+    with_job: bool, fake_slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    fake_slurm.set(starts=False)
+    directory, log = str(tmp_path / "claims"), logging.getLogger("test")
+    dead = RunHandle("r-s-000000000000", job_name="rayslurm-s-000000000000", key="k")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    text = json.dumps({"handle": dead.to_json(), "process": [os.uname().nodename, gone.pid]})
+    assert submissions.claim(directory, 0, text)[:2] == (1, "undecided")
+    if with_job:
+        fake_slurm.job(7, name=dead.job_name, state="PENDING")
+    own = RunHandle("r-s-111111111111", job_name="rayslurm-s-111111111111", key="k")
+    found = submit_once(LocalConnection(), directory, str(tmp_path / "runs"), own, lambda: own, log)
+    assert (found.run, found.job_id) == ((dead.run, "7") if with_job else (own.run, ""))
+    assert fake_slurm.jobs("CANCELLED") == []
+
+
+def test_a_failed_submission_gives_its_claim_up(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    compute, payload = resource(tmp_path), script("")
+    with pytest.raises(RunFailure, match="nowhere"):
+        compute.submit(payload_path=payload, key="k", queue={"partition": "nowhere"})
+    assert compute.submit(payload_path=payload, key="k").job_id == "1"
+    assert len(list((tmp_path / "there" / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("mode", ["local", "slurm-session"])
+def test_modes_without_a_job_for_each_payload_refuse(mode: str, tmp_path: Path, script: Any) -> None:
+    with pytest.raises(RunFailure, match="submit\\(\\) needs a Slurm job for each payload"):
+        resource(tmp_path, mode=mode).submit(payload_path=script(""))
+
+
+# ---- The sensor
+
+
+def tick(sensor: dg.SensorDefinition, instance: dg.DagsterInstance, cursor: str | None = None) -> Any:
+    context = dg.build_sensor_context(instance=instance, cursor=cursor)
+    result = sensor(context)
+    return (result, context.cursor) if isinstance(result, dg.SkipReason) else (result, result.cursor)
+
+
+def test_each_end_is_reported_once(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    """A success is a materialization with what the payload reported, a failure an observation; a second sensor reports none."""
+    compute = resource(tmp_path)
+    good = compute.submit(payload_path=script(REPORTS), asset_key="model", partition_key="monday")
+    bad = compute.submit(payload_path=script("raise SystemExit(3)", "bad.py"), asset_key="other", uses_pipes=False)
+    assert ended(fake_slurm)
+    sensor, second = build_completion_sensor(compute), build_completion_sensor(compute, name="second")
+    with dg.DagsterInstance.ephemeral() as instance:
+        squeues = len(fake_slurm.calls("squeue"))
+        result, cursor = tick(sensor, instance)
+        assert len(fake_slurm.calls("squeue")) == squeues + 1
+        events = {event.asset_key.to_user_string(): event for event in result.asset_events}
+        assert isinstance(events["model"], dg.AssetMaterialization) and events["model"].partition == "monday"
+        assert events["model"].metadata["rows"].value == 3 and events["model"].metadata["Run"].value == good.run
+        assert isinstance(events["other"], dg.AssetObservation) and "exit code 3" in str(events["other"].description)
+        assert set(json.loads(cursor)) == {good.run, bad.run}
+        assert isinstance(tick(sensor, instance, cursor)[0], dg.SkipReason)
+        assert isinstance(tick(second, instance)[0], dg.SkipReason)
+        # The daemon died after it had stored the events, and before the cursor.
+        instance.report_runless_asset_event(events["model"])
+        assert [event.asset_key.to_user_string() for event in tick(sensor, instance)[0].asset_events] == ["other"]
+
+
+def test_a_run_is_requested_that_follows_the_handle(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    compute = resource(tmp_path)
+    handle = compute.submit(payload_path=script(REPORTS), asset_key="model", outputs=["model.txt"])
+    assert ended(fake_slurm)
+
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+        return compute.reattach(context=context).get_materialize_result()
+
+    sensor = build_completion_sensor(compute, asset_selection=[model])
+    with dg.DagsterInstance.ephemeral() as instance:
+        [request] = tick(sensor, instance)[0].run_requests
+        assert request.run_key == handle.run
+        result = dg.materialize([model], resources={"compute": compute}, tags=request.tags, instance=instance)
+    assert result.success and result.asset_materializations_for_node("model")[0].metadata["rows"].value == 3
+    assert [path.name for path in (tmp_path / "here" / "outputs").rglob("*.txt")] == ["model.txt"]
+
+
+def test_a_pending_job_is_waited_for_and_a_cancelled_one_leaves_no_secret(
+    fake_slurm: FakeSlurm, tmp_path: Path, script: Any
+) -> None:
+    fake_slurm.set(starts=False)
+    compute = resource(tmp_path)
+    handle = compute.submit(payload_path=script(""), asset_key="model", secret_env={"TOKEN": "s3cret"})
+    secret = tmp_path / "there" / "runs" / handle.run / "secrets.json"
+    sensor = build_completion_sensor(compute)
+    with dg.DagsterInstance.ephemeral() as instance:
+        skipped, cursor = tick(sensor, instance)
+        assert skipped.skip_message == "1 submitted runs have not ended" and secret.exists()
+        fake_slurm.end(int(handle.job_id), "CANCELLED")
+        [event] = tick(sensor, instance, cursor)[0].asset_events
+    assert isinstance(event, dg.AssetObservation) and "was cancelled" in str(event.description) and not secret.exists()
+
+
+def test_a_cluster_that_does_not_answer_skips_the_tick(
+    fake_slurm: FakeSlurm, tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dagster_rayslurm import completion_sensor
+
+    fake_slurm.set(starts=False)
+    compute = resource(tmp_path)
+    compute.submit(payload_path=script(""), asset_key="model")
+    sensor = build_completion_sensor(compute)
+    fake_slurm.fault("squeue", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    with dg.DagsterInstance.ephemeral() as instance:
+        assert "Unable to contact slurm controller" in tick(sensor, instance)[0].skip_message
+        monkeypatch.setattr(completion_sensor, "_LOOK_TIMEOUT", 0.2)
+        fake_slurm.fault("squeue", code=None, delay=3.0)
+        began = time.monotonic()
+        assert [tick(sensor, instance)[0].skip_message for _ in range(3)] == [
+            "this machine has not answered for 0.2 s; the next tick looks again"
+        ] * 3
+        assert time.monotonic() - began < 2.5
+        monkeypatch.undo()
+        assert "1 submitted runs have not ended" in tick(sensor, instance)[0].skip_message
+
+
+def test_runs_that_nobody_has_fetched_outlast_the_retention(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    from dagster_rayslurm.edge.base_directory import sweep
+
+    handle = resource(tmp_path).submit(payload_path=script(REPORTS), asset_key="model", outputs=["model.txt"])
+    assert ended(fake_slurm)
+    run_dir = tmp_path / "there" / "runs" / handle.run
+    for path in [*run_dir.rglob("*"), run_dir]:
+        os.utime(path, (0, 0))
+    assert sweep(str(tmp_path / "there"), 60.0, 0.0, None) == []
+    (run_dir / "fetched").touch()
+    os.utime(run_dir, (0, 0))
+    assert f"runs/{handle.run}" in sweep(str(tmp_path / "there"), 60.0, 0.0, None)
+
+
+def test_the_command_that_cancels_a_waiting_job_removes_its_secrets(
+    fake_slurm: FakeSlurm, tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_slurm.set(starts=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rayslurm.toml").write_text(f"[clusters.here]\nslurm.remote_base = {str(tmp_path / 'there')!r}\n")
+    handle = resource(tmp_path).submit(payload_path=script(""), secret_env={"TOKEN": "s3cret"})
+    secret = tmp_path / "there" / "runs" / handle.run / "secrets.json"
+    assert secret.exists()
+    done = CliRunner().invoke(main, ["--cluster", "here", "cancel", handle.run])
+    assert done.exit_code == 0, done.output
+    assert fake_slurm.state(1) == "CANCELLED" and not secret.exists()
