@@ -91,9 +91,9 @@ def reattach_or_new(
 ) -> Launch:
     """Take over and return the payload of an earlier attempt at this step if it runs the same plan; else prepare a new one.
 
-    An earlier payload is continued if its owner has not begun to end or judge it. A payload that its dead owner was ending is ended
-    first. If attempts write results before the end (`writes_results`), the earlier attempt writes none after this call. `number` is
-    the number of the call in its step, by `next_call`; None for the next one.
+    An earlier payload is continued if its owner has not begun to end or judge it. A payload that its dead owner was ending is
+    ended first. If attempts write results before the end (`writes_results`), the earlier attempt writes none after this call.
+    `number` is the number of the call in its step, by `next_call`; None for the next one.
     """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)

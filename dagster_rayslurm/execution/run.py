@@ -97,9 +97,9 @@ def executing(
 ) -> Steps[CompletedRun]:
     """Run a `Plan`, or a mapping from components to plans in the job's order, until all payloads have ended.
 
-    `extras` are the Pipes extras. If the payload runs several partitions, `partitions` gets the payload's messages. `number` is the
-    number of the call in its step, by `next_call`; None for the next one. Returns the result for the user's asset. Raises RunFailure
-    unless all payloads succeeded.
+    `extras` are the Pipes extras. If the payload runs several partitions, `partitions` gets the payload's messages. `number` is
+    the number of the call in its step, by `next_call`; None for the next one. Returns the result for the user's asset. Raises
+    RunFailure unless all payloads succeeded.
     """
     home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
