@@ -16,6 +16,7 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesExtras
 
+from .backends.array import ArrayBackend
 from .backends.base import Backend
 from .backends.batch import BatchBackend, cancel_cluster
 from .backends.layout import Layout, absolute
@@ -38,7 +39,7 @@ from .environments import (
     resolve_environment,
 )
 from .errors import FailureKind, one_sentence
-from .execution import partitions, terminal
+from .execution import partition_arrays, partitions, terminal
 from .execution.run import execute, start_errors
 from .failures import CompletedRun, RunFailure, apply_retry_policy
 from .launchers import Launcher, RayLauncher
@@ -55,6 +56,7 @@ from .ssh.base import Connection
 from .ssh.local import LocalConnection
 from .ssh.pool import connection_to
 
+SHARED, EACH = "shared", "each"  # Values of `allocation` of `run_partitions`.
 _log = logging.getLogger("rayslurm")
 _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}'"
 
@@ -97,6 +99,8 @@ def _run(
             ) from None
         plan, backend = _prepare(call, secrets.token_hex(6))
     _log_origins(call, context.log)
+    if isinstance(backend, ArrayBackend):
+        return partition_arrays.execute_arrays(context, plan, backend, resource, extras, max_concurrent)
     if by_partition:
         return partitions.execute_partitions(context, partitions.with_runner(plan, max_concurrent), backend, resource, extras)
     return execute(context, plan, backend, resource, extras)
@@ -209,6 +213,7 @@ class Call:
     outputs: Sequence[str] | None = None
     environment: Environment | None = None
     requires: Any = None
+    allocation: str = "shared"  # Of the partitions of `run_partitions`: one for all, or one for each.
     # The settings in tags and metadata: those that arguments override, and those that override arguments.
     settings: tuple[Sequence[Settings], Sequence[Settings]] = ((), ())
     merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
@@ -282,6 +287,10 @@ class Call:
             raise ValueError(f"launcher.component_id: there is no component {ray.component_id!r}, as there are none; remove it")
         if self.queue is not None and components:
             raise ValueError("queue: each component has its own queue; change it with run(components=…)")
+        if self.allocation not in (SHARED, EACH):
+            raise ValueError(f"allocation: {self.allocation!r} is neither {SHARED!r} nor {EACH!r}")
+        if self.allocation == EACH and mode != slurm:
+            raise ValueError(f"allocation: {EACH!r} makes job arrays, for which mode {mode!r} has none; use mode '{slurm}'")
         if resource.topology == Topology.SEPARATE:
             self._check_separate(components)
         elif isinstance(self.payload_path, Mapping):
@@ -404,7 +413,7 @@ def choose_backend(call: Call) -> Backend:
             avoids_unhealthy=avoids,
         )
     queue = merge(call.slurm.queue, call.queue)
-    backend = SeparateBatchBackend if separate else BatchBackend
+    backend = SeparateBatchBackend if separate else ArrayBackend if call.allocation == EACH else BatchBackend
     return backend(
         slurm=call.slurm,
         queue=queue,

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import dagster as dg
@@ -22,7 +23,7 @@ from ..errors import FailureKind
 from ..failures import CompletedRun, RunFailure
 from ..follow import Evidence
 from ..follow.forward import RecordPipes
-from ..outcome import judge, with_hint
+from ..outcome import Verdict, judge, with_hint
 from ..plan import Plan
 from ..runtime.payload import partition_runner, preload_child
 from ..runtime.payload.partition_runner import METHOD, PARTITIONS
@@ -76,13 +77,9 @@ def execute_partitions(
 
     Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
     """
-    keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
-    results = PartitionResults(context, keys, done & set(keys), plan.uses_pipes, resource.require_messages)
-    if results.done:
-        context.log.info(f"[rayslurm] {len(results.done):,} of {len(keys):,} partitions are materialized by an attempt before")
+    results = results_so_far(context, plan, resource)
     if not results.missing:
-        with RecordPipes(context).session(extras, uses_pipes=False) as session:
-            return CompletedRun(session, results.metadata(), "", None, [])
+        return nothing_missing(context, results, extras)
     try:
         completed = execute(context, plan, backend, resource, extras, results)
     except RunFailure as failure:
@@ -92,6 +89,20 @@ def execute_partitions(
     if results.missing:
         raise RunFailure(FailureKind.PAYLOAD, results.sentence(), results.failures_metadata())
     return completed
+
+
+def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields) -> PartitionResults:
+    """Returns the results of a step's partitions from attempts before, and logs how many there are."""
+    keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
+    if found := done & set(keys):
+        context.log.info(f"[rayslurm] {len(found):,} of {len(keys):,} partitions are materialized by an attempt before")
+    return PartitionResults(context, keys, done & set(keys), plan.uses_pipes, resource.require_messages)
+
+
+def nothing_missing(context: dg.OpExecutionContext, results: PartitionResults, extras: Any) -> CompletedRun:
+    """Returns the result of a step all of whose partitions are materialized already."""
+    with RecordPipes(context).session(extras, uses_pipes=False) as session:
+        return CompletedRun(session, results.metadata(), "", None, [])
 
 
 def materialized(context: dg.OpExecutionContext) -> set[str]:
@@ -120,7 +131,8 @@ class PartitionResults:
     done: set[str]  # Partitions that are materialized.
     uses_pipes: bool
     require_messages: bool
-    failed: dict[str, str] = field(default_factory=dict)  # Why partitions failed, in words.
+    failed: dict[str, Verdict] = field(default_factory=dict)  # Why partitions failed.
+    told: set[str] = field(default_factory=set)  # Failed partitions of which an attempt before has told.
     handler: Any = None  # Dagster's handler of all other Pipes messages.
     _pipes: Any = None
 
@@ -151,15 +163,28 @@ class PartitionResults:
             return  # A payload that a retry has taken over tells again what is materialized already.
         evidence = Evidence(end=found["end"])
         evidence.last_output.extend((stream, text) for stream, text in found["output"])
-        results = self._results(key, found["messages"], evidence)
-        verdict = judge(evidence, self.uses_pipes, self.require_messages)
+        self.conclude(key, evidence, found["messages"], found["usage"])
+
+    def conclude(
+        self,
+        key: str,
+        evidence: Evidence,
+        messages: Sequence[str],
+        usage: Mapping[str, Any],
+        own: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Verdict:
+        """Judge a partition that has ended, and materialize it, with its usage and its `own` metadata, or log why it failed."""
+        results = self._results(key, messages, evidence)
+        verdict = with_hint(judge(evidence, self.uses_pipes, self.require_messages), evidence)
         if verdict.kind is None:
-            self._materialize(key, results, found)
-            return
-        self.failed[key] = with_hint(verdict, evidence).sentence
-        if len(self.failed) <= _LOGGED:
+            assert evidence.end is not None  # Without an end nothing succeeds.
+            self._materialize(key, results, evidence.end, usage, own)
+            return verdict
+        self.failed[key] = verdict
+        if len(self.failed) <= _LOGGED and key not in self.told:
             more = "; further failures are not logged one by one" if len(self.failed) == _LOGGED else ""
-            self.context.log.error(f"[rayslurm] partition {key!r} failed: {self.failed[key]}{more}")
+            self.context.log.error(f"[rayslurm] partition {key!r} failed: {verdict.sentence}{more}")
+        return verdict
 
     def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
         """Handle the messages of one partition; returns the materializations that they report."""
@@ -169,6 +194,8 @@ class PartitionResults:
                 message = json.loads(line)
                 method, params = message["method"], message.get("params") or {}
                 evidence.add_message(method, params)
+                if key in self.told:
+                    continue
                 if method == "log":
                     self.handler.handle_message({**message, "params": {**params, "message": f"[{key}] {params['message']}"}})
                 elif method == "report_asset_check":
@@ -185,9 +212,16 @@ class PartitionResults:
                 evidence.message_error = f"it reports asset {each.asset_key.to_user_string() if each.asset_key else None!r}"
         return results
 
-    def _materialize(self, key: str, results: Sequence[dg.MaterializeResult], found: Mapping[str, Any]) -> None:
-        end, usage = found["end"], found["usage"]
+    def _materialize(
+        self,
+        key: str,
+        results: Sequence[dg.MaterializeResult],
+        end: Mapping[str, Any],
+        usage: Mapping[str, Any],
+        own: Mapping[str, Any],
+    ) -> None:
         metadata = {name: value for each in results for name, value in (each.metadata or {}).items()}
+        metadata.update(own)
         metadata["Elapsed (s)"] = round(end["ended_at"] - end["started_at"], 2)
         metadata["CPU time (s)"] = round(usage["cpu_seconds"], 2)
         metadata["Peak memory (MiB)"] = round(usage["peak_memory"] / _MIB, 1)
@@ -218,7 +252,7 @@ class PartitionResults:
 
     def sentence(self) -> str:
         """Returns the sentence of a failure, which counts the partitions that failed or never ended, and names the first."""
-        failed = [f"{key!r} ({why})" for key, why in list(self.failed.items())[:_NAMED]]
+        failed = [f"{key!r} ({each.sentence})" for key, each in list(self.failed.items())[:_NAMED]]
         more = f" and {len(self.failed) - _NAMED:,} more" if len(self.failed) > _NAMED else ""
         lost = len(self.missing) - len(self.failed)
         what = [f"{len(self.failed):,} failed: {', '.join(failed)}{more}"] if failed else []
@@ -228,5 +262,5 @@ class PartitionResults:
     def failures_metadata(self) -> dict[str, Any]:
         """Returns the metadata of a failure: the counts, and why partitions failed, by key."""
         counts = {"Partitions": len(self.keys), "Partitions materialized": len(self.done), "Partitions failed": len(self.failed)}
-        listed = dict(list(self.failed.items())[:_LISTED])
+        listed = {key: each.sentence for key, each in list(self.failed.items())[:_LISTED]}
         return {**counts, **({"Failed partitions": dg.MetadataValue.json(listed)} if listed else {})}
