@@ -62,6 +62,7 @@ class Ended:
     messages: list[str] = field(default_factory=list)  # Pipes messages, as the payload wrote them.
     output: list[Record] = field(default_factory=list)
     phases: list[tuple[str, str]] = field(default_factory=list)  # Names and texts of phases.
+    waited: bool = False  # Whether it was cancelled together with all elements of its array that waited.
     explain_by: float | None = None  # When to judge without Slurm's accounting, by the monotonic clock.
 
 
@@ -419,6 +420,7 @@ class Arrays:
         element = array.open[number]
         evidence = Evidence(runtime_exit=self._how(element))
         ended = Ended(element.key, array.number, f"{array.array_id}_{number}", evidence)
+        ended.waited = element.row is not None and element.row.state == "CANCELLED"
         return self._unless_explained_later(array, number, ended)
 
     def _unless_explained_later(self, array: Array, number: int, ended: Ended) -> Ended | None:

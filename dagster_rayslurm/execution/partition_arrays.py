@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,29 @@ def execute_arrays(
 
 
 @dataclass
+class _History:
+    """How the elements of an array have ended, which tells `scancel` of the array from that of single elements."""
+
+    waited: bool = False  # Whether elements that waited were cancelled together.
+    first_cancelled: float = math.inf  # When the first element that was cancelled ended, and when the last of the others did.
+    last_other: float = -math.inf
+
+    def add(self, ended: Ended, cancelled: bool) -> None:
+        """Add an element that has ended."""
+        end = ended.evidence.end
+        if not cancelled:
+            self.last_other = max(self.last_other, -math.inf if end is None else float(end["ended_at"]))
+        elif end is not None:
+            self.first_cancelled = min(self.first_cancelled, float(end["ended_at"]))
+        self.waited |= cancelled and ended.waited
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the whole array was cancelled: after that of a single element, others end."""
+        return self.waited or self.last_other < self.first_cancelled < math.inf
+
+
+@dataclass
 class _ArrayRun:
     """One run of a step's partitions by job arrays, from their submission to the verdicts."""
 
@@ -77,6 +101,7 @@ class _ArrayRun:
     warnings: int = 0
     _lost_since: float | None = None  # Since when the cluster is out of reach.
     _told: set[str] = field(default_factory=set)
+    _history: dict[int, _History] = field(default_factory=dict)  # By number of the array.
 
     @property
     def log(self) -> Any:
@@ -184,7 +209,7 @@ class _ArrayRun:
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
         """Show, judge and materialize partitions that have ended."""
-        cancelled, failed = set(), False
+        failed = False
         for each in ended:
             fresh = each.key not in self._told
             if fresh:
@@ -197,14 +222,14 @@ class _ArrayRun:
             if verdict.kind is not None:
                 self._told.add(each.key)
                 failed = failed or fresh
-            if verdict.kind == FailureKind.CANCELLED:
-                cancelled.add(each.array)
+            history = self._history.setdefault(each.array, _History())
+            history.add(each, verdict.kind == FailureKind.CANCELLED)
         if failed:
             with suppress(OSError):  # Then a retry may show some once more.
                 self.connection.write(os.path.join(self.run_dir, _TOLD), json.dumps(sorted(self._told)).encode())
         for array in self.arrays_made.running:
-            # `scancel` of a whole array ends the last of its elements; that of one element leaves others, which end later.
-            if array.number in cancelled and not array.open and not self.stopped:
+            history = self._history.get(array.number, _History())
+            if history.cancelled and not array.open and not self.stopped:
                 self.stopped = f"job array {array.job.job_id} was cancelled"
                 if self.arrays_made.waiting:
                     self.log.warning(f"[rayslurm] {self.stopped}, so that no further one is submitted")
