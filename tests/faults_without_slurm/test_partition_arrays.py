@@ -1,18 +1,14 @@
 """Partitions as elements of job arrays, on the fake Slurm: chunks, verdicts, limits, cancellation, and a killed Dagster."""
 
 import collections
-import os
 import signal
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SlurmResource
-from dagster_rayslurm.edge import elements
 
 from ..conftest import pipes_script, wait_until
 from ..fake_slurm import FakeSlurm
@@ -35,7 +31,7 @@ if key == "part 03" and tries == 1:
     raise ValueError("bad data in " + key)
 pipes.report_asset_materialization(metadata={{"element": os.environ["SLURM_ARRAY_TASK_ID"]}})
 """)
-WHOLE, FIRST_SIX = KEYS, KEYS[:6]
+FIRST_SIX = KEYS[:6]
 
 
 def tags(keys: list[str]) -> dict[str, str]:
@@ -113,12 +109,8 @@ while not (home / "go").exists():
 
 
 @pytest.mark.parametrize("target", ["array", "element"])
-def test_scancel_by_hand(
-    target: str, scene: Scene, script: Callable[..., Path], tmp_path: Path, fake_slurm: FakeSlurm
-) -> None:
+def test_scancel_by_hand(target: str, scene: Scene, script: Callable[..., Path], tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """That of an array ends it, and no further one follows; that of an element ends this one alone."""
-    import threading
-
     fake_slurm.set(max_array_size=4)
     payload = str(script(WAITS.format(home=str(tmp_path))))
 
@@ -146,8 +138,6 @@ def test_scancel_by_hand(
 def test_an_element_whose_runtime_is_killed(
     scene: Scene, script: Callable[..., Path], tmp_path: Path, fake_slurm: FakeSlurm
 ) -> None:
-    import threading
-
     payload = str(script(WAITS.format(home=str(tmp_path))))
 
     def kill() -> None:
@@ -165,3 +155,61 @@ def test_an_element_whose_runtime_is_killed(
     assert scene.failed["part 00"].startswith("NODE_FAIL: Slurm job 1_0 on c1 is lost"), scene.failed
     assert scene.failed["part 01"].startswith("TIMEOUT: Slurm job 1_1 was ended at its time limit"), scene.failed
     assert scene.failures[0].kind == "allocation"
+
+
+COMPUTE = """ComputeResource(
+        mode="slurm", slurm=SlurmResource(remote_base={base!r}, poll_interval=1),
+        default_launcher=BashLauncher(grace_period=1), local_base={base!r},
+    )"""
+
+
+@pytest.fixture
+def service(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Service]:
+    made = Service(tmp_path, COMPUTE.format(base=str(tmp_path / "base")), count=10, allocation="each")
+    yield made
+    made.kill()
+    made.dagster.dispose()
+
+
+def test_dagster_is_killed(service: Service, fake_slurm: FakeSlurm) -> None:
+    """The retry goes on with the array that runs, and submits the next one: each partition runs and is materialized once."""
+    fake_slurm.set(max_array_size=6)
+    service.let("3")
+    killed = service.start()
+    assert wait_until(lambda: len(service.materialized()) == 3 or killed.poll() is not None, 90), service.log
+    service.kill()
+    again = service.start(service.failed())
+    assert wait_until(lambda: "going on with Slurm job array 1 of 6 elements" in service.log or again.poll() is not None, 90)
+    service.let("10")
+    assert again.wait(90) == 0, service.log
+    keys = [f"p{number:02}" for number in range(10)]
+    assert service.materialized() == keys and service.ran() == dict.fromkeys(keys, 1)
+    assert len(fake_slurm.calls("sbatch")) == 2
+    assert not [path for path in (service.home / "base" / "runs").iterdir() if path.is_dir()]
+
+
+def test_dagster_is_killed_before_it_knows_the_array(service: Service, fake_slurm: FakeSlurm) -> None:
+    """The retry finds the array by its name."""
+    service.let("0")
+    killed = service.start()
+    assert wait_until(lambda: len(service.ran()) == 2 or killed.poll() is not None, 90), service.log
+    service.kill()
+    [job_id] = (service.home / "base" / "runs").glob("*/array-1/job_id")
+    job_id.unlink()
+    again = service.start(service.failed())
+    assert wait_until(lambda: "going on with Slurm job array 1 of 10 elements" in service.log or again.poll() is not None, 90)
+    service.let("10")
+    assert again.wait(90) == 0, service.log
+    assert set(service.ran().values()) == {1} and len(service.materialized()) == 10
+    assert len(fake_slurm.calls("sbatch")) == 1
+
+
+def test_dagster_is_cancelled(service: Service, fake_slurm: FakeSlurm) -> None:
+    service.let("3")
+    process = service.start()
+    assert wait_until(lambda: len(service.materialized()) == 3 or process.poll() is not None, 90), service.log
+    assert wait_until(lambda: len(service.ran()) == 5, 60)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(90) != 0
+    assert not fake_slurm.jobs("PENDING", "RUNNING", "COMPLETING"), service.log
+    assert len(service.materialized()) == 3 and len(service.ran()) == 5
