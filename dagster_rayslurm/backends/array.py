@@ -249,6 +249,7 @@ class Arrays:
         if size == 0:
             return False
         number, keys = self._next_number, self.waiting[:size]
+        self._next_number += 1  # After a lost connection the name of this one may be that of an array that was cancelled late.
         request = self._request(number, size)
         request = self.backend.placed(request, self.step)
         directory = _array_dir(self.run_dir, number)
@@ -258,10 +259,10 @@ class Arrays:
         except SubmissionRefused as refusal:
             if not refusal.lacks_room:
                 raise
+            self._next_number = number
             self._wait_for_room(refusal, size)
             return False
         self.waiting = self.waiting[size:]
-        self._next_number += 1
         self.room, self._pause, self._full_since = self.room.taken(size), _FULL_PAUSE, None
         left = f", {len(self.waiting):,} partitions wait for the next one" if self.waiting else ""
         self.step.log.info(f"[rayslurm] Slurm job array {job.job_id} has {size:,} elements{left}")
@@ -321,6 +322,9 @@ class Arrays:
     def _add(self, number: int, job: SlurmJob, keys: Mapping[int, str]) -> None:
         watch = JobWatch(job.submitted_at, job.requeue)
         self.running.append(Array(number, job, job.directory, {at: _Element(key, watch) for at, key in keys.items()}))
+        if len(self.running) == 1:
+            # `rayslurm` finds the job of a run by this file.
+            self.connection.write(os.path.join(self.run_dir, JOB_ID), job.job_id.encode() + b"\n")
         taken = set(keys.values())
         self.waiting = [key for key in self.waiting if key not in taken]
 
@@ -427,7 +431,7 @@ class Arrays:
         if not needs_job_facts(ended.evidence):
             del array.open[number]
             return ended
-        ended.explain_by = time.monotonic() + STATE_TIMEOUT
+        ended.explain_by = time.monotonic() + STATE_TIMEOUT + self.backend.slurm.poll_interval
         array.open[number].ended = ended
         return None
 

@@ -11,6 +11,7 @@ from functools import partial
 import click
 
 from ..backends.base import write_cancel_request
+from ..backends.batch import live_jobs
 from ..backends.layout import nonce_of
 from ..backends.listing import Entry, Kind, list_here
 from ..backends.sessions.listing import end_generations
@@ -151,8 +152,10 @@ def _end(one: Entry, now: bool) -> None:
             return
         if one.job_id is None or not one.connection.read(f"{one.directory}/job_id", 0, 64):
             raise OSError(f"{one.connection.place}: {one.name} was asked to end and has not within {_END_TIMEOUT:g} s")
-    number = (one.job_id or "").partition("_")[0]
-    if not wait_until_gone(one.connection, int(number)):
+    numbers = [int((one.job_id or "").partition("_")[0])]
+    if one.kind == Kind.RUN:  # Its partitions may run in several job arrays.
+        numbers = live_jobs(one.connection, nonce_of(one.name)) or numbers
+    if not all(wait_until_gone(one.connection, number) for number in numbers):
         raise OSError(f"Slurm does not confirm the end of job {one.job_id}; run `scancel {one.job_id}` on {one.connection.place}")
 
 

@@ -17,14 +17,13 @@ from ..backends.array import ArrayBackend, Arrays, Ended, Superseded
 from ..backends.base import RunningPayload, deferred_interrupts, noticed_interrupts
 from ..backends.layout import Layout
 from ..compute_fields import DETACH, ComputeFields
-from ..errors import FailureKind
+from ..errors import FailureKind, StartError
 from ..failures import CompletedRun, RunFailure
 from ..follow.follower import WARNING_PHASES
 from ..follow.forward import OutputWriter, RecordPipes
 from ..plan import Plan
 from ..runtime.protocol.record import SECRETS
-from ..slurm.shared_queue import SlurmUnanswered
-from ..ssh.base import Connection, ConnectionFailed
+from ..ssh.base import Connection
 from .announce import announce
 from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_canceling
 from .partitions import PartitionResults, nothing_missing, results_so_far
@@ -186,7 +185,11 @@ class _ArrayRun:
                 submitted = not self.stopped and arrays.submit_next()
                 ended = arrays.poll()
                 self._lost_since = None
-            except (ConnectionFailed, SlurmUnanswered) as error:
+            except StartError as error:
+                raise RunFailure(error.kind, str(error), retry=error.retry) from None
+            except FileNotFoundError as error:
+                raise RunFailure(FailureKind.RECORD, f"the run directory was removed while the job arrays ran: {error}") from None
+            except OSError as error:
                 self._out_of_reach(error)
                 submitted, ended = False, []
             self._conclude(ended)
@@ -307,7 +310,7 @@ class _ArrayRun:
     def _clean_up(self) -> None:
         """Remove the run directory, unless it is kept or a later attempt owns it."""
         owner, failed = self.launch.step.owner, bool(self.results.missing)
-        if self._lost_since is not None:
+        if self._lost_since is not None or (self.arrays is None and self.launch.step.reattached):
             return
         self.launch.forget()
         with suppress(OSError):
