@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import collections
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dagster_rayslurm import ComputeResource
 
-from ..conftest import pipes_script, small_ray
+from ..conftest import pipes_script, small_ray, wait_until
 from ..faults_without_slurm.test_partition_arrays import tags
+from ..faults_without_slurm.test_partitions import Service
 from ..local.test_partitions import KEYS, Scene
 from .fixtures import Site
 
@@ -120,3 +123,56 @@ def test_two_steps_share_a_limit_on_submitted_jobs(slurm_compute: Make, script: 
             thread.join()
     assert all(each.success for each in results), [scene.failures for scene in scenes]
     assert all(sorted(scene.materializations()) == KEYS[:6] for scene in scenes)
+
+
+class OnStack(Service):
+    """A Dagster instance of its own, whose payloads see a directory of the cluster."""
+
+    def __init__(self, home: Path, site: Site) -> None:
+        self.site, self.shared = site, f"{site.base}/shared"
+        queue = {"partition": "compute", "time_limit": "00:05:00", **SMALL}
+        slurm = (
+            f"SlurmResource(ssh=SSHConnectionResource(**{site.ssh.model_dump()!r}), remote_base={site.base!r}, poll_interval=1, "
+        )
+        slurm += f"queue=SlurmQueueConfig(**{queue!r}))"
+        fields = f"pre_deployed_env_path={site.env_path!r}, local_base={str(home / 'base')!r}"
+        compute = f"ComputeResource(mode='slurm', slurm={slurm}, {fields}, default_launcher=BashLauncher(grace_period=3))"
+        super().__init__(home, compute, self.shared, count=6, allocation="each")
+
+    def let(self, number: str) -> None:
+        self.site.connection.make_dir(self.shared)
+        self.site.connection.write(f"{self.shared}/below", number.encode())
+
+    def ran(self) -> collections.Counter[str]:
+        return collections.Counter(self.site.connection.read(f"{self.shared}/ran", 0, 1 << 20).decode().split())
+
+
+@pytest.fixture
+def service(tmp_path: Path, site: Site) -> Iterator[OnStack]:
+    made = OnStack(tmp_path, site)
+    yield made
+    made.kill()
+    made.dagster.dispose()
+
+
+def test_dagster_is_killed_and_a_retry_finds_the_array(service: OnStack, site: Site) -> None:
+    service.let("2")
+    killed = service.start()
+    assert wait_until(lambda: len(service.materialized()) == 2 or killed.poll() is not None, 100), service.log
+    service.kill()
+    again = service.start(service.failed())
+    assert wait_until(lambda: "going on with Slurm job array" in service.log or again.poll() is not None, 60), service.log
+    service.let("6")
+    assert again.wait(100) == 0, service.log
+    keys = [f"p{number:02}" for number in range(6)]
+    assert service.materialized() == keys and service.ran() == dict.fromkeys(keys, 1)
+    assert site.sh('ls "$1/runs"', site.base).split() == []
+
+
+def test_a_cancelled_run_ends_all_elements(service: OnStack, site: Site) -> None:
+    service.let("1")
+    process = service.start()
+    assert wait_until(lambda: len(service.materialized()) == 1 or process.poll() is not None, 100), service.log
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(100) != 0
+    assert not site.jobs() and len(service.materialized()) == 1, service.log
