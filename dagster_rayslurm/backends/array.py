@@ -193,7 +193,6 @@ class Arrays:
     waiting: list[str]  # Partitions that no array has yet.
     running: list[Array] = field(default_factory=list)  # All arrays so far, those that have ended included.
     room: Room | None = None
-    unreachable_since: float | None = None
     _next_number: int = 1
     _next_attempt: float = 0.0  # When to submit again, by the monotonic clock.
     _pause: float = _FULL_PAUSE

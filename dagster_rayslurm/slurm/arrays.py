@@ -7,7 +7,7 @@ that is cancelled while it waits alone leaves both lists (tried on 22.05 and 24.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from .shared_queue import QueueRow, parse_count
@@ -121,8 +121,3 @@ class Room:
 def array_option(size: int, max_concurrent: int | None) -> str:
     """Returns the value of sbatch's `--array` for elements numbered from 0."""
     return f"0-{size - 1}" + (f"%{max_concurrent}" if max_concurrent is not None else "")
-
-
-def chunks(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """Yields the items in lists of at most `size`."""
-    return (items[at : at + size] for at in range(0, len(items), size))
