@@ -1,14 +1,20 @@
 """Partitions as elements of job arrays, on the fake Slurm: chunks, verdicts, limits, cancellation, and a killed Dagster."""
 
 import collections
+import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SlurmResource
+from dagster_rayslurm.edge import elements
+from dagster_rayslurm.runtime.protocol.record import encode
 
 from ..conftest import pipes_script, wait_until
 from ..fake_slurm import FakeSlurm
@@ -213,3 +219,44 @@ def test_dagster_is_cancelled(service: Service, fake_slurm: FakeSlurm) -> None:
     assert process.wait(90) != 0
     assert not fake_slurm.jobs("PENDING", "RUNNING", "COMPLETING"), service.log
     assert len(service.materialized()) == 3 and len(service.ran()) == 5
+
+
+def test_a_thousand_elements_need_few_calls(
+    compute: ComputeResource, tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One upload, one `sbatch`, and reads of many records at a time. The elements are records that a thread writes."""
+    count = 1000
+    keys = [f"p{number:04}" for number in range(count)]
+    fake_slurm.set(runs=False)
+    reads: list[int] = []
+    read = elements.ended
+
+    def counted(*arguments: Any) -> Any:
+        found = read(*arguments)
+        reads.append(len(found[1]))
+        return found
+
+    monkeypatch.setattr(elements, "ended", counted)
+
+    def write_records() -> None:
+        [job_id] = wait_until(lambda: list((tmp_path / "base" / "runs").glob("*/array-1/job_id")), 60)
+        array = job_id.parent
+        nonce = json.loads((array / "payload.json").read_text())["nonce"]
+        for number in range(count):
+            own = {"nonce": f"{nonce}-{number}", "started_at": 1.0, "ended_at": 2.0, "stdio_bytes": 0, "usage": {}, "context": {}}
+            end = {"type": "end", "reason": "exit", "message": None, "exit_code": 0, "signal": None, **own}
+            (array / str(number)).mkdir()
+            (array / str(number) / "journal.jsonl").write_bytes(encode({"type": "start", "at": 1.0}) + encode(end))
+            (array / f"{number}.ended").touch()
+
+    scene = Scene(compute)
+    writer = threading.Thread(target=write_records)
+    writer.start()
+    began = time.monotonic()
+    result = scene.run(["true"], dg.StaticPartitionsDefinition(keys), tags(keys), allocation="each", uses_pipes=False)
+    print(f"{count} elements took {time.monotonic() - began:.1f} s and {len(reads)} reads")
+    writer.join()
+    assert result.success, scene.failures
+    assert sorted(scene.materializations()) == keys and sum(reads) == count and max(reads) > 1
+    assert len(fake_slurm.calls("sbatch")) == 1 and not fake_slurm.calls("sacct")
+    fake_slurm.set(jobs={})  # To end them one by one would take long.
