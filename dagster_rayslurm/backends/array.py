@@ -7,6 +7,7 @@ share, shows the state of all others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from ..slurm.states import TERMINAL, JobPhase, JobWatch
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, SubmittedJob, wait_until_gone
 from .base import Step, run_files, write_run_dir
 from .batch import CLUSTER, BatchBackend, job_script, runtime_spec
+from .layout import nonce_of
 from .ownership import REQUEST_FILE, fingerprint
 from .slurm_job import STATE_TIMEOUT, SlurmJob, settling_time
 
@@ -108,11 +110,11 @@ class ArrayBackend(BatchBackend):
                 f"[rayslurm] job array {alive[0].label} goes on with what the attempt before asked for, not with what is "
                 f"asked for now; see {run_dir} on {self.connection.place}, where `scancel --name={alive[0].name}` ends it"
             )
-        return same and bool(self._submitted(run_dir, queue))
+        return same and any(array["job_id"] for array in self._found(run_dir, queue))
 
     def end_abandoned(self, run_dir: str, grace_period: float) -> None:  # noqa: ARG002
         queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True)
-        for array in self._submitted(run_dir, queue):
+        for array in self._found(run_dir, queue):
             if array["job_id"] and not wait_until_gone(self.connection, int(array["job_id"])):
                 sentence = f"job array {array['job_id']} of the attempt before is cancelled, and Slurm has not confirmed its end"
                 raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
@@ -132,23 +134,18 @@ class ArrayBackend(BatchBackend):
         print_of = fingerprint(to_json(plan.payload), lasting, asked.decode("utf-8", "surrogateescape"))
         return _Prepared(plan, base, to_json(spec).encode(), asked, script, print_of)
 
-    def _submitted(self, run_dir: str, queue: QueueSnapshot) -> list[dict[str, Any]]:
-        """Returns the arrays of a run directory that have been submitted; finds those by name whose id is not written yet."""
-        found = []
+    def _found(self, run_dir: str, queue: QueueSnapshot) -> list[dict[str, Any]]:
+        """Returns the arrays of a run directory, as `edge.elements.arrays` does; finds those by name whose id is not written."""
         try:
             arrays = self.connection.call(elements.arrays, run_dir, repeat=True)
         except FileNotFoundError:
             return []
-        nonce = run_dir.rpartition("-")[2]
         for array in arrays:
-            if not array["job_id"]:
-                rows = [row for row in queue.rows if is_job_of(row.name, f"{array['number']}-{nonce}")]
-                if not rows:
-                    continue
+            rows = [row for row in queue.rows if is_job_of(row.name, f"{array['number']}-{nonce_of(run_dir)}")]
+            if rows and not array["job_id"]:
                 array["job_id"] = rows[0].label.partition("_")[0]
                 self.connection.write(_array_dir(run_dir, array["number"], JOB_ID), array["job_id"].encode() + b"\n")
-            found.append(array)
-        return found
+        return arrays
 
     def arrays(
         self, plan: Plan, run_dir: str, context: Mapping[str, Any], step: Step, keys: Sequence[str], max_concurrent: int | None
@@ -161,7 +158,7 @@ class ArrayBackend(BatchBackend):
         made = Arrays(self, prepared, run_dir, context, step, max_concurrent, list(keys))
         if step.reattached:
             queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
-            for array in self._submitted(run_dir, queue):
+            for array in self._found(run_dir, queue):
                 made.adopt(array["number"], array["job_id"], array["keys"], queue)
         else:
             # The sweep of old files looks for the names of bundles and of the runtime in these two.
@@ -225,9 +222,12 @@ class Arrays:
     # ---- Submission
 
     def adopt(self, number: int, job_id: str, keys: Sequence[str], queue: QueueSnapshot) -> None:
-        """Go on with an array of an attempt before."""
+        """Go on with an array of an attempt before; one without an id was not submitted, or Slurm still works on that."""
         self._next_number = max(self._next_number, number + 1)
         request = self._request(number, len(keys))
+        if not job_id:
+            run_slurm(self.connection, ["scancel", "--quiet", "--me", f"--name={request.job_name}"], timeout=60)
+            return
         # Its age is not known: what the queue shows counts from now on.
         job = self._job(request, SubmittedJob(job_id, queue.began - 1.0), _array_dir(self.run_dir, number))
         wanted = set(self.waiting)
@@ -255,17 +255,16 @@ class Arrays:
         try:
             with self.backend.cancel_on_error(request, self.step):
                 job = self.backend.submit_job(directory, self._files(request, directory, keys), request, self.step)
+                self._add(number, job, dict(enumerate(keys)))
         except SubmissionRefused as refusal:
             if not refusal.lacks_room:
                 raise
             self._next_number = number
             self._wait_for_room(refusal, size)
             return False
-        self.waiting = self.waiting[size:]
         self.room, self._pause, self._full_since = self.room.taken(size), _FULL_PAUSE, None
         left = f", {len(self.waiting):,} partitions wait for the next one" if self.waiting else ""
         self.step.log.info(f"[rayslurm] Slurm job array {job.job_id} has {size:,} elements{left}")
-        self._add(number, job, dict(enumerate(keys)))
         return True
 
     def _wait_for_room(self, refusal: SubmissionRefused, size: int) -> None:
@@ -321,11 +320,12 @@ class Arrays:
     def _add(self, number: int, job: SlurmJob, keys: Mapping[int, str]) -> None:
         watch = JobWatch(job.submitted_at, job.requeue)
         self.running.append(Array(number, job, job.directory, {at: _Element(key, watch) for at, key in keys.items()}))
-        if len(self.running) == 1:
-            # `rayslurm` finds the job of a run by this file.
-            self.connection.write(os.path.join(self.run_dir, JOB_ID), job.job_id.encode() + b"\n")
         taken = set(keys.values())
         self.waiting = [key for key in self.waiting if key not in taken]
+        if len(self.running) > 1:
+            return
+        with contextlib.suppress(OSError):  # `rayslurm` finds the job of a run by this file.
+            self.connection.write(os.path.join(self.run_dir, JOB_ID), job.job_id.encode() + b"\n")
 
     # ---- Watching
 
