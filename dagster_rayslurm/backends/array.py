@@ -197,6 +197,7 @@ class Arrays:
     _full_since: float | None = None
     _snapshot: QueueSnapshot | None = None
     _asked_at: float = 0.0
+    _ready: list[Ended] = field(default_factory=list)  # Elements that `poll` returns, or the next one after an error.
     _touched_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -335,8 +336,10 @@ class Arrays:
         Raises RunFailure if an array can never start, Superseded, and OSError if the cluster is out of reach.
         """
         self._look_at_queue()
-        ended = self._read_records()
-        return [*ended, *self._explained()]
+        self._read_records()
+        self._explain()
+        ready, self._ready = self._ready, []
+        return ready
 
     def _look_at_queue(self) -> None:
         snapshot = self.queue.latest(self.queue.clock.now())
@@ -358,8 +361,8 @@ class Arrays:
             if array.open and not array.begun and not array.job.status.over:
                 array.job.check_waiting()
 
-    def _read_records(self) -> list[Ended]:
-        """Returns those elements whose ends are known, or that are over without one; Slurm's accounting may be missing."""
+    def _read_records(self) -> None:
+        """Find the elements whose ends are recorded, and those that are over without a record."""
         wanted: dict[str, list[list[int]]] = {}
         over: dict[str, list[int]] = {}
         gone = []
@@ -372,9 +375,10 @@ class Arrays:
                     over.setdefault(str(array.number), []).append(number)
             if unread:
                 wanted[str(array.number)] = ranges(unread)
-        found = [self._without_record(array, number) for array, number in gone]
+        for array, number in gone:
+            self._without_record(array, number)
         if not wanted:
-            return list(filter(None, found))
+            return
         if time.monotonic() - self._touched_at > _TOUCH_INTERVAL:
             self._touched_at = time.monotonic()
             self.connection.call(elements.touch, self.run_dir, repeat=True)
@@ -387,11 +391,10 @@ class Arrays:
             texts = [data[start : start + journal], data[start + journal : start + journal + output]]
             start += journal + output
             log, start = data[start : start + logs].decode("utf-8", "replace"), start + logs
-            found.append(self._with_record(by_number[array_number], number, texts[0], texts[1], whole, log))
-        return list(filter(None, found))
+            self._with_record(by_number[array_number], number, texts[0], texts[1], whole, log)
 
-    def _with_record(self, array: Array, number: int, journal: bytes, output: bytes, whole: int, log: str) -> Ended | None:
-        """Returns an element whose record was read, if it has ended and Slurm's accounting adds nothing; else None."""
+    def _with_record(self, array: Array, number: int, journal: bytes, output: bytes, whole: int, log: str) -> None:
+        """Read the record of an element, which may have ended."""
         element = array.open[number]
         nonce = f"{self.prepared.plan.payload.nonce}-{number}"
         state = RecordState(nonce, 0.0, array.job.requeue, LineReader(), LineReader())
@@ -410,29 +413,30 @@ class Arrays:
         end = evidence.end
         final = end is not None and not (array.job.requeue and end["reason"] == EndReason.TERMINATED)
         if not final and not self._is_settled(element, evidence.started, log):
-            return None
+            return
         ended.output = list(self._output(array, number, state.output, output, whole))
         for record in ended.output:
             evidence.add_output(record)
         evidence.runtime_log = tail_lines(log) if log.strip() else ""
         if not final:
             evidence.runtime_exit = self._how(element)
-        return self._unless_explained_later(array, number, ended)
+        self._take(array, number, ended)
 
-    def _without_record(self, array: Array, number: int) -> Ended | None:
+    def _without_record(self, array: Array, number: int) -> None:
         element = array.open[number]
         evidence = Evidence(runtime_exit=self._how(element))
         ended = Ended(element.key, array.number, f"{array.array_id}_{number}", evidence)
         ended.waited = element.row is not None and element.row.state == "CANCELLED"
-        return self._unless_explained_later(array, number, ended)
+        self._take(array, number, ended)
 
-    def _unless_explained_later(self, array: Array, number: int, ended: Ended) -> Ended | None:
+    def _take(self, array: Array, number: int, ended: Ended) -> None:
+        """Take an element that has ended for ready, or wait for Slurm's accounting if only that may explain its end."""
         if not needs_job_facts(ended.evidence):
             del array.open[number]
-            return ended
+            self._ready.append(ended)
+            return
         ended.explain_by = time.monotonic() + STATE_TIMEOUT + self.backend.slurm.poll_interval
         array.open[number].ended = ended
-        return None
 
     def _output(self, array: Array, number: int, reader: LineReader, data: bytes, whole: int) -> Iterator[Record]:
         """Yields the recorded output; its beginning was read with the record, and long output is read on."""
@@ -455,17 +459,16 @@ class Arrays:
         status = element.watch.view
         return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
-    def _explained(self) -> list[Ended]:
-        """Returns the elements whose ends only Slurm explains, once it does, or has not for a while."""
+    def _explain(self) -> None:
+        """Add Slurm's accounting to the elements whose ends only that explains, once it does, or has not for a while."""
         pending = [(array, number, each) for array in self.running for number, each in array.open.items() if each.ended]
         if not pending or time.monotonic() - self._asked_at < _ASK_INTERVAL:
-            return []
+            return
         self._asked_at = time.monotonic()
         jobs = [f"{array.array_id}_{number}" for array, number, _ in pending]
         if len(jobs) > _MOST_NAMED or not all(each.begun for _, _, each in pending):
             jobs = list(dict.fromkeys(array.job.job_id for array, _, _ in pending))
         facts = fetch_element_facts(self.connection, jobs)
-        found = []
         for array, number, element in pending:
             ended = element.ended
             assert ended is not None and ended.explain_by is not None
@@ -474,8 +477,7 @@ class Arrays:
             if late or (known is not None and known.is_final):
                 ended.evidence.job = known
                 del array.open[number]
-                found.append(ended)
-        return found
+                self._ready.append(ended)
 
     # ---- The end
 
