@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar, Union
+from typing import Any, Literal, ParamSpec, TypeVar, Union
 
 import dagster as dg
 from dagster._core.libraries import DagsterLibraryRegistry
@@ -206,6 +206,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         payload_path: Payload,
         *,
         max_concurrent: int | None = None,
+        allocation: Literal["shared", "each"] = "shared",
         launcher: Launcher | None = None,
         queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
         extra_env: Mapping[str, str] | None = None,
@@ -217,6 +218,8 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         requires: Requires | None = None,
     ) -> CompletedRun:
         """Run a payload once for each partition of this run, in one job or session, and wait until all partitions have ended.
+
+        With `allocation="each"` each partition has an allocation of its own instead, as an element of a Slurm job array.
 
         The asset needs a backfill policy by which one run has several partitions. Each partition has a process of its own, with
         the partition's key in `pipes.partition_key`, and is materialized as soon as that process has succeeded. When all have
@@ -237,7 +240,10 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             context: the context of an asset with partitions.
             payload_path: as for `run`. A script or module of Python starts fastest, because its processes are forked.
             max_concurrent: how many partitions run at the same time; None for the number of CPUs that Slurm granted to the
-                job, or to the payload in a session, on the first node of the allocation, where they run.
+                job, or to the payload in a session, on the first node of the allocation, where they run. With
+                `allocation="each"` None lets Slurm decide.
+            allocation: "shared" for one allocation and one Ray cluster for all partitions; "each" for one for each partition, of
+                the size in `queue` and `launcher`, which needs mode "slurm".
             uses_pipes: False for a payload that does not open Dagster Pipes; such a payload finds the partition's key in the
                 environment variable RAYSLURM_PARTITION_KEY.
 
@@ -254,6 +260,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
         arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "extra_env": extra_env}
         arguments |= {"secret_env": secret_env, "extra_files": extra_files, "environment": environment, "requires": requires}
+        arguments["allocation"] = allocation
         options = {"max_concurrent": max_concurrent, "by_partition": True}
         return run(self, context, extras, uses_pipes=uses_pipes, **options, **arguments)
 

@@ -16,6 +16,7 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesExtras
 
+from .backends.array import ArrayBackend
 from .backends.base import Backend
 from .backends.batch import BatchBackend, cancel_cluster
 from .backends.layout import Layout, absolute
@@ -38,7 +39,7 @@ from .environments import (
     resolve_environment,
 )
 from .errors import FailureKind, one_sentence
-from .execution import partitions, submitted, terminal
+from .execution import partition_arrays, partitions, submitted, terminal
 from .execution.asynchronous import drive_async
 from .execution.reattach import next_call
 from .execution.run import Steps, drive, executing, start_errors
@@ -59,6 +60,7 @@ from .ssh.base import Connection
 from .ssh.local import LocalConnection
 from .ssh.pool import connection_to
 
+SHARED, EACH = "shared", "each"  # Values of `allocation` of `run_partitions`.
 _log = logging.getLogger("rayslurm")
 _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}'"
 
@@ -119,6 +121,8 @@ def _steps(
             ) from None
         plan, backend = _prepare(call, secrets.token_hex(6))
     _log_origins(call, context.log)
+    if isinstance(backend, ArrayBackend):
+        return partition_arrays.execute_arrays(context, plan, backend, resource, extras, max_concurrent)
     if by_partition:
         return partitions.execute_partitions(context, partitions.with_runner(plan, max_concurrent), backend, resource, extras)
     return (yield from executing(context, plan, backend, resource, extras, number=number))
@@ -304,6 +308,7 @@ class Call:
     outputs: Sequence[str] | None = None
     environment: Environment | None = None
     requires: Any = None
+    allocation: str = "shared"  # Of the partitions of `run_partitions`: one for all, or one for each.
     # The settings in tags and metadata: those that arguments override, and those that override arguments.
     settings: tuple[Sequence[Settings], Sequence[Settings]] = ((), ())
     merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
@@ -377,6 +382,10 @@ class Call:
             raise ValueError(f"launcher.component_id: there is no component {ray.component_id!r}, as there are none; remove it")
         if self.queue is not None and components:
             raise ValueError("queue: each component has its own queue; change it with run(components=…)")
+        if self.allocation not in (SHARED, EACH):
+            raise ValueError(f"allocation: {self.allocation!r} is neither {SHARED!r} nor {EACH!r}")
+        if self.allocation == EACH and mode != slurm:
+            raise ValueError(f"allocation: {EACH!r} makes job arrays, for which mode {mode!r} has none; use mode '{slurm}'")
         if resource.topology == Topology.SEPARATE:
             self._check_separate(components)
         elif isinstance(self.payload_path, Mapping):
@@ -499,7 +508,7 @@ def choose_backend(call: Call) -> Backend:
             avoids_unhealthy=avoids,
         )
     queue = merge(call.slurm.queue, call.queue)
-    backend = SeparateBatchBackend if separate else BatchBackend
+    backend = SeparateBatchBackend if separate else ArrayBackend if call.allocation == EACH else BatchBackend
     return backend(
         slurm=call.slurm,
         queue=queue,

@@ -37,6 +37,10 @@ CORE = {
         "test_max_sessions[paramiko-1]",
         "test_max_sessions[openssh-1]",
     ),
+    "slurm/test_partition_arrays_on_slurm.py": (
+        "test_dagster_is_killed_and_a_retry_finds_the_array",
+        "test_twelve_partitions_of_which_two_fail",
+    ),
     "example/test_example.py": ("test_the_assets_on_slurm",),
     "faults/test_cancellation.py": (
         "test_a_run_is_interrupted[slurm-pending]",

@@ -29,6 +29,7 @@ from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, EXIT, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.membership import nodes_expected
+from ..slurm.arrays import elements_of
 from ..slurm.config import AUTO, SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.exclusion import Exclusion, excluding, exclusion_for, remember
 from ..slurm.partition_choice import is_auto, placement_for
@@ -333,12 +334,18 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
     if nonce is None:
         return False
     commands = connection_to(slurm.ssh)
-    own = [row for row in fetch_queue(commands).rows if is_job_of(row.name, nonce)]
-    jobs = [row.job_id for row in own if row.is_leader and row.state not in TERMINAL]
+    jobs = live_jobs(commands, nonce)
     for job_id in jobs:
         if not wait_until_gone(commands, job_id):
             raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {job_id}; run `scancel {job_id}`")
     return bool(jobs)
+
+
+def live_jobs(connection: Connection, nonce: str) -> list[int]:
+    """Returns the ids of a payload's jobs and job arrays that are not over; raises OSError if Slurm does not answer."""
+    own = [row for row in fetch_queue(connection).rows if is_job_of(row.name, nonce)]
+    alive = [row for row in own if row.is_leader and row.state not in TERMINAL]
+    return list(dict.fromkeys((elements_of(row.label) or (row.job_id, []))[0] for row in alive))
 
 
 def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:

@@ -13,9 +13,10 @@ from ..edge import runs as edge_runs
 from ..runtime.protocol.messages import TextEnum
 from ..runtime.protocol.record import JOURNAL, SESSION, STATUS, decode
 from ..runtime.protocol.spec import ClusterAccess, SpecError, from_fields
+from ..slurm.arrays import count_jobs
 from ..slurm.pending import most_informative_row, waiting_text
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, SlurmUnanswered, parse_squeue, squeue_command
-from ..slurm.states import TERMINAL, WAITING
+from ..slurm.states import ACTIVE, TERMINAL, WAITING
 from ..slurm.steps import parse_exit
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
@@ -98,7 +99,7 @@ def list_all(connection: Connection, base: str) -> list[Entry]:
     sessions = [_session(connection, generation_of(base, each), snapshot) for each in found["sessions"]]
     known = {each.job_id for each in (*runs, *sessions)}
     jobs = [_job(connection, row) for row in snapshot.rows if row.is_leader and row.state not in TERMINAL]
-    return [*runs, *sessions, *(each for each in jobs if each.job_id not in known)]
+    return [*runs, *sessions, *(each for each in jobs if (each.job_id or "").partition("_")[0] not in known)]
 
 
 def list_here(base: str) -> list[Entry]:
@@ -154,7 +155,10 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
     number = int(job_id) if job_id is not None and job_id.isdecimal() else None
     row = snapshot.job(number) if snapshot is not None and number is not None else None
     state, says = str(status.get("state") or _UNKNOWN), str(status.get("message") or "")
-    if state != _ENDED and number is not None and snapshot is not None:
+    own = snapshot.elements(number) if snapshot is not None and number is not None else ()
+    if own:
+        state, says = _array(own)
+    elif state != _ENDED and number is not None and snapshot is not None:
         if row is None or row.state in TERMINAL:
             state, says = _LOST, says or "Slurm no longer knows its job" if row is None else f"Slurm calls its job {row.state}"
         elif row.state in WAITING:
@@ -184,6 +188,13 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
         words=frozenset(filter(None, [found["step"], *found["assets"]])),
         clusters=clusters,
     )
+
+
+def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:
+    """Returns the state of a run whose partitions are elements of a job array, and how many run and wait."""
+    running = sum(row.state in ACTIVE for row in rows)
+    waiting = count_jobs(row for row in rows if row.state in WAITING)
+    return "running" if running else "pending" if waiting else _ENDED, f"{running:,} elements run, {waiting:,} wait"
 
 
 def access_in(content: Any) -> ClusterAccess | None:

@@ -130,11 +130,12 @@ class SlurmJob:
             self._queried_at = time.monotonic()
             snapshot = fetch_queue(self.commands)  # A user waits for the end of the job, which justifies a query of our own.
         if snapshot is not None:
-            self._add_snapshot(snapshot)
+            self.add_snapshot(snapshot)
         if self.queue.error:
             self._warn(self.queue.error)
 
-    def _add_snapshot(self, snapshot: QueueSnapshot) -> None:
+    def add_snapshot(self, snapshot: QueueSnapshot) -> None:
+        """Update the status from a snapshot of the queue."""
         self._watch = self._watch.seen(snapshot.began, snapshot.job(self.number))
         self._snapshot = snapshot
 
@@ -205,7 +206,7 @@ class SlurmJob:
         if self.queue_timeout is None or self.now() - waiting_since <= self.queue_timeout or phase == JobPhase.RUNNING:
             return
         # The shared snapshot is some seconds old; a job that has just started must not time out.
-        self._add_snapshot(fetch_queue(self.commands))
+        self.add_snapshot(fetch_queue(self.commands))
         if self.status.phase == JobPhase.PENDING:
             sentence = f"Slurm job {self.job_id} was still waiting after queue_timeout={self.queue_timeout:g} s: "
             sentence += self._pending_reason or "no reason is known"

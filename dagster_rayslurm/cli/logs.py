@@ -11,6 +11,7 @@ from functools import partial
 import click
 
 from ..backends.base import write_cancel_request
+from ..backends.batch import live_jobs
 from ..backends.layout import nonce_of
 from ..backends.listing import Entry, Kind, list_here
 from ..backends.sessions.listing import end_generations
@@ -159,13 +160,11 @@ def _end(one: Entry, now: bool) -> None:
             return
         if one.job_id is None or not one.connection.read(f"{one.directory}/job_id", 0, 64):
             raise OSError(f"{one.connection.place}: {one.name} was asked to end and has not within {_END_TIMEOUT:g} s")
-    number = one.job_id or ""
-    if "_" in number:  # The label of a task of an array, which has a number of its own.
-        rows = fetch_queue(one.connection).rows
-        number = next((str(row.job_id) for row in rows if row.label == number), "")
-        if not number:
-            return
-    gone = wait_until_gone(one.connection, int(number))
+    assert one.job_id is not None
+    jobs: list[int | str] = [one.job_id]
+    if one.kind == Kind.RUN:  # Its partitions may run in several job arrays.
+        jobs = [*live_jobs(one.connection, nonce_of(one.name))] or jobs
+    gone = all(wait_until_gone(one.connection, each) for each in jobs)
     if one.kind == Kind.RUN and gone:
         discard(one.connection, f"{one.directory}/{SECRETS}")  # A runtime that has never started left them.
     if not gone:

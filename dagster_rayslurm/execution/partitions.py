@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import dagster as dg
@@ -83,14 +84,9 @@ def execute_partitions(
 
     Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
     """
-    keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
-    results = PartitionResults(context, keys, done & set(keys), plan.uses_pipes, resource.require_messages)
-    results.loss_timeout = resource.connection_loss_timeout
-    if results.done:
-        context.log.info(f"[rayslurm] {len(results.done):,} of {len(keys):,} partitions are materialized by an attempt before")
+    results = results_so_far(context, plan, resource)
     if not results.missing:
-        with RecordPipes(context).session(extras, uses_pipes=False) as session:
-            return CompletedRun(session, results.metadata(), "", None, [])
+        return nothing_missing(context, results, extras)
     try:
         with open_event_log(context.instance.event_log_storage, context.run.run_id):
             completed = execute(context, plan, backend, resource, extras, results)
@@ -101,6 +97,23 @@ def execute_partitions(
         retry, metadata = failure.allow_retries, {**failure.metadata, **results.failures_metadata()}
         raise RunFailure(failure.kind, sentence, metadata, retry, failure.unhealthy) from None
     return completed
+
+
+def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields) -> PartitionResults:
+    """Returns the results of a step's partitions from attempts before, and logs how many there are."""
+    keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
+    if found := done & set(keys):
+        context.log.info(f"[rayslurm] {len(found):,} of {len(keys):,} partitions are materialized by an attempt before")
+    loss_timeout = resource.connection_loss_timeout
+    return PartitionResults(
+        context, keys, done & set(keys), plan.uses_pipes, resource.require_messages, loss_timeout=loss_timeout
+    )
+
+
+def nothing_missing(context: dg.OpExecutionContext, results: PartitionResults, extras: Any) -> CompletedRun:
+    """Returns the result of a step all of whose partitions are materialized already."""
+    with RecordPipes(context).session(extras, uses_pipes=False) as session:
+        return CompletedRun(session, results.metadata(), "", None, [])
 
 
 def materialized(context: dg.OpExecutionContext) -> set[str]:
@@ -129,11 +142,12 @@ class PartitionResults:
     done: set[str]  # Partitions that are materialized.
     uses_pipes: bool
     require_messages: bool
-    failed: dict[str, str] = field(default_factory=dict)  # Why partitions failed, in words.
+    failed: dict[str, Verdict] = field(default_factory=dict)  # Why partitions failed.
+    told: set[str] = field(default_factory=set)  # Failed partitions of which an attempt before has told.
     handler: Any = None  # Dagster's handler of all other Pipes messages.
     owner: Ownership = UNCONTESTED  # Of the payload; only its owner materializes partitions.
-    _pipes: Any = None
     loss_timeout: float = 86400.0  # Seconds for which the cluster may be out of reach.
+    _pipes: Any = None
     _unknown_since: float | None = None  # Since when the owner is not known, by the monotonic clock.
 
     @property
@@ -170,16 +184,29 @@ class PartitionResults:
             return  # A payload that a retry has taken over tells again what is materialized already.
         evidence = Evidence(end=found["end"])
         evidence.last_output.extend((stream, text) for stream, text in found["output"])
-        results = self._results(key, found["messages"], evidence)
-        verdict = judge(evidence, self.uses_pipes, self.require_messages)
+        self.conclude(key, evidence, found["messages"], found["usage"])
+
+    def conclude(
+        self,
+        key: str,
+        evidence: Evidence,
+        messages: Sequence[str],
+        usage: Mapping[str, Any],
+        own: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Verdict:
+        """Judge a partition that has ended, and materialize it, with its usage and its `own` metadata, or log why it failed."""
+        results = self._results(key, messages, evidence)
+        verdict = with_hint(judge(evidence, self.uses_pipes, self.require_messages), evidence)
         if verdict.kind is None:
+            assert evidence.end is not None  # Without an end nothing succeeds.
             if self._may_write():
-                self._materialize(key, results, found)
-            return
-        self.failed[key] = with_hint(verdict, evidence).sentence
-        if len(self.failed) <= _LOGGED:
+                self._materialize(key, results, evidence.end, usage, own)
+            return verdict
+        self.failed[key] = verdict
+        if len(self.failed) <= _LOGGED and key not in self.told:
             more = "; further failures are not logged one by one" if len(self.failed) == _LOGGED else ""
-            self.context.log.error(f"[rayslurm] partition {key!r} failed: {self.failed[key]}{more}")
+            self.context.log.error(f"[rayslurm] partition {key!r} failed: {verdict.sentence}{more}")
+        return verdict
 
     def _may_write(self) -> bool:
         """Returns whether this attempt owns the payload; while the connection is lost, waits for an answer."""
@@ -206,6 +233,8 @@ class PartitionResults:
                 message = json.loads(line)
                 method, params = message["method"], message.get("params") or {}
                 evidence.add_message(method, params)
+                if key in self.told:
+                    continue
                 if method == "log":
                     self.handler.handle_message({**message, "params": {**params, "message": f"[{key}] {params['message']}"}})
                 elif method == "report_asset_check":
@@ -222,9 +251,16 @@ class PartitionResults:
                 evidence.message_error = f"it reports asset {each.asset_key.to_user_string() if each.asset_key else None!r}"
         return results
 
-    def _materialize(self, key: str, results: Sequence[dg.MaterializeResult], found: Mapping[str, Any]) -> None:
-        end, usage = found["end"], found["usage"]
+    def _materialize(
+        self,
+        key: str,
+        results: Sequence[dg.MaterializeResult],
+        end: Mapping[str, Any],
+        usage: Mapping[str, Any],
+        own: Mapping[str, Any],
+    ) -> None:
         metadata = {name: value for each in results for name, value in (each.metadata or {}).items()}
+        metadata.update(own)
         metadata["Elapsed (s)"] = round(end["ended_at"] - end["started_at"], 2)
         metadata["CPU time (s)"] = round(usage["cpu_seconds"], 2)
         metadata["Peak memory (MiB)"] = round(usage["peak_memory"] / _MIB, 1)
@@ -259,7 +295,7 @@ class PartitionResults:
 
     def sentence(self) -> str:
         """Returns the sentence of a failure, which counts the partitions that failed or never ended, and names the first."""
-        failed = [f"{key!r} ({why})" for key, why in list(self.failed.items())[:_NAMED]]
+        failed = [f"{key!r} ({each.sentence})" for key, each in list(self.failed.items())[:_NAMED]]
         more = f" and {len(self.failed) - _NAMED:,} more" if len(self.failed) > _NAMED else ""
         lost = len(self.missing) - len(self.failed)
         what = [f"{len(self.failed):,} failed: {', '.join(failed)}{more}"] if failed else []
@@ -269,5 +305,5 @@ class PartitionResults:
     def failures_metadata(self) -> dict[str, Any]:
         """Returns the metadata of a failure: the counts, and why partitions failed, by key."""
         counts = {"Partitions": len(self.keys), "Partitions materialized": len(self.done), "Partitions failed": len(self.failed)}
-        listed = dict(list(self.failed.items())[:_LISTED])
+        listed = {key: each.sentence for key, each in list(self.failed.items())[:_LISTED]}
         return {**counts, **({"Failed partitions": dg.MetadataValue.json(listed)} if listed else {})}

@@ -356,7 +356,7 @@ class PayloadRun:
                 if self._owner.confirm() and remove:
                     self.backend.connection.remove(self.run_dir)
         if self._owner.new_owner is not None:
-            raise _superseded(self._owner.new_owner)
+            raise superseded(self._owner.new_owner)
         if not lost:
             self.launch.forget()
         if remove:
@@ -396,7 +396,7 @@ class PayloadRun:
         """
         raise_ignored()
         if self._owner.new_owner is not None:
-            raise _superseded(self._owner.new_owner)
+            raise superseded(self._owner.new_owner)
         limit = self.resource.runtime_start_timeout
         # The timeout does not run while the job waits in the queue, or while the record cannot be read.
         if payload.running.waiting or payload.follower.state.unreachable_since is not None:
@@ -462,7 +462,7 @@ class PayloadRun:
         """If a later attempt has taken the payload over, raise `error` if it is an interrupt, else a RunFailure that says so."""
         if self._owner.new_owner is None:
             return
-        failure = _superseded(self._owner.new_owner)
+        failure = superseded(self._owner.new_owner)
         if not isinstance(error, Exception):
             self.log.warning(f"[rayslurm] {failure.description}")
             raise error
@@ -500,7 +500,8 @@ class PayloadRun:
         return problem
 
 
-def _superseded(successor: str) -> RunFailure:
+def superseded(successor: str) -> RunFailure:
+    """Returns the failure of an attempt whose payload a later attempt, given in words, has taken over."""
     return RunFailure(
         FailureKind.SUPERSEDED,
         f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "

@@ -20,7 +20,7 @@ CHUNK = 1024 * 1024  # Most bytes of one read of a record.
 # that late (nfs(5): acregmax is 60 seconds).
 VISIBILITY_TIMEOUT = 60.0
 # Phases that are warnings in the Dagster log, because the user should fix something.
-_WARNING_PHASES = ("memory", "metrics", "not-node-local", "own-ray", "unschedulable")
+WARNING_PHASES = ("memory", "metrics", "not-node-local", "own-ray", "unschedulable")
 # Most polls after the ends of all records, to wait for a component whose record still ends before the last requeue.
 _LATE_POLLS = 10
 
@@ -215,7 +215,7 @@ class Follower:
         if kind == "pipes":
             self.messages.forward(record["line"], self.evidence)
         elif kind == "phase":
-            level = logging.WARNING if record["phase"] in _WARNING_PHASES else logging.INFO
+            level = logging.WARNING if record["phase"] in WARNING_PHASES else logging.INFO
             self.messages.log(level, f"{record['phase']}: {record['message']}")
 
     def _warn(self, text: str) -> None:

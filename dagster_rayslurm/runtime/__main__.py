@@ -1,4 +1,4 @@
-"""`python -I runtime.pyz run DIR` (or `node`, `part`, `session`, `serve`, `ask`); `relay | ray-node … | health … | archive …`."""
+"""`python -I runtime.pyz run DIR`; other roles: `node element part session serve ask`, `relay ray-node health archive`."""
 
 # Types stand in comments, because an older Python must parse this file to say that it is too old. Each role imports what it
 # needs when it begins: a start takes about 0.13 s, most of it imports.
@@ -66,6 +66,25 @@ def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
         return runner.exit_code
 
     return _lead_or_work(spec, _allocation(spec), run_dir, lead)
+
+
+def element(spec, array_dir):  # type: (RuntimeSpec, str) -> int
+    """Run the runtime on one node of an element of a job array; returns the exit code.
+
+    Like `node`, with a run directory of the element's own below the directory of the array.
+    """
+    from .payload import element as elements
+    from .supervisor import request_server
+
+    here, own = _allocation(spec), elements.find(array_dir, int(os.environ["SLURM_ARRAY_TASK_ID"]))
+
+    def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
+        own.lay_out()
+        request_server.serve_run_dir(runner, own.run_dir).on_ended.append(own.mark_ended)
+        _run_on_time(runner, here)
+        return runner.exit_code
+
+    return _lead_or_work(own.spec(spec), here, own.run_dir, lead)
 
 
 def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
@@ -175,7 +194,7 @@ def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.
 
 
 # Roles that srun starts as tasks of a Slurm step.
-_IN_A_STEP = {"node": node, "part": part, "session": session}
+_IN_A_STEP = {"node": node, "element": element, "part": part, "session": session}
 _ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads; each has a keeper as its parent.
 
 

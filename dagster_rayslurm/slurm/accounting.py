@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..errors import FailureKind
 from ..runtime.node.allocation import expand_nodelist, parse_duration
 from ..ssh.base import Connection
+from .arrays import elements_of
 from .shared_queue import parse_count, run_slurm, unanswered
 from .states import TERMINAL
 
@@ -78,7 +79,7 @@ _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (
 class JobFacts:
     """The facts that Slurm knows of a job, or of one component. Durations are in seconds, sizes in bytes; None is unknown."""
 
-    job_id: int  # The number of a heterogeneous job is that of its first component.
+    job_id: int | str  # The number of a heterogeneous job is that of its first component; "12_7" is an element of an array.
     state: str  # As Slurm writes it, such as "TIMEOUT"; without the "by 1001" of sacct.
     # Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself.
     cancelled_by: int | None = None
@@ -191,7 +192,40 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
     return combine([_from_sacct(job_id + number, rows) for number, rows in sorted(attempts.items())])
 
 
-def _from_sacct(number: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
+def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tuple[int, int], JobFacts]:
+    """Queries the accounting, in one call, for the facts of elements of job arrays.
+
+    `jobs` are arrays and elements, such as "12" and "13_7". Returns the facts by array id and number, and none where there is no
+    accounting. Raises OSError for a failed connection.
+    """
+    command = ["sacct", f"--jobs={','.join(jobs)}", "--noheader", "--parsable2", "--duplicates", f"--format={_SACCT_FORMAT}"]
+    done = run_slurm(connection, ["env", "LC_ALL=C", *command], timeout=_TIMEOUT)
+    return parse_sacct_elements(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else {}
+
+
+def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
+    """Returns the facts of all elements of arrays, after their last requeue, from `sacct --duplicates` with `SACCT_FIELDS`."""
+    attempts: dict[str, list[list[dict[str, str]]]] = {}
+    for line in text.splitlines():
+        fields = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
+        label, _, step = fields["JobID"].partition(".")
+        if len(fields) < len(SACCT_FIELDS):
+            continue
+        if not step:
+            attempts.setdefault(label, []).append([fields])
+        elif label in attempts:
+            attempts[label][-1].append(fields)
+    found: dict[tuple[int, int], JobFacts] = {}
+    for label, rows in attempts.items():
+        array, numbers = elements_of(label) or (0, [])
+        for number in numbers:
+            # Elements that were cancelled while they waited are in one row; one of its own says more.
+            if "[" not in label or (array, number) not in found:
+                found[array, number] = _from_sacct(f"{array}_{number}", rows)
+    return found
+
+
+def _from_sacct(number: int | str, attempts: list[list[dict[str, str]]]) -> JobFacts:
     """Returns the facts of a job, or of a component, from its last run: `attempts` has its sacct rows for each (re)queued run."""
     job, *steps = attempts[-1]
     facts = _facts(number, job["State"], job["Reason"], job["ExitCode"], job["NodeList"], job["NNodes"])
@@ -206,7 +240,7 @@ def _from_sacct(number: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
     )
 
 
-def _facts(number: int, state: str, reason: str, exit_code: str, nodes: str, num_nodes: str) -> JobFacts:
+def _facts(number: int | str, state: str, reason: str, exit_code: str, nodes: str, num_nodes: str) -> JobFacts:
     """Returns the facts made of those fields that scontrol and sacct print in the same form.
 
     After a node failure the facts have no exit code, as Slurm then shows a wrong one.

@@ -31,6 +31,9 @@ _TEMPORARY = re.compile(
     r"|MaxJobCount limit|job queue full|MaxSubmitJob|GrpSubmitJob"
 )
 
+# Errors of sbatch for a job array that may be all right with fewer elements, or once others have ended.
+_NO_ROOM = re.compile(r"MaxSubmitJob|GrpSubmitJob|MaxJobCount limit|job queue full|Invalid job array specification")
+
 _PARTITIONS = "set SlurmQueueConfig.partition to one that `sinfo -s` lists"
 
 # Advice for each error of sbatch, by a pattern of the error; the first match counts.
@@ -99,6 +102,11 @@ def is_temporary(stderr: str) -> bool:
     slurmctld may have taken the job although its answer was lost, so search for the job by its name first.
     """
     return bool(_TEMPORARY.search(stderr))
+
+
+def lacks_room(stderr: str) -> bool:
+    """Whether sbatch refused a job array only for its number of elements, or that of the user's other jobs."""
+    return bool(_NO_ROOM.search(stderr))
 
 
 def with_requested_values(sentence: str, request: JobRequest) -> str:

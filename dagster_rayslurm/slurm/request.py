@@ -17,7 +17,7 @@ from typing import Any
 from ..config import check_environment, check_line, mebibytes, time_limit_seconds
 from ..fields import check_text
 from ..runtime.node.resources import SHARE_FOR_RAY, Footprint
-from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT
+from ..runtime.protocol.record import CANCEL, COMPONENTS, ELEMENT_LOG, ENDED, EXIT
 from .config import AUTO, SlurmQueueConfig, split_signal
 
 # Options that request GPUs, other than --gpus-per-node with its own field.
@@ -131,7 +131,7 @@ _RESERVED = {
     "with it sbatch submits nothing": "help test-only usage version",
     "what the job writes stands in its run directory": "chdir error open-mode output",
     "the job's script and its srun would run elsewhere": "batch container container-id het-group pack-group",
-    "each run is one job": "array",
+    'run_partitions(allocation="each") makes the job arrays': "array",
     "it names the Dagster run, step and partition": "comment",
     "the job reads nothing": "input",
     "the job is found again by its name": "job-name",
@@ -164,6 +164,7 @@ class JobRequest:
     queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)
     component_id: str | None = None
     further_components: tuple[JobRequest, ...] = ()
+    array: str | None = None  # The value of `--array`, such as "0-99%16"; None for a job that is no array.
 
     @property
     def components(self) -> tuple[JobRequest, ...]:
@@ -343,8 +344,11 @@ echo "$SLURM_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $code" >>{exit}
 if [ "$code" != 0 ] && cat {cancel} {components}/*/{cancel} 2>/dev/null | grep -q '"op": "cancel"'; then
     scancel --quiet "$SLURM_JOB_ID" && sleep 20
 fi
-exit "$code"
+{mark}exit "$code"
 """
+# What the script of an element does first, and last: its run directory is below that of the array.
+_ELEMENT = 'mkdir -p "$SLURM_ARRAY_TASK_ID" && cd "$SLURM_ARRAY_TASK_ID" || exit'
+_ELEMENT_ENDED = f': >"../$SLURM_ARRAY_TASK_ID{ENDED}"\n'
 
 
 def sbatch_quote(text: str) -> str:
@@ -372,7 +376,8 @@ def render_script(
     """Returns the text of the batch script of a job.
 
     The script appends the exit code of srun to the file `exit` in the run directory (see `parse_exit`). Messages of Slurm go
-    to `slurm.log` there, and the output of each node's runtime to `node-<number>.log`. A requeued job runs the script again
+    to `slurm.log` there, those of element 7 of a job array to `7.log`, and the output of each node's runtime to
+    `node-<number>.log`. A requeued job runs the script again
     and appends to the same files.
 
     `command` is the runtime, started once on each node, and `site` are environment variables; `srun_options` are further options
@@ -381,20 +386,25 @@ def render_script(
     job_options = {
         "job-name": request.job_name,
         "comment": request.comment,
-        "output": escape_pattern(f"{run_dir}/{LOG}"),
+        # The path of an element's log is relative: in an absolute one that is escaped, nothing would be replaced.
+        "output": escape_pattern(f"{run_dir}/{LOG}") if request.array is None else f"%a{ELEMENT_LOG}",
         "open-mode": "append",
         "chdir": run_dir,
     }
     lines = ["#!/bin/sh", f"# rayslurm: {check_text(request.comment)}"]
+    if request.array is not None:
+        job_options["array"] = request.array
     lines += [f"#SBATCH --{name}={sbatch_quote(value)}" for name, value in job_options.items()]
     for number, component in enumerate(request.components):
         lines += ["#SBATCH hetjob"] if number else []
         resets = _resets(component, request.components[number - 1]) if number else ()
         lines += [f"#SBATCH {option}" for option in (*resets, *sbatch_options(component))]
-    lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit"]
+    lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit", *([_ELEMENT] if request.array is not None else [])]
     for name, value in check_environment(site, "SlurmResource.site").items():
         lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
-    lines.append(_END.format(srun=_srun(request, command, srun_options), exit=EXIT, cancel=CANCEL, components=COMPONENTS))
+    mark = _ELEMENT_ENDED if request.array is not None else ""
+    srun = _srun(request, command, srun_options)
+    lines.append(_END.format(srun=srun, exit=EXIT, cancel=CANCEL, components=COMPONENTS, mark=mark))
     return "\n".join(lines)
 
 

@@ -34,7 +34,9 @@ _ROW, _UNIT = "\x1e", "\x1f"
 # users know; %S of a pending job is when Slurm expects it to start.
 _COLUMNS = tuple("AiTrSVDNPj")
 # Without --all hidden partitions hide jobs. --states=all also shows jobs that ended, for MinJobAge (300 s by default).
-_SQUEUE = ("env", "LC_ALL=C", "SLURM_TIME_FORMAT=%s", "squeue", "--me", "--all", "--noheader", "--states=all")
+# SLURM_BITSTR_LEN=0 shows all numbers of an array's elements that wait, which squeue cuts otherwise.
+_OWN = ("squeue", "--me", "--all", "--noheader", "--states=all")
+_SQUEUE = ("env", "LC_ALL=C", "SLURM_TIME_FORMAT=%s", "SLURM_BITSTR_LEN=0", *_OWN)
 _FORMAT = _ROW + "".join(f"{_UNIT}%{column}" for column in _COLUMNS)
 
 
@@ -147,6 +149,10 @@ class QueueSnapshot:
         leader = str(job_id) if row is None else row.leader_label
         own = [each for each in self.rows if "+" in each.label and each.leader_label == leader]
         return tuple(sorted(own, key=lambda each: each.job_id))
+
+    def elements(self, array_id: int) -> tuple[QueueRow, ...]:
+        """The rows of a job array's elements; one row for all that wait. Empty for other jobs."""
+        return tuple(row for row in self.rows if row.label.startswith(f"{array_id}_"))
 
     def named(self, name: str) -> tuple[QueueRow, ...]:
         """The rows of the jobs with this name."""

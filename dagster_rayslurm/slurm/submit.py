@@ -15,13 +15,13 @@ from ..edge import slurm
 from ..edge.sessions import JOB_ID
 from ..errors import FailureKind, StartError
 from ..ssh.base import Completed, Connection, ConnectionFailed, ConnectionLost
-from .refusals import explain, is_temporary, with_requested_values
+from .refusals import explain, is_temporary, lacks_room, with_requested_values
 from .request import JobRequest
-from .shared_queue import ClusterClock, SlurmUnanswered, ask_patiently, fetch_queue, run_slurm, stderr_of
+from .shared_queue import ClusterClock, QueueRow, QueueSnapshot, SlurmUnanswered, ask_patiently, fetch_queue, run_slurm, stderr_of
 from .states import TERMINAL
 
 JOB_SCRIPT = "job.sh"
-_FOUND = re.compile(r"(?P<job>[0-9]+)(?:\+[0-9]+)?\|(?P<state>.*)")
+_FOUND = re.compile(r"(?P<job>[0-9]+)(?:\+[0-9]+|_[0-9]+|_\[[^]|]*\])?\|(?P<state>.*)")
 # State and reason of a job that Slurm refused, and of components before the refused one (tried on 22.05 and 24.11).
 _REFUSED, _GIVEN_UP = "FAILED|BadConstraints", "CANCELLED|None"
 _SBATCH_ERROR = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
@@ -38,7 +38,12 @@ _LATE_SUBMISSION = 2.0  # Seconds for which a job may still appear in the queue 
 
 
 class SubmissionRefused(StartError):
-    """Raised when Slurm does not take the job, or the run directory cannot be made; nothing was submitted."""
+    """Raised when Slurm does not take the job, or the run directory cannot be made; nothing was submitted.
+
+    With `lacks_room` the job is an array, of which Slurm may take a smaller one, or the same one later.
+    """
+
+    lacks_room = False
 
 
 class ClaimTaken(Exception):
@@ -117,7 +122,10 @@ def submit(
             answer = run_slurm(connection, command, b"", _TIMEOUT, request.login_variables, slurm.submit, options)
         except (ConnectionLost, TimeoutError) as error:
             answer = error
-        step = next_step(answer, claim, left)
+        step, full = next_step(answer, claim, left), False
+        if request.array is not None and isinstance(answer, Completed) and answer.returncode:
+            full = lacks_room(stderr_of(answer))
+            step = NextStep.REFUSE if full else step
         if step is NextStep.DONE and isinstance(answer, Completed) and (match := _ANSWER.fullmatch(answer.stdout)):
             submitted = SubmittedJob(match[2].decode(), float(match[1]))
             clock.observe(submitted.at, sent, clock.local())
@@ -126,6 +134,8 @@ def submit(
             raise ClaimTaken
         failure = answer if isinstance(answer, ConnectionLost) else _refusal(connection, answer, run_dir, request)
         if step is NextStep.REFUSE:
+            if isinstance(failure, SubmissionRefused):
+                failure.lacks_room = full
             raise failure
         then = "it is submitted again" if step is NextStep.FIND_OR_REPEAT else "it is given up"
         warn(f"[rayslurm] {failure}; the job is looked for before {then}")
@@ -192,7 +202,7 @@ def _named(connection: Connection, job_name: str) -> str:
 def parse_jobs_found(text: str) -> list[str]:
     """Returns the ids of the jobs in lines "ID|STATE|REASON", without jobs that Slurm refused.
 
-    Components of a heterogeneous job count as one job, with the id of the first one.
+    Components of a heterogeneous job count as one job, with the id of the first one, and elements of an array as the array.
     """
     rows = [match for match in map(_FOUND.fullmatch, text.splitlines()) if match]
     refused = any(row["state"].startswith(_REFUSED) for row in rows)
@@ -200,30 +210,42 @@ def parse_jobs_found(text: str) -> list[str]:
     return list(dict.fromkeys(row["job"] for row in rows if not row["state"].startswith(ignored)))
 
 
-def wait_until_gone(connection: Connection, job_id: int, patience: float = 0.0) -> bool:
+def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.0) -> bool:
     """Cancels a job repeatedly until Slurm shows it as over or no longer knows it; returns False if that takes over a minute.
 
-    The job may end by itself for `patience` seconds before the first cancellation.
+    `job` is the id of a job, or the label of one element of an array ("17_3") or of the elements that wait ("17_[3-5]"). The job
+    may end by itself for `patience` seconds before the first cancellation.
     """
     began = time.monotonic()
     pause = 0.1
     while True:
         with contextlib.suppress(OSError):
-            rows = [row for row in fetch_queue(connection).components(job_id) if row.state not in TERMINAL]
+            rows, targets = _alive(fetch_queue(connection), str(job))
             if not rows:
                 return True
             if time.monotonic() - began >= patience and any(row.state != "COMPLETING" for row in rows):
-                # The id of the first component stands for the whole job while that component is not over.
-                alive = [str(row.job_id) for row in rows]
-                targets = [str(job_id)] if str(job_id) in alive else alive
-                array, _, task = rows[0].label.partition("_")
-                if task:  # The last task of an array has the number of the array, which stands for all tasks (tried on 22.05).
-                    targets = ["--state=PENDING", array] if task.startswith("[") else [rows[0].label]
                 run_slurm(connection, ["scancel", *targets], timeout=60)
         if time.monotonic() - began > _GONE_DEADLINE:
             return False
         time.sleep(pause)
         pause = min(2 * pause, 3.0)
+
+
+def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
+    """Returns the rows of a job that is not over, and the arguments of scancel that end the job."""
+    number, _, element = job.partition("_")
+    array = queue.elements(int(number))
+    # The last element of an array has the number of the array, which stands for all elements (tried on 22.05).
+    if element:
+        waiting = element.startswith("[")
+        rows = [row for row in array if (row.label.startswith(f"{number}_[") if waiting else row.label == job)]
+        targets = ["--state=PENDING", number] if waiting else [job]
+    else:
+        rows, targets = [*(array or queue.components(int(number)))], [number]
+    alive = [row for row in rows if row.state not in TERMINAL]
+    if not element and not array and number not in (ids := [str(row.job_id) for row in alive]):
+        targets = ids  # The id of the first component stands for the whole job only while that component is not over.
+    return alive, targets
 
 
 def cancel_named(connection: Connection, name: str, log: Any) -> None:

@@ -176,7 +176,7 @@ def test_a_failure_links_to_the_section_of_its_kind(kind: FailureKind) -> None:
 
 
 def test_every_phase_that_is_a_warning_is_on_that_page() -> None:
-    assert all(f"| `{phase}: " in TROUBLES for phase in follower._WARNING_PHASES)
+    assert all(f"| `{phase}: " in TROUBLES for phase in follower.WARNING_PHASES)
 
 
 @pytest.mark.parametrize("sentence", dict.fromkeys(map(first_clause, messages())))

@@ -8,7 +8,7 @@ or when a test says so.
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 TERMINAL = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
@@ -25,6 +25,8 @@ FIRST_STATE = {
     "kill_wait": 2.0,
     "min_job_age": None,  # Seconds after which slurmctld forgets a job that has ended; None: never.
     "accounting": True,
+    "max_array_size": 1001,
+    "max_submit": None,  # Most jobs of the user that are not over; None for any number.
     "faults": {},
     "jobs": {},
 }
@@ -73,7 +75,13 @@ def new_job(job_id: int, now: float, **fields: Any) -> Job:
     }
     plain |= {"restarts": 0, "exit_code": 0, "signal": 0, "time_limit": 3600, "mem": 0, "account": "", "requeue": False}
     plain |= {"directory": "/", "output": "/dev/null", "cancelled_by": None, "ends_as": None, "steps": [], "attempts": []}
+    plain |= {"array": None, "task": None, "throttle": None, "gone": False}
     return {**plain, "group": None, "cpus": 1, "live": False, "launched": True, "script": "", **fields}
+
+
+def elements(state: State, array: int) -> list[Job]:
+    """The elements of a job array, in order; empty for another job."""
+    return [job for job in state["jobs"].values() if job["array"] == array]
 
 
 # -- how jobs change -----------------------------------------------------------------------------------------------------
@@ -86,6 +94,18 @@ def start(state: State, job_id: int, now: float) -> None:
         nodes = nodes[: job["num_nodes"]]
         job |= {"state": "RUNNING", "reason": "None", "start": now, "nodes": nodes, "end": None, "ends_as": None}
         job |= {"live": state["runs"], "launched": False}
+
+
+def start_elements(state: State, array: int | None, now: float) -> None:
+    """Start pending elements of an array, as many as its limit on running ones allows; does nothing for None."""
+    if array is None or not state["starts"]:
+        return
+    own = elements(state, array)
+    running = sum(job["state"] in ("RUNNING", "COMPLETING") for job in own)
+    for job in own:
+        if job["state"] == "PENDING" and (job["throttle"] is None or running < job["throttle"]):
+            start(state, job["id"], now)
+            running += 1
 
 
 def launches(state: State) -> list[int]:
@@ -110,6 +130,8 @@ def end(state: State, job_id: int, final: str, now: float, reason: str = "None",
         job["end"] = now
         if job["state"] == "REQUEUED":
             _requeue(job, now)
+        if not job["live"]:
+            start_elements(state, job["array"], now)
 
 
 def script_ended(state: State, job_id: int, code: int, now: float) -> None:
@@ -123,8 +145,10 @@ def script_ended(state: State, job_id: int, code: int, now: float) -> None:
             _requeue(job, now)
         else:
             job["state"] = job["ends_as"]
-    if first_of(state, job_id)["state"] == "PENDING" and state["starts"]:
+    first = first_of(state, job_id)
+    if first["state"] == "PENDING" and first["array"] is None and state["starts"]:
         start(state, job_id, now)
+    start_elements(state, first["array"], now)
 
 
 def _requeue(job: Job, now: float) -> None:
@@ -193,22 +217,49 @@ def sbatch(state: State, words: list[str], script: str, caller: Caller, now: flo
                 script=script if number == 0 else "",
             )
         )
-    state["next_id"] += len(groups)
+    if "array" in groups[0]:
+        span, _, throttle = groups[0]["array"].partition("%")
+        tasks = range(int(span.partition("-")[0]), int(span.partition("-")[2] or span) + 1)
+        if tasks[-1] >= state["max_array_size"]:
+            return _error("sbatch", f"{failed}Invalid job array specification")
+        jobs = [_element(jobs[0], first, task, task == tasks[-1], throttle) for task in tasks]
+    alive = sum(job["state"] not in TERMINAL for job in state["jobs"].values())
+    if state["max_submit"] is not None and alive + len(jobs) > state["max_submit"]:
+        policy = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+        return _error("sbatch", "AssocMaxSubmitJobLimit", f"{failed}{policy}")
+    state["next_id"] += len(jobs)
     state["jobs"].update({str(job["id"]): job for job in jobs})
+    if "array" in groups[0]:
+        start_elements(state, first, now)
+        return Answer(out=f"{first}\n")
     if state["starts"] and all(job["reason"] == state["reason"] for job in jobs):
         start(state, first, now)
     return Answer(out=f"{first}\n")
 
 
+def _element(job: Job, array: int, task: int, last: bool, throttle: str) -> Job:
+    """One element of an array; the last one has the id of the array, the others get ids behind it."""
+    own = array if last else array + 1 + task
+    output = job["output"].replace("%a", str(task))
+    fields = {"id": own, "leader": own, "label": f"{array}_{task}", "array": array, "task": task}
+    return {**job, **fields, "throttle": int(throttle) if throttle else None, "output": output}
+
+
 def scancel(state: State, words: list[str], caller: Caller, now: float) -> Answer:
     options, ids = options_of(words)
     chosen, error = [], ""
-    for word in ids:  # The number of an array stands for all its tasks, even if one of them has that number itself.
-        tasks = [job for job in state["jobs"].values() if job["label"] == word or job["label"].startswith(f"{word}_")]
-        chosen += [job["id"] for job in tasks if job["state"] == options.get("state", job["state"])] if tasks else [int(word)]
+    for word in ids:  # The number of an array stands for all its elements, even if one of them has that number itself.
+        own = [job for job in state["jobs"].values() if job["label"] == word or job["label"].startswith(f"{word}_")]
+        # Those that wait first, or they would start now.
+        own = [job for job in own if job["state"] == options.get("state", job["state"])]
+        own.sort(key=lambda job: job["state"] != "PENDING")
+        if "_" in word:
+            for job in own:  # One that waits leaves all lists.
+                job["gone"] = job["state"] == "PENDING"
+        chosen += [job["id"] for job in own] or ([int(word)] if word.isdecimal() and "state" not in options else [])
     if "name" in options:
         chosen += [job["id"] for job in state["jobs"].values() if job["name"] == options["name"]]
-    for job_id in chosen:
+    for job_id in dict.fromkeys(chosen):
         if not components(state, job_id) and "quiet" not in options:
             error += f"scancel: error: Kill job error on job id {job_id}: Invalid job id specified\n"
         end(state, job_id, "CANCELLED", now, by=caller.user)
@@ -218,7 +269,7 @@ def scancel(state: State, words: list[str], caller: Caller, now: float) -> Answe
 def squeue(state: State, words: list[str], caller: Caller, now: float) -> Answer:
     options, _ = options_of(words)
     wanted = options.get("jobs") or options.get("job")
-    rows = list(_remembered(state, now))
+    rows = [job for job in _listed(_remembered(state, now)) if not job["gone"]]
     if wanted is not None:
         ids = [int(word) for word in wanted.split(",")]
         rows = [job for job in rows if job["id"] in ids or job["leader"] in ids]
@@ -242,10 +293,13 @@ def sacct(state: State, words: list[str], caller: Caller, now: float) -> Answer:
     options, _ = options_of(words)
     if not state["accounting"]:
         return Answer(1, err="Slurm accounting storage is disabled\n")
-    jobs = components(state, int(options["jobs"])) if "jobs" in options else list(state["jobs"].values())
+    jobs = list(state["jobs"].values())
+    if "jobs" in options:
+        named = options["jobs"].split(",")
+        jobs = [job for job in jobs if {str(job["id"]), str(job["leader"]), str(job["array"]), job["label"]} & set(named)]
     lines = ""
-    for job in jobs:
-        if "name" in options and job["name"] != options["name"]:
+    for job in _listed(jobs):
+        if job["gone"] or ("name" in options and job["name"] != options["name"]):
             continue
         for attempt in [*job["attempts"], job] if "duplicates" in options else [job]:
             by = "" if attempt["cancelled_by"] is None else f" by {attempt['cancelled_by']}"
@@ -264,7 +318,8 @@ def sacct(state: State, words: list[str], caller: Caller, now: float) -> Answer:
 def scontrol(state: State, words: list[str], caller: Caller, now: float) -> Answer:
     _, words = options_of(words)
     if words[:2] == ["show", "config"]:
-        return Answer(out="JobAcctGatherParams     = (null)\n")
+        size = state["max_array_size"]
+        return Answer(out=f"JobAcctGatherParams     = (null)\nMaxArraySize            = {size}\n")
     if words[:2] == ["show", "partition"]:
         default = next(iter(state["partitions"]))
         names = ((name, "YES" if name == default else "NO") for name in state["partitions"])
@@ -322,6 +377,20 @@ PROGRAMS: dict[str, Callable[[State, list[str], Caller, float], Answer]] = {
     "sinfo": sinfo,
 }
 """The programs of slurmctld's clients, by name, except sbatch, which also takes the text of a script."""
+
+
+def _listed(jobs: Iterable[Job]) -> Iterator[Job]:
+    """The jobs as they are listed: one row for all elements of an array that wait, or were cancelled while they waited."""
+    waiting: dict[tuple[int, str], list[Job]] = {}
+    for job in jobs:
+        if job["array"] is None or job["start"] is not None or job["gone"]:
+            yield job
+        else:
+            waiting.setdefault((job["array"], job["state"]), []).append(job)
+    for (array, _), own in waiting.items():
+        throttle = "" if own[0]["throttle"] is None else f"%{own[0]['throttle']}"
+        tasks = ",".join(str(job["task"]) for job in own)
+        yield {**own[0], "id": array, "leader": array, "label": f"{array}_[{tasks}{throttle}]"}
 
 
 def _remembered(state: State, now: float) -> Iterator[Job]:

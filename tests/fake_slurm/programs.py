@@ -73,6 +73,8 @@ def slurmd(base: str, words: list[str]) -> int:
     env = {name: value for name, value in os.environ.items() if name != "FAKE_SLURM"}
     env |= {MARK: f"{base}:{job_id}", "SLURM_JOB_ID": str(job_id), "SLURM_JOB_NAME": first["name"], "SLURM_NODEID": "0"}
     env |= _variables(first, "")
+    if first["array"] is not None:
+        env |= {"SLURM_ARRAY_JOB_ID": str(first["array"]), "SLURM_ARRAY_TASK_ID": str(first["task"])}
     if first["restarts"]:
         env["SLURM_RESTART_COUNT"] = str(first["restarts"])
     if len(jobs) > 1:
@@ -80,7 +82,7 @@ def slurmd(base: str, words: list[str]) -> int:
         for job in jobs:
             env |= {"SLURM_JOB_ID_HET_GROUP_%d" % job["group"]: str(job["id"])}
             env |= _variables(job, f"_HET_GROUP_{job['group']}")
-    with open(first["output"], "ab") as output:
+    with open(os.path.join(first["directory"], first["output"]), "ab") as output:
         script = subprocess.Popen(
             [f"{base}/job-{job_id}.sh"],
             env=env,

@@ -25,18 +25,15 @@ COUNT = 50
 DEFINITIONS = """
     import sys
     import dagster as dg
-    from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig, SlurmResource
+    from dagster_rayslurm import *
 
     KEYS = [f"p{{number:02}}" for number in range({count})]
 
     @dg.asset(partitions_def=dg.StaticPartitionsDefinition(KEYS), backfill_policy=dg.BackfillPolicy.single_run())
     def scores(context: dg.AssetExecutionContext, compute: ComputeResource):
-        return compute.run_partitions(context, "payload.py", max_concurrent=2).get_materialize_result()
+        return compute.run_partitions(context, "payload.py", max_concurrent=2, **{arguments}).get_materialize_result()
 
-    compute = ComputeResource(
-        mode="slurm-session", slurm=SlurmResource(remote_base={base!r}, poll_interval=1),
-        default_launcher=BashLauncher(grace_period=1), local_base={base!r}, session=SessionConfig(idle_timeout=2),
-    )
+    compute = {compute}
     job = dg.define_asset_job("job", "scores", executor_def=dg.in_process_executor)
     defs = dg.Definitions([scores], jobs=[job], resources={{"compute": compute}})
 
@@ -53,6 +50,10 @@ DEFINITIONS = """
             result = dg.execute_job(dg.reconstructable(definitions.made), instance=instance, tags=tags, **how)
         sys.exit(0 if result.success else 1)
 """
+SESSION = """ComputeResource(
+        mode="slurm-session", slurm=SlurmResource(remote_base={base!r}, poll_interval=1),
+        default_launcher=BashLauncher(grace_period=1), local_base={base!r}, session=SessionConfig(idle_timeout=2),
+    )"""
 PAYLOAD = pipes_script("""
     import os, pathlib, time
     home, key = pathlib.Path({home!r}), pipes.partition_key
@@ -67,12 +68,15 @@ PAYLOAD = pipes_script("""
 
 
 class Service:
-    """A Dagster instance in a directory; each attempt at the run is a process."""
+    """A Dagster instance in a directory; each attempt at the run is a process.
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        (home / "payload.py").write_text(PAYLOAD.format(home=str(home)))
-        fields = {"base": str(home / "base"), "count": COUNT}
+    `compute` is Python for the resource, `shared` a directory that payloads see, and `arguments` are further ones of the call.
+    """
+
+    def __init__(self, home: Path, compute: str, shared: str = "", count: int = COUNT, **arguments: object) -> None:
+        self.home, self.count = home, count
+        (home / "payload.py").write_text(PAYLOAD.format(home=shared or str(home)))
+        fields = {"compute": compute, "count": count, "arguments": repr(arguments)}
         (home / "definitions.py").write_text(textwrap.dedent(DEFINITIONS).format(**fields))
         (home / "dagster.yaml").write_text(PLAIN_INSTANCE)
         self.dagster = dg.DagsterInstance.from_config(str(home))
@@ -111,7 +115,7 @@ class Service:
 
     def materialized(self) -> list[str]:
         """The keys of all materializations so far."""
-        records = self.dagster.fetch_materializations(dg.AssetKey("scores"), limit=10 * COUNT).records
+        records = self.dagster.fetch_materializations(dg.AssetKey("scores"), limit=10 * self.count).records
         return sorted(str(each.partition_key) for each in records)
 
     def ran(self) -> "collections.Counter[str]":
@@ -126,7 +130,7 @@ class Service:
 
 @pytest.fixture
 def service(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Service]:
-    made = Service(tmp_path)
+    made = Service(tmp_path, SESSION.format(base=str(tmp_path / "base")))
     yield made
     made.kill()
     made.dagster.dispose()

@@ -82,9 +82,8 @@ class Runner:
         """Fork a process for a partition; returns None here, and the environment for its command in the forked process."""
         self._started += 1
         files = os.path.join(self._directory, "%d-" % self._started)
-        context = {**self._context, "partition_key": key, "partition_key_range": {"start": key, "end": key}}
         with open(files + "context", "w", encoding="utf-8") as file:
-            json.dump({**context, "partition_time_window": self._windows[key]}, file)
+            json.dump(context_of(self._context, key, self._windows[key]), file)
         # A SIGTERM waits until this process knows of the forked one, and the forked one has the usual handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         pid = os.fork()
@@ -136,6 +135,12 @@ class Runner:
         view = memoryview(line.encode("ascii") + b"\n")
         while view:
             view = view[os.write(self._messages, view) :]
+
+
+def context_of(context: Dict[str, Any], key: str, window: Optional[Dict[str, str]]) -> Dict[str, Any]:
+    """The Pipes context of one partition, from the one that all partitions share."""
+    own = {"partition_key": key, "partition_key_range": {"start": key, "end": key}, "partition_time_window": window}
+    return {**context, **own}
 
 
 def _show(path: str, number: int, title: str) -> str:

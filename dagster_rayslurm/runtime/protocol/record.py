@@ -32,6 +32,10 @@ CLUSTER = "cluster.json"  # How to reach the payload's Ray cluster (`ClusterAcce
 CANCEL = "cancel.json"  # The request to cancel the payload; empty as long as there is none.
 LOCK = "lock"  # Locked while the Dagster process lives that follows the payload; only in a session on its machine.
 EXIT = "exit"  # The exit code of `srun`, written by the batch script.
+# Suffixes of files in the directory of a job array, after the number of an element: its batch script's output, and the mark of
+# its end. The run directory of the element has the number as its name.
+ELEMENT_LOG = ".log"
+ENDED = ".ended"
 COMPONENTS = "components"  # Directory with a run directory for each component of the separate topology.
 
 _CRC_KEY = b',"crc":"'

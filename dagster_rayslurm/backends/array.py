@@ -1,0 +1,512 @@
+"""Runs each partition of a step in an allocation of its own: as an element of a job array, in as few arrays as the site takes.
+
+The run directory of the step has a directory for each array, with the start records of all its elements, and the elements make
+their own run directories below it. One call reads the records of all elements that have ended, and one `squeue`, that all steps
+share, shows the state of all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..edge import elements
+from ..edge.sessions import JOB_ID
+from ..errors import FailureKind, StartError
+from ..failures import RunFailure
+from ..follow import Evidence
+from ..follow.follower import RecordState
+from ..outcome import needs_job_facts
+from ..plan import Plan
+from ..runtime.node.allocation import expand_nodelist
+from ..runtime.payload.partition_runner import PARTITIONS
+from ..runtime.protocol.messages import EndReason
+from ..runtime.protocol.record import CANCEL, CONTEXT, PAYLOAD, RUNTIME, SECRETS, LineReader, Record, tail_lines
+from ..runtime.protocol.spec import to_json
+from ..slurm.accounting import JobFacts, fetch_element_facts, relevant_lines
+from ..slurm.arrays import Room, array_option, count_jobs, parse_largest, parse_submit_limit, ranges, rows_by_element, waits
+from ..slurm.request import JobRequest, is_job_of, job_comment, job_name
+from ..slurm.shared_queue import QueueRow, QueueSnapshot, ask_patiently, fetch_queue, run_slurm, shared_queue
+from ..slurm.states import TERMINAL, JobPhase, JobWatch
+from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, SubmittedJob, wait_until_gone
+from .base import Step, run_files, write_run_dir
+from .batch import CLUSTER, BatchBackend, job_script, runtime_spec
+from .layout import nonce_of
+from .ownership import REQUEST_FILE, fingerprint
+from .slurm_job import STATE_TIMEOUT, SlurmJob, settling_time
+
+_MOST_BYTES = 8 * 1024 * 1024  # Of one read of records and of files.
+_MOST_OVER = 500  # Most elements without a mark of their end whose records one call reads.
+_ASK_INTERVAL = 2.0  # Seconds between two queries of Slurm's accounting.
+_MOST_NAMED = 50  # Most elements that one query of the accounting names; for more it asks for whole arrays.
+_UNSEEN_TIMEOUT = 15.0  # Seconds for which the record of an element that failed without a beginning may still come into sight.
+_FULL_PAUSE, _MOST_PAUSE = 5.0, 60.0  # Seconds until the next attempt after Slurm took no array: the first, and the longest.
+_TOUCH_INTERVAL = 3600.0  # Seconds between two touches of the run directory, which keep it from being swept.
+_LIMITS = 'exec sacctmgr --noheader --parsable2 show associations user="$(id -un)" format=account,partition,maxsubmit'
+
+
+class Superseded(Exception):
+    """Raised when a later attempt at the step has taken the arrays over."""
+
+
+@dataclass(eq=False)
+class Ended:
+    """One partition whose element has ended, with everything that is known of it."""
+
+    key: str
+    array: int  # Number of the array in the run directory.
+    label: str  # As Slurm's users write it, such as "12_7".
+    evidence: Evidence
+    messages: list[str] = field(default_factory=list)  # Pipes messages, as the payload wrote them.
+    output: list[Record] = field(default_factory=list)
+    phases: list[tuple[str, str]] = field(default_factory=list)  # Names and texts of phases.
+    waited: bool = False  # Whether it was cancelled together with all elements of its array that waited.
+    explain_by: float | None = None  # When to judge without Slurm's accounting, by the monotonic clock.
+
+
+@dataclass(eq=False)
+class _Element:
+    """One element that has not ended, as far as is known."""
+
+    key: str
+    watch: JobWatch
+    row: QueueRow | None = None  # In the last snapshot that had one.
+    begun: bool = False
+    over_at: float | None = None  # Since when Slurm calls it over, by the monotonic clock.
+    ended: Ended | None = None  # Set while only Slurm's accounting is missing.
+
+
+@dataclass(eq=False)
+class Array:
+    """One job array."""
+
+    number: int
+    job: SlurmJob
+    directory: str
+    open: dict[int, _Element]  # Elements that have not ended.
+    begun: bool = False  # Whether one of its elements has started.
+
+    @property
+    def array_id(self) -> int:
+        """Slurm's id of the array."""
+        return self.job.number
+
+
+class ArrayBackend(BatchBackend):
+    """Runs partitions as elements of job arrays. `arrays` takes the place of `start`."""
+
+    def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
+        if not (asked := self.connection.read(os.path.join(run_dir, REQUEST_FILE), 0, _MOST_BYTES)):
+            return False
+        same = asked == self.prepare(plan, run_dir, step).fingerprint
+        queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
+        alive = [row for row in queue.rows if is_job_of(row.name, plan.payload.nonce) and row.state not in TERMINAL]
+        if not same and alive:
+            step.log.warning(
+                f"[rayslurm] job array {alive[0].label} goes on with what the attempt before asked for, not with what is "
+                f"asked for now; see {run_dir} on {self.connection.place}, where `scancel --name={alive[0].name}` ends it"
+            )
+        return same and any(array["job_id"] for array in self._found(run_dir, queue))
+
+    def end_abandoned(self, run_dir: str, grace_period: float) -> None:  # noqa: ARG002
+        queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True)
+        for array in self._found(run_dir, queue):
+            if array["job_id"] and not wait_until_gone(self.connection, int(array["job_id"])):
+                sentence = f"job array {array['job_id']} of the attempt before is cancelled, and Slurm has not confirmed its end"
+                raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
+
+    def prepare(self, plan: Plan, run_dir: str, step: Step) -> _Prepared:
+        """Send a plan's files to the cluster; returns what the scripts and start records of arrays are made of."""
+        packed, interpreter, runtime = self.deliver(plan, step)
+        plan = packed.plan
+        base = self._request(plan, job_name="rayslurm", comment="")
+        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, base, self.queue)
+        lasting = to_json(replace(spec, control_key="", control_ports=[]))
+
+        def script(request: JobRequest, directory: str) -> bytes:
+            return job_script(request, interpreter, runtime, directory, self.slurm, "element").encode("utf-8", "surrogateescape")
+
+        asked = script(base, run_dir)
+        print_of = fingerprint(to_json(plan.payload), lasting, asked.decode("utf-8", "surrogateescape"))
+        return _Prepared(plan, base, to_json(spec).encode(), asked, script, print_of)
+
+    def _found(self, run_dir: str, queue: QueueSnapshot) -> list[dict[str, Any]]:
+        """Returns the arrays of a run directory, as `edge.elements.arrays` does; finds those by name whose id is not written."""
+        try:
+            arrays = self.connection.call(elements.arrays, run_dir, repeat=True)
+        except FileNotFoundError:
+            return []
+        for array in arrays:
+            rows = [row for row in queue.rows if is_job_of(row.name, f"{array['number']}-{nonce_of(run_dir)}")]
+            if rows and not array["job_id"]:
+                array["job_id"] = rows[0].label.partition("_")[0]
+                self.connection.write(_array_dir(run_dir, array["number"], JOB_ID), array["job_id"].encode() + b"\n")
+        return arrays
+
+    def arrays(
+        self, plan: Plan, run_dir: str, context: Mapping[str, Any], step: Step, keys: Sequence[str], max_concurrent: int | None
+    ) -> Arrays:
+        """Returns the arrays that run the partitions `keys`, with those of an attempt before; submits none yet.
+
+        `context` is the Pipes context with the time windows of all partitions. Raises StartError or OSError.
+        """
+        prepared = self.prepare(plan, run_dir, step)
+        made = Arrays(self, prepared, run_dir, context, step, max_concurrent, list(keys))
+        if step.reattached:
+            queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
+            for array in self._found(run_dir, queue):
+                made.adopt(array["number"], array["job_id"], array["keys"], queue)
+        else:
+            # The sweep of old files looks for the names of bundles and of the runtime in these two.
+            files = {PAYLOAD: to_json(prepared.plan.payload).encode(), JOB_SCRIPT: prepared.script_for_all}
+            write_run_dir(self.connection, run_dir, {**files, REQUEST_FILE: prepared.fingerprint, step.owner.name: b""})
+        return made
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    plan: Plan  # With the files' paths on the cluster.
+    request: JobRequest  # Without the names of a job.
+    runtime: bytes  # The start record of the runtimes.
+    script_for_all: bytes
+    script: Any  # Function that returns the batch script for a request and the directory of an array.
+    fingerprint: bytes
+
+
+@dataclass(eq=False)
+class Arrays:
+    """The job arrays of one step: submits them, watches their elements, and cancels them."""
+
+    backend: ArrayBackend
+    prepared: _Prepared
+    run_dir: str
+    context: Mapping[str, Any]
+    step: Step
+    max_concurrent: int | None
+    waiting: list[str]  # Partitions that no array has yet.
+    running: list[Array] = field(default_factory=list)  # All arrays so far, those that have ended included.
+    room: Room | None = None
+    _next_number: int = 1
+    _next_attempt: float = 0.0  # When to submit again, by the monotonic clock.
+    _pause: float = _FULL_PAUSE
+    _told_full: bool = False
+    _full_since: float | None = None
+    _snapshot: QueueSnapshot | None = None
+    _asked_at: float = 0.0
+    _ready: list[Ended] = field(default_factory=list)  # Elements that `poll` returns, or the next one after an error.
+    _touched_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.connection = self.backend.connection
+        self.queue = shared_queue(self.connection, str(self.backend.layout.queue), self.backend.slurm.poll_interval)
+        self.cluster_id = f"{CLUSTER}{self.prepared.plan.payload.nonce}"
+
+    @property
+    def open(self) -> int:
+        """The number of elements that have not ended."""
+        return sum(len(array.open) for array in self.running)
+
+    @property
+    def job_ids(self) -> str:
+        """The ids of all arrays."""
+        return ", ".join(array.job.job_id for array in self.running)
+
+    @property
+    def begun(self) -> bool:
+        """Whether an element of a present array has started."""
+        return any(array.begun for array in self.running if array.open)
+
+    # ---- Submission
+
+    def adopt(self, number: int, job_id: str, keys: Sequence[str], queue: QueueSnapshot) -> None:
+        """Go on with an array of an attempt before; one without an id was not submitted, or Slurm still works on that."""
+        self._next_number = max(self._next_number, number + 1)
+        request = self._request(number, len(keys))
+        if not job_id:
+            run_slurm(self.connection, ["scancel", "--quiet", "--me", f"--name={request.job_name}"], timeout=60)
+            return
+        # Its age is not known: what the queue shows counts from now on.
+        job = self._job(request, SubmittedJob(job_id, queue.began - 1.0), _array_dir(self.run_dir, number))
+        wanted = set(self.waiting)
+        self._add(number, job, {at: key for at, key in enumerate(keys) if key in wanted})
+        self.step.log.info(f"[rayslurm] going on with Slurm job array {job_id} of {len(keys):,} elements")
+
+    def submit_next(self) -> bool:
+        """Submit an array of the next partitions if Slurm has room for it; returns whether it did. Raises RunFailure."""
+        if not self.waiting or time.monotonic() < self._next_attempt or (self.max_concurrent is not None and self.open):
+            return False
+        if self.room is None:
+            self.room = self._ask_room()
+        now = self.queue.clock.now()
+        jobs = self.open
+        if self.room.limit is not None and (snapshot := self.queue.latest(now)) is not None:
+            jobs = max(jobs, count_jobs(snapshot.rows))
+        size = self.room.next_size(len(self.waiting), self.open, jobs)
+        if size == 0:
+            return False
+        number, keys = self._next_number, self.waiting[:size]
+        self._next_number += 1  # After a lost connection the name of this one may be that of an array that was cancelled late.
+        request = self._request(number, size)
+        request = self.backend.placed(request, self.step)
+        directory = _array_dir(self.run_dir, number)
+        try:
+            with self.backend.cancel_on_error(request, self.step):
+                job = self.backend.submit_job(directory, self._files(request, directory, keys), request, self.step)
+                self._add(number, job, dict(enumerate(keys)))
+        except SubmissionRefused as refusal:
+            if not refusal.lacks_room:
+                raise
+            self._next_number = number
+            self._wait_for_room(refusal, size)
+            return False
+        self.room, self._pause, self._full_since = self.room.taken(size), _FULL_PAUSE, None
+        left = f", {len(self.waiting):,} partitions wait for the next one" if self.waiting else ""
+        self.step.log.info(f"[rayslurm] Slurm job array {job.job_id} has {size:,} elements{left}")
+        return True
+
+    def _wait_for_room(self, refusal: SubmissionRefused, size: int) -> None:
+        assert self.room is not None
+        now = time.monotonic()
+        self.room = self.room.refused(size)
+        self._full_since = now if self._full_since is None else self._full_since
+        timeout = self.backend.queue_timeout
+        if timeout is not None and now - self._full_since > timeout and not self.open:
+            sentence = f"Slurm took no job array for queue_timeout={timeout:g} s: {refusal}"
+            raise RunFailure(FailureKind.SUBMISSION, sentence, retry=True)
+        if size == 1:
+            self._next_attempt = now + self._pause
+            self._pause = min(2 * self._pause, _MOST_PAUSE)
+        if size == 1 and not self._told_full:
+            self._told_full = True
+            self.step.log.warning(f"[rayslurm] the next job array waits until others of your jobs have ended: {refusal}")
+
+    def _ask_room(self) -> Room:
+        config = run_slurm(self.connection, ["scontrol", "show", "config"], timeout=60).stdout.decode("utf-8", "replace")
+        # Without accounting there is no limit of that kind, or none that can be asked for.
+        limits = run_slurm(self.connection, ["sh", "-c", _LIMITS], timeout=60).stdout.decode("utf-8", "replace")
+        queue = self.prepared.request.queue
+        return Room(parse_largest(config), parse_submit_limit(limits, queue.account, queue.partition))
+
+    def _request(self, number: int, size: int) -> JobRequest:
+        step, nonce = self.step, self.prepared.plan.payload.nonce
+        return replace(
+            self.prepared.request,
+            job_name=job_name(step.step_key, f"{number}-{nonce}"),
+            comment=job_comment(step.run_id, step.step_key, None),
+            array=array_option(size, self.max_concurrent),
+        )
+
+    def _files(self, request: JobRequest, directory: str, keys: Sequence[str]) -> dict[str, bytes]:
+        """Returns the files of an array's directory: the script, and the start records of all its elements."""
+        windows = {key: self.context[PARTITIONS][key] for key in keys}
+        files = run_files(self.prepared.plan, {**self.context, PARTITIONS: windows})  # type: ignore[typeddict-item]
+        own = {name: files[name] for name in (PAYLOAD, CONTEXT, SECRETS) if name in files}
+        return {**own, RUNTIME: self.prepared.runtime, JOB_SCRIPT: self.prepared.script(request, directory), CANCEL: b""}
+
+    def _job(self, request: JobRequest, submitted: SubmittedJob, directory: str) -> SlurmJob:
+        return SlurmJob(
+            commands=self.connection,
+            queue=self.queue,
+            request=request,
+            submitted=submitted,
+            directory=directory,
+            queue_timeout=self.backend.queue_timeout,
+            log=self.step.log,
+        )
+
+    def _add(self, number: int, job: SlurmJob, keys: Mapping[int, str]) -> None:
+        watch = JobWatch(job.submitted_at, job.requeue)
+        self.running.append(Array(number, job, job.directory, {at: _Element(key, watch) for at, key in keys.items()}))
+        taken = set(keys.values())
+        self.waiting = [key for key in self.waiting if key not in taken]
+        if len(self.running) > 1:
+            return
+        with contextlib.suppress(OSError):  # `rayslurm` finds the job of a run by this file.
+            self.connection.write(os.path.join(self.run_dir, JOB_ID), job.job_id.encode() + b"\n")
+
+    # ---- Watching
+
+    def poll(self) -> list[Ended]:
+        """Look at the queue and the records once; returns the elements that have ended since.
+
+        Raises RunFailure if an array can never start, Superseded, and OSError if the cluster is out of reach.
+        """
+        self._look_at_queue()
+        self._read_records()
+        self._explain()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _look_at_queue(self) -> None:
+        snapshot = self.queue.latest(self.queue.clock.now())
+        if snapshot is None or (self._snapshot is not None and snapshot.began <= self._snapshot.began):
+            return
+        self._snapshot = snapshot
+        rows = rows_by_element(snapshot.rows)
+        for array in self.running:
+            for number, element in array.open.items():
+                row = rows.get((array.array_id, number))
+                element.watch = element.watch.seen(snapshot.began, row)
+                element.row = row or element.row
+                element.begun |= row is not None and not waits(row)
+                array.begun |= element.begun
+                if element.watch.view.over and element.over_at is None:
+                    element.over_at = time.monotonic()
+            if array.open:
+                array.job.add_snapshot(snapshot)
+            if array.open and not array.begun and not array.job.status.over:
+                array.job.check_waiting()
+
+    def _read_records(self) -> None:
+        """Find the elements whose ends are recorded, and those that are over without a record."""
+        wanted: dict[str, list[list[int]]] = {}
+        over: dict[str, list[int]] = {}
+        gone = []
+        for array in self.running:
+            unread = {number: each for number, each in array.open.items() if each.ended is None}
+            for number, element in unread.items():
+                if element.over_at is not None and not element.begun and element.watch.view.state == "CANCELLED":
+                    gone.append((array, number))  # It was cancelled while it waited, and has no record.
+                elif element.over_at is not None and sum(map(len, over.values())) < _MOST_OVER:
+                    over.setdefault(str(array.number), []).append(number)
+            if unread:
+                wanted[str(array.number)] = ranges(unread)
+        for array, number in gone:
+            self._without_record(array, number)
+        if not wanted:
+            return
+        if time.monotonic() - self._touched_at > _TOUCH_INTERVAL:
+            self._touched_at = time.monotonic()
+            self.connection.call(elements.touch, self.run_dir, repeat=True)
+        names, rows, data = self.connection.call(elements.ended, self.run_dir, wanted, over, _MOST_BYTES, repeat=True)
+        if not any(name.startswith(self.step.owner.name) for name in names):
+            raise Superseded
+        by_number, start = {array.number: array for array in self.running}, 0
+        for array_number, number, *sizes in rows:
+            journal, output, whole, logs = sizes
+            texts = [data[start : start + journal], data[start + journal : start + journal + output]]
+            start += journal + output
+            log, start = data[start : start + logs].decode("utf-8", "replace"), start + logs
+            self._with_record(by_number[array_number], number, texts[0], texts[1], whole, log)
+
+    def _with_record(self, array: Array, number: int, journal: bytes, output: bytes, whole: int, log: str) -> None:
+        """Read the record of an element, which may have ended."""
+        element = array.open[number]
+        nonce = f"{self.prepared.plan.payload.nonce}-{number}"
+        state = RecordState(nonce, 0.0, array.job.requeue, LineReader(), LineReader())
+        ended = Ended(element.key, array.number, f"{array.array_id}_{number}", state.evidence)
+        for record in state.journal.feed(journal):
+            if state.add(record):
+                ended.messages, ended.phases = [], []
+            if record.get("type") == "pipes":
+                ended.messages.append(record["line"])
+            elif record.get("type") == "phase":
+                ended.phases.append((record["phase"], record["message"]))
+        evidence = ended.evidence = state.evidence
+        evidence.damaged_lines = state.journal.damaged
+        element.begun |= evidence.started
+        array.begun |= element.begun
+        end = evidence.end
+        final = end is not None and not (array.job.requeue and end["reason"] == EndReason.TERMINATED)
+        if not final and not self._is_settled(element, evidence.started, log):
+            return
+        ended.output = list(self._output(array, number, state.output, output, whole))
+        for record in ended.output:
+            evidence.add_output(record)
+        evidence.runtime_log = tail_lines(log) if log.strip() else ""
+        if not final:
+            evidence.runtime_exit = self._how(element)
+        self._take(array, number, ended)
+
+    def _without_record(self, array: Array, number: int) -> None:
+        element = array.open[number]
+        evidence = Evidence(runtime_exit=self._how(element))
+        ended = Ended(element.key, array.number, f"{array.array_id}_{number}", evidence)
+        ended.waited = element.row is not None and element.row.state == "CANCELLED"
+        self._take(array, number, ended)
+
+    def _take(self, array: Array, number: int, ended: Ended) -> None:
+        """Take an element that has ended for ready, or wait for Slurm's accounting if only that may explain its end."""
+        if not needs_job_facts(ended.evidence):
+            del array.open[number]
+            self._ready.append(ended)
+            return
+        ended.explain_by = time.monotonic() + STATE_TIMEOUT + self.backend.slurm.poll_interval
+        array.open[number].ended = ended
+
+    def _output(self, array: Array, number: int, reader: LineReader, data: bytes, whole: int) -> Iterator[Record]:
+        """Yields the recorded output; its beginning was read with the record, and long output is read on."""
+        path = os.path.join(array.directory, str(number), "stdio.jsonl")
+        while data:
+            yield from reader.feed(data)
+            data = self.connection.read(path, reader.next_read, _MOST_BYTES) if reader.next_read < whole else b""
+
+    def _is_settled(self, element: _Element, started: bool, log: str) -> bool:
+        """Whether the record of an element that is over has no end, and will get none."""
+        if element.over_at is None:
+            return False
+        status, waited = element.watch.view, time.monotonic() - element.over_at
+        timeout = settling_time(status, started, started)
+        if not started and status.state in ("COMPLETED", "FAILED", "") and not relevant_lines(log):
+            timeout = _UNSEEN_TIMEOUT
+        return waited >= timeout
+
+    def _how(self, element: _Element) -> str:
+        status = element.watch.view
+        return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
+
+    def _explain(self) -> None:
+        """Add Slurm's accounting to the elements whose ends only that explains, once it does, or has not for a while."""
+        pending = [(array, number, each) for array in self.running for number, each in array.open.items() if each.ended]
+        if not pending or time.monotonic() - self._asked_at < _ASK_INTERVAL:
+            return
+        self._asked_at = time.monotonic()
+        jobs = [f"{array.array_id}_{number}" for array, number, _ in pending]
+        if len(jobs) > _MOST_NAMED or not all(each.begun for _, _, each in pending):
+            jobs = list(dict.fromkeys(array.job.job_id for array, _, _ in pending))
+        facts = fetch_element_facts(self.connection, jobs)
+        for array, number, element in pending:
+            ended = element.ended
+            assert ended is not None and ended.explain_by is not None
+            known = facts.get((array.array_id, number)) or _facts_of(ended.label, element)
+            late = time.monotonic() > ended.explain_by
+            if late or (known is not None and known.is_final):
+                ended.evidence.job = known
+                del array.open[number]
+                self._ready.append(ended)
+
+    # ---- The end
+
+    def cancel(self) -> None:
+        """Cancel all arrays, and wait until Slurm confirms their ends, for a minute at most each."""
+        self.waiting = []
+        alive = [array for array in self.running if array.open]
+        if alive:
+            with_all = ["scancel", *(array.job.job_id for array in alive)]
+            run_slurm(self.connection, with_all, timeout=60)
+        for array in alive:
+            array.job.cancelled = True
+            array.job.cancel_until_gone()
+
+
+def _array_dir(run_dir: str, number: int, *names: str) -> str:
+    return os.path.join(run_dir, f"{elements.ARRAY}{number}", *names)
+
+
+def _facts_of(label: str, element: _Element) -> JobFacts | None:
+    """Returns what the queue showed of an element's end; None if it showed none."""
+    row = element.row
+    if row is not None and row.state in TERMINAL:
+        try:
+            nodes = tuple(expand_nodelist(row.nodes))
+        except ValueError:
+            nodes = (row.nodes,)
+        reason = "" if row.reason == "None" else row.reason
+        return JobFacts(label, row.state, reason=reason, nodes=nodes, num_nodes=row.num_nodes)
+    if element.over_at is not None and not element.begun:
+        return JobFacts(label, "CANCELLED")  # Slurm keeps nothing of an element that is cancelled while it waits.
+    return None

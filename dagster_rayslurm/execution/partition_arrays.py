@@ -1,0 +1,335 @@
+"""Run each partition of a step in an allocation of its own, by job arrays: start or find them, follow, judge, clean up."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import dagster as dg
+
+from ..backends.array import ArrayBackend, Arrays, Ended, Superseded
+from ..backends.base import RunningPayload, deferred_interrupts, noticed_interrupts
+from ..backends.layout import Layout
+from ..compute_fields import DETACH, ComputeFields
+from ..errors import FailureKind, StartError
+from ..failures import CompletedRun, RunFailure
+from ..follow.follower import WARNING_PHASES
+from ..follow.forward import OutputWriter, RecordPipes
+from ..plan import Plan
+from ..runtime.protocol.record import SECRETS
+from ..ssh.base import Connection
+from .announce import announce
+from .event_log import open_event_log
+from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_canceling
+from .partitions import PartitionResults, nothing_missing, results_so_far
+from .reattach import Launch, reattach_or_new
+from .run import discard, start_errors, superseded, sweep_old_files
+
+_TOLD = "told.json"  # File in the run directory: the failed partitions that the Dagster log has shown.
+_MOST_BYTES = 16 * 1024 * 1024
+_MOST_WARNINGS = 20  # Warnings of runtimes that are logged.
+
+
+def execute_arrays(
+    context: dg.OpExecutionContext,
+    plan: Plan,
+    backend: ArrayBackend,
+    resource: ComputeFields,
+    extras: Any,
+    max_concurrent: int | None,
+) -> CompletedRun:
+    """Run the missing partitions of a step until all have ended, each as an element of a job array.
+
+    Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
+    """
+    results = results_so_far(context, plan, resource)
+    if not results.missing:
+        return nothing_missing(context, results, extras)
+    home = Layout.here(resource.local_base)
+    with start_errors():
+        sweep_old_files(backend, home, resource.retention_days)
+        launch = reattach_or_new(context, plan, backend, home, writes_results=True)
+    pipes = RecordPipes(context)
+    with pipes.session(extras, plan.uses_pipes) as session:
+        pipes_context, _ = results.attach(pipes, launch.step.owner)
+        run = _ArrayRun(context, backend, resource, launch, results, max_concurrent)
+        with open_event_log(context.instance.event_log_storage, context.run.run_id):
+            run.complete(cast("Mapping[str, Any]", pipes_context))
+    return CompletedRun(session, {**results.metadata(), **run.metadata()}, run.cluster_id, run.job_ids, [])
+
+
+@dataclass
+class _History:
+    """How the elements of an array have ended, which tells `scancel` of the array from that of single elements."""
+
+    waited: bool = False  # Whether elements that waited were cancelled together.
+    first_cancelled: float = math.inf  # When the first element that was cancelled ended, and when the last of the others did.
+    last_other: float = -math.inf
+
+    def add(self, ended: Ended, cancelled: bool) -> None:
+        """Add an element that has ended."""
+        end = ended.evidence.end
+        if not cancelled:
+            self.last_other = max(self.last_other, -math.inf if end is None else float(end["ended_at"]))
+        elif end is not None:
+            self.first_cancelled = min(self.first_cancelled, float(end["ended_at"]))
+        self.waited |= cancelled and ended.waited
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the whole array was cancelled: after that of a single element, others end."""
+        return self.waited or self.last_other < self.first_cancelled < math.inf
+
+
+@dataclass
+class _ArrayRun:
+    """One run of a step's partitions by job arrays, from their submission to the verdicts."""
+
+    context: dg.OpExecutionContext
+    backend: ArrayBackend
+    resource: ComputeFields
+    launch: Launch
+    results: PartitionResults
+    max_concurrent: int | None
+    arrays: Arrays | None = None  # None until files are prepared.
+    stopped: str = ""  # Why no further array is submitted, in words.
+    warnings: int = 0
+    _lost_since: float | None = None  # Since when the cluster is out of reach.
+    _told: set[str] = field(default_factory=set)
+    _history: dict[int, _History] = field(default_factory=dict)  # By number of the array.
+
+    @property
+    def log(self) -> Any:
+        return self.context.log
+
+    @property
+    def connection(self) -> Connection:
+        return self.backend.connection
+
+    @property
+    def run_dir(self) -> str:
+        """The path of the run directory on the cluster."""
+        return str(self.backend.layout.runs / self.launch.name)
+
+    @property
+    def cluster_id(self) -> str:
+        return self.arrays.cluster_id if self.arrays is not None else ""
+
+    @property
+    def job_ids(self) -> str | None:
+        return (self.arrays.job_ids if self.arrays is not None else "") or None
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns the metadata of the step's result or failure."""
+        return {"Execution mode": self.resource.mode, **({"Slurm job arrays": self.job_ids} if self.job_ids else {})}
+
+    def complete(self, pipes_context: Mapping[str, Any]) -> None:
+        """Run the partitions; raises RunFailure unless all succeeded."""
+        detached = False
+        try:
+            with noticed_interrupts() as raise_ignored:
+                with start_errors():
+                    self._start(pipes_context)
+                    self.arrays_made.submit_next()
+                self._announce()
+                self._follow(raise_ignored)
+        except Superseded:
+            raise self._superseded() from None
+        except BaseException as error:
+            with deferred_interrupts():
+                detached = self._detaches(error)
+                if not detached:
+                    self._end(error)
+            if isinstance(error, RunFailure):
+                raise self._counted(error) from None
+            raise
+        finally:
+            if not detached:
+                self._clean_up()
+        if self.results.missing:
+            raise self._failure()
+
+    @property
+    def arrays_made(self) -> Arrays:
+        assert self.arrays is not None
+        return self.arrays
+
+    # ---- From the start to the end
+
+    def _start(self, pipes_context: Mapping[str, Any]) -> None:
+        launch = self.launch
+        args = launch.plan, self.run_dir, pipes_context, launch.step, self.results.missing, self.max_concurrent
+        self.arrays = self.backend.arrays(*args)
+        if launch.step.reattached:
+            with suppress(ValueError):
+                self._told = set(json.loads(self.connection.read(os.path.join(self.run_dir, _TOLD), 0, _MOST_BYTES) or b"[]"))
+            self.results.told = set(self._told)
+
+    def _announce(self) -> None:
+        arrays = self.arrays_made
+        if arrays.running:
+            job = arrays.running[0].job
+            running = cast("RunningPayload", _Announced(job.job_id, arrays.cluster_id))
+            base = Layout.here(self.resource.local_base).base
+            announce(self.context, base, running, replace(self.launch.plan, ray=None), self.launch.name, self.connection)
+
+    def _follow(self, raise_ignored: Any) -> None:
+        """Watch the arrays, and submit further ones, until all partitions have ended."""
+        arrays, grown = self.arrays_made, time.monotonic()
+        while arrays.open or arrays.waiting:
+            raise_ignored()
+            try:
+                submitted = not self.stopped and arrays.submit_next()
+                ended = arrays.poll()
+                self._lost_since = None
+            except StartError as error:
+                raise RunFailure(error.kind, str(error), retry=error.retry) from None
+            except FileNotFoundError as error:
+                raise RunFailure(FailureKind.RECORD, f"the run directory was removed while the job arrays ran: {error}") from None
+            except OSError as error:
+                self._out_of_reach(error)
+                submitted, ended = False, []
+            self._conclude(ended)
+            if submitted or ended:
+                grown = time.monotonic()
+            if self.stopped and not arrays.open:
+                break
+            if not ended:
+                time.sleep(self.backend.cadence.pause(time.monotonic() - grown, arrays.begun))
+
+    def _out_of_reach(self, error: OSError) -> None:
+        """Log that the cluster is out of reach; raise RunFailure if it has been so for too long."""
+        now = time.monotonic()
+        if self._lost_since is None:
+            self._lost_since = now
+            self.log.warning(f"[rayslurm] the records cannot be read, the job arrays go on: {error}")
+        if now - self._lost_since > self.resource.connection_loss_timeout:
+            sentence = f"the records were out of reach for too long, and the job arrays may go on: {error}"
+            raise RunFailure(FailureKind.CONNECTION, sentence, retry=False)
+
+    def _conclude(self, ended: Sequence[Ended]) -> None:
+        """Show, judge and materialize partitions that have ended."""
+        failed = False
+        for each in ended:
+            fresh = each.key not in self._told
+            if fresh:
+                self._show(each)
+            end = each.evidence.end or {}
+            nodes = (((end.get("context") or {}).get("allocation")) or {}).get("nodes") or []
+            own: dict[str, Any] = {"Slurm job ID": each.label, **({"Slurm nodes": ", ".join(nodes)} if nodes else {})}
+            usage = {"cpu_seconds": 0.0, "peak_memory": 0, **(end.get("usage") or {})}
+            verdict = self.results.conclude(each.key, each.evidence, each.messages, usage, own)
+            if verdict.kind is not None:
+                self._told.add(each.key)
+                failed = failed or fresh
+            history = self._history.setdefault(each.array, _History())
+            history.add(each, verdict.kind == FailureKind.CANCELLED)
+        if failed:
+            with suppress(OSError):  # Then a retry may show some once more.
+                self.connection.write(os.path.join(self.run_dir, _TOLD), json.dumps(sorted(self._told)).encode())
+        for array in self.arrays_made.running:
+            history = self._history.get(array.number, _History())
+            if history.cancelled and not array.open and not self.stopped:
+                self.stopped = f"job array {array.job.job_id} was cancelled"
+                if self.arrays_made.waiting:
+                    self.log.warning(f"[rayslurm] {self.stopped}, so that no further one is submitted")
+
+    def _show(self, ended: Ended) -> None:
+        """Show the output of a partition as one section, and the warnings of its runtime."""
+        writer = OutputWriter("", lambda text: self.log.warning(f"[rayslurm] {text}"))
+        if ended.output:
+            end, streams = ended.evidence.end or {}, dict.fromkeys(record["s"] for record in ended.output)
+            how = "no end is recorded"
+            if end:
+                by_signal, code = end.get("signal"), end.get("exit_code")
+                how = f"killed by signal {by_signal}" if by_signal else f"exit code {code}" if code is not None else end["reason"]
+                how += f", {end['ended_at'] - (end.get('started_at') or end['ended_at']):.1f} s"
+            for stream in streams:
+                text = "".join(record["d"] for record in ended.output if record["s"] == stream)
+                title = f"---- partition {ended.key}: {how} ----\n"
+                writer.write(stream, f"{title}{text}" + ("" if text.endswith("\n") else "\n"))
+            writer.flush()
+        for name, text in ended.phases:
+            if name in WARNING_PHASES and self.warnings < _MOST_WARNINGS:
+                self.warnings += 1
+                self.log.warning(f"[rayslurm] [{ended.key}] {name}: {text}")
+
+    # ---- Interrupts and failures
+
+    def _detaches(self, interrupt: BaseException) -> bool:
+        """Returns True, after a warning in the log, if the arrays shall outlive this Dagster process, which is stopping."""
+        wanted = self.resource.on_service_stop == DETACH and self.launch.history is not None and self.job_ids
+        if not wanted or not is_service_stop(self.context, interrupt):
+            return False
+        self.log.warning(
+            f"[rayslurm] this Dagster process is stopped, and Slurm job array {self.job_ids} goes on: the next attempt at this "
+            "step takes it over, if it asks for the same"
+        )
+        return True
+
+    def _end(self, error: BaseException) -> None:
+        """End all arrays after an error or interrupt; partitions that have ended by then count."""
+        if isinstance(error, INTERRUPTS) and has_terminal():
+            mark_canceling(self.context)
+        lost = isinstance(error, RunFailure) and error.kind == FailureKind.CONNECTION
+        if self.arrays is None or lost or not self.launch.step.owner.confirm_or_assume():
+            return
+        if self.arrays.open:
+            self.log.warning(f"[rayslurm] ending Slurm job array {self.job_ids}: {type(error).__name__}")
+        with suppress(OSError):
+            self.arrays.cancel()
+        with suppress(OSError, RunFailure, Superseded):
+            for ended in self.arrays.poll():
+                if ended.evidence.end is not None and ended.evidence.end.get("exit_code") == 0:
+                    self._conclude([ended])
+
+    def _counted(self, failure: RunFailure) -> RunFailure:
+        sentence = f"{self.results.counted()}, then: {failure.description}"
+        metadata = {**failure.metadata, **self.metadata(), **self.results.failures_metadata()}
+        return RunFailure(failure.kind, sentence, metadata, failure.allow_retries, failure.unhealthy)
+
+    def _failure(self) -> RunFailure:
+        """Returns the failure of a step whose partitions have ended and are not all materialized."""
+        verdicts = list(self.results.failed.values())
+        kinds = {each.kind for each in verdicts if each.kind is not None}
+        kind = FailureKind.CANCELLED if self.stopped else kinds.pop() if len(kinds) == 1 else FailureKind.PAYLOAD
+        retry = False if verdicts and all(each.retry is False for each in verdicts) else None
+        why = f"{self.stopped}: " if self.stopped else ""
+        metadata = {**self.metadata(), **self.results.failures_metadata()}
+        return RunFailure(kind, f"{why}{self.results.sentence()}", metadata, retry)
+
+    def _superseded(self) -> RunFailure:
+        owner = self.launch.step.owner
+        with suppress(OSError):
+            owner.confirm()
+        return superseded(owner.new_owner or "another attempt")
+
+    def _clean_up(self) -> None:
+        """Remove the run directory, unless it is kept or a later attempt owns it."""
+        owner, failed = self.launch.step.owner, bool(self.results.missing)
+        if self._lost_since is not None or (self.arrays is None and self.launch.step.reattached):
+            return
+        self.launch.forget()
+        with suppress(OSError):
+            if not owner.confirm():
+                return
+        keep = self.resource.keep_run_dirs == "all" or (self.resource.keep_run_dirs == "failed" and failed)
+        if not keep:
+            discard(self.connection, self.run_dir)
+        elif self.launch.plan.secret_env and self.arrays is not None:
+            for array in self.arrays.running:
+                discard(self.connection, os.path.join(array.directory, SECRETS))
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """What `announce` needs of a running payload."""
+
+    job_id: str
+    cluster_id: str

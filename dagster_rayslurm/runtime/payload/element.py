@@ -1,0 +1,70 @@
+"""One element of a job array, which runs one partition of a step: its start records, made from those of the array.
+
+The directory of the array has the start records that all elements share, and the Pipes context with the keys of all its
+partitions, in the order of the elements. So one upload starts them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from typing import Any, Dict, Optional, Tuple
+
+from ..protocol.record import CONTEXT, ENDED, PAYLOAD, SECRETS, write_atomically
+from ..protocol.rpc import derive_key
+from ..protocol.spec import PayloadSpec, RuntimeSpec, from_json, read_text, to_json
+from .partition_runner import PARTITIONS, context_of
+
+KEY = "RAYSLURM_PARTITION_KEY"  # Variable with the key of the payload's partition.
+
+
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """One element: the directory of its array, its number, and the key and time window of its partition."""
+
+    array_dir: str
+    number: int
+    key: str
+    window: Optional[Dict[str, str]]
+    context: Dict[str, Any]  # The Pipes context that all partitions share.
+
+    @property
+    def run_dir(self) -> str:
+        """Path of the element's own run directory, which the batch script has made."""
+        return os.path.join(self.array_dir, str(self.number))
+
+    def spec(self, spec: RuntimeSpec) -> RuntimeSpec:
+        """Returns the runtime's start record for this element: with names and secrets that no other element has."""
+        key = spec.control_key and derive_key(spec.control_key, "element %d" % self.number)
+        worker_env = {**spec.worker_env, KEY: self.key}
+        cluster_id = "%s-%d" % (spec.cluster_id, self.number)
+        return dataclasses.replace(spec, cluster_id=cluster_id, control_key=key, worker_env=worker_env)
+
+    def lay_out(self) -> None:
+        """Write the payload's start records into the run directory; done on the element's first node."""
+        payload = from_json(PayloadSpec, read_text(os.path.join(self.array_dir, PAYLOAD)))
+        env = {**payload.env, KEY: self.key}
+        payload = dataclasses.replace(payload, nonce="%s-%d" % (payload.nonce, self.number), env=env)
+        self._write(PAYLOAD, to_json(payload))
+        self._write(CONTEXT, json.dumps(context_of(self.context, self.key, self.window)))
+        with contextlib.suppress(FileNotFoundError):
+            self._write(SECRETS, read_text(os.path.join(self.array_dir, SECRETS)))
+
+    def mark_ended(self) -> None:
+        """Mark the end of the payload, whose record is complete: Dagster's side looks for such marks."""
+        with contextlib.suppress(OSError):  # The batch script does the same.
+            os.close(os.open(self.run_dir + ENDED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+    def _write(self, name: str, text: str) -> None:
+        write_atomically(os.path.join(self.run_dir, name), text.encode("utf-8", "surrogatepass"))
+
+
+def find(array_dir: str, number: int) -> Element:
+    """Returns the element with a number, `SLURM_ARRAY_TASK_ID`; raises OSError, or ValueError if there is no such element."""
+    context = json.loads(read_text(os.path.join(array_dir, CONTEXT)))
+    partitions: Tuple[Tuple[str, Optional[Dict[str, str]]], ...] = tuple(context.pop(PARTITIONS).items())
+    if number >= len(partitions):
+        raise ValueError("%s has %d partitions, and none for element %d" % (array_dir, len(partitions), number))
+    return Element(array_dir, number, *partitions[number], context)
