@@ -25,6 +25,7 @@ from ..steps import base_dir
 
 _COUNT, _QUICK_COUNT = 2000, 50
 _WATCHED, _QUICK_WATCHED = 120.0, 20.0  # Seconds for which the processor time is taken.
+_SETTLES = 60.0  # Seconds until each step has logged why its job waits, and reads its record at the longest pauses.
 _MIB = 2**20
 # All jobs are pending; the number of a job is that of its line in the file `jobs`.
 _SBATCH = """#!/bin/sh
@@ -56,6 +57,7 @@ def waiting(options: Options) -> list[Figure]:
             told("began")
             resident = _resident(process)
             threads = told("waiting")["threads"]
+            time.sleep(0 if options.quick else _SETTLES)
             began, used, asked = time.monotonic(), _used(process), _lines(base, "asked")
             time.sleep(watched)
             seconds = time.monotonic() - began

@@ -99,7 +99,7 @@ def reattach_or_new(
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
     if not isinstance(backend, CanReattach):
         return _new_launch(step, plan, backend, home, None)
-    history = AttemptHistory(context, step_key, next_call(context) if number is None else number)
+    history = AttemptHistory(context, step_key, number)
     connection, runs = backend.connection, backend.layout.runs
     name = history.earlier_run_dir()
     if name is None:
@@ -141,10 +141,10 @@ def _new_launch(step: Step, plan: Plan, backend: Backend, home: Layout, history:
 class AttemptHistory:
     """Finds earlier and later attempts at one payload of a step, in Dagster's event log and run storage."""
 
-    def __init__(self, context: dg.OpExecutionContext, step_key: str, call: int) -> None:
+    def __init__(self, context: dg.OpExecutionContext, step_key: str, number: int | None) -> None:
         self._context = context
         self._step_key = step_key
-        self._client = f"{_CLIENT} {call}"
+        self._client = f"{_CLIENT} {next_call(context) if number is None else number}"
         self._noted_at = time.time()
 
     def earlier_run_dir(self) -> str | None:

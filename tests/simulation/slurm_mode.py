@@ -155,7 +155,7 @@ class AttemptHistory:
 
     output_is_local = True
 
-    def __init__(self, context: Any, step_key: str) -> None:
+    def __init__(self, context: Any, step_key: str, number: int | None) -> None:
         self._history: Any = context.history  # Has the attempts at the step, and the names that were noted.
         self._attempt: Attempt = context.attempt
 
