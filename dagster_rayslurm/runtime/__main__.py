@@ -27,7 +27,7 @@ _dispensable = mmap.mmap(-1, 1)
 
 
 def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the payload of a run directory without Slurm; returns 0 when the payload has ended, or the parent process is gone."""
+    """Run the payload of a run directory without Slurm; returns 0 when the payload or the parent process has ended."""
     from dataclasses import replace
 
     from .protocol import record
@@ -56,7 +56,7 @@ def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
     """Run the runtime on one node of a Slurm job; returns the exit code.
 
-    The first node runs the payload of the run directory, the other nodes join its Ray cluster.
+    The first node runs the payload of the run directory; the other nodes join the first node's Ray cluster.
     """
     from .supervisor import request_server
 
@@ -88,7 +88,7 @@ def element(spec, array_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of a job whose components have a payload and a Ray cluster each; returns the exit code."""
+    """Run the runtime on one node of a job in which each component has its own payload and Ray cluster; returns the exit code."""
     from dataclasses import replace
 
     from .node.allocation import head_address
@@ -117,13 +117,13 @@ def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 def session(spec, session_dir):  # type: (RuntimeSpec, str) -> int
     """Run the runtime on one node of a session's Slurm job; returns the exit code.
 
-    The first node runs payloads for clients until the session ends, the other nodes join its Ray cluster.
+    The first node runs payloads for clients until the session ends; the other nodes join the first node's Ray cluster.
     """
     return _lead_or_work(spec, _allocation(spec), session_dir, lambda runner, here: _serve_clients(runner, session_dir, here))
 
 
 def serve(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run a session on this machine, without Slurm, until it has had no payload for too long. Returns the exit code 0."""
+    """Run a session on this machine, without Slurm, until the session ends; returns the exit code 0."""
     _serve_clients(_supervisor(spec), session_dir)
     return 0
 
@@ -162,9 +162,9 @@ def _supervisor(spec, **more):  # type: (RuntimeSpec, Any) -> Supervisor
 
 
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
-    """Returns the Slurm allocation in which this task runs; exits with an error message outside a Slurm step.
+    """Returns the Slurm allocation in which this task runs, and changes `os.environ` to describe the component of this task.
 
-    Changes `os.environ` so that it describes the component of this task.
+    Exits with an error message outside a Slurm step, or if the job has another number of components than the start record.
     """
     from .node import allocation
 

@@ -107,10 +107,10 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
 
 
 def head_address(allocation: Allocation) -> str:
-    """The address by which other nodes reach the head node; this function can only be called on the head node itself.
+    """The address by which other nodes reach the head node; this function may only be called on the head node itself.
 
-    If Slurm reports no such address, this is the head's own address on the network by which it reaches another node, or else the
-    head's name. For a job of one node, it is the first known address.
+    The result is the first of `head_addresses` if Slurm reports an address, or if the job has a single node. Otherwise it is the
+    head's own address on the network towards another node, or else the head's name.
     """
     known, *_ = allocation.head_addresses
     name, *others = allocation.nodes
@@ -121,11 +121,11 @@ def head_address(allocation: Allocation) -> str:
 
 
 def select_component(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
-    """A copy of the allocation whose components have the names `component_ids`; the same object if there are no names.
+    """A copy of the allocation `here` whose components have the names `component_ids`; `here` itself if there are no names.
 
-    In a heterogeneous job, this also sets the variables of the task's own component in `environ`, the task's environment: Slurm
-    gives every task those of the first or the last component (srun(1); tried on Slurm 22.05 and 24.11). Raises ValueError if the
-    number of names differs from the number of components.
+    In a heterogeneous job, this function also sets the variables of the task's own component in `environ`, the task's
+    environment. Slurm sets the variables of the first or the last component instead (srun(1); tried on Slurm 22.05 and 24.11).
+    Raises ValueError if the number of names differs from the number of components.
     """
     if here.components:
         group = here.group_of(here.node_id)
@@ -162,9 +162,9 @@ MAX_NODES = 1 << 20  # Nodes that a list may name at most: a longer list is dama
 def expand_nodelist(text: str) -> List[str]:
     """The names of the nodes in a list such as `c[1-2,05-07],x3,rack[1-2]n[01-03]` (SLURM_JOB_NODELIST), in order.
 
-    The result is that of `scontrol show hostnames` (Slurm 22.05 and 24.11): numbers have as many digits as the first number of
-    their range, and the last bracket of a name varies fastest. "", `(null)`, `None assigned` and `None` stand for empty lists.
-    Raises ValueError if the text is not a node list.
+    The result equals the output of `scontrol show hostnames` (Slurm 22.05 and 24.11): numbers have as many digits as the first
+    number of their range, and the last bracket of a name varies fastest. "", `(null)`, `None assigned` and `None` stand for empty
+    lists. Raises ValueError if the text is not a node list, or names more than `MAX_NODES` nodes.
     """
     if text.strip() in ("", "(null)", "None assigned", "None"):
         return []
@@ -181,7 +181,10 @@ def expand_nodelist(text: str) -> List[str]:
 
 
 def _numbers(inside: str, text: str) -> List[str]:
-    """The numbers in one pair of brackets, as text with leading zeros; `text` is the whole list, for the error message."""
+    """The numbers in one pair of brackets, as text with leading zeros.
+
+    Raises ValueError if `inside` has no such numbers; `text` is the whole node list, for the error message.
+    """
     numbers: List[str] = []
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
@@ -196,7 +199,7 @@ _DURATION = re.compile(r"(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]+
 
 
 def parse_duration(text: str) -> Optional[float]:
-    """The seconds in a duration such as "[D-]HH:MM:SS" or "MM:SS.mmm" (squeue(1), sacct(1), Slurm 22.05); otherwise None."""
+    """The seconds in a duration like "[D-]HH:MM:SS" or "MM:SS.mmm" (squeue(1), sacct(1), Slurm 22.05); None for other text."""
     match = _DURATION.fullmatch(text)
     if match is None:
         return None

@@ -86,8 +86,8 @@ def gpu_ecc_problem(errors: str, remapped: str) -> Optional[str]:
     """An error text about GPUs with uncorrected memory errors, or memory rows that could not be replaced; None without such GPUs.
 
     The arguments are CSV output of `nvidia-smi` with one row for each GPU. A row of `errors` has the GPU's index and its number
-    of errors that ECC could not correct since the last reset; a row of `remapped` an id of the GPU and whether a replacement
-    failed.
+    of errors that ECC could not correct since the last reset. A row of `remapped` has an id of the GPU, and whether the GPU
+    failed to replace a row of its memory.
     """
     problems = []
     for index, count in _rows(errors):
@@ -134,7 +134,7 @@ def _size(count: int) -> str:
 def clock_problem(ahead: float, limit: float) -> Optional[str]:
     """An error text if this node's clock is off by more than `limit` seconds; else None.
 
-    `ahead` is by how many seconds it is ahead of the clock of the shared file system, negative if it is behind.
+    `ahead` is the time of this node's clock minus that of the shared file system's clock, in seconds.
     """
     if abs(ahead) <= limit:
         return None
@@ -153,7 +153,8 @@ class Interface(NamedTuple):
 def interface_problem(interfaces: Sequence[Interface], known: Sequence[str]) -> Optional[str]:
     """An error text about the first of the `interfaces` that is missing, down or without address; None if all are usable.
 
-    No interfaces at all are an error too. `known` are the names of all network interfaces of the node, for the text.
+    If `interfaces` is empty, the error text says that the node has no InfiniBand port. `known` are the names of all network
+    interfaces of the node, for the error text.
     """
     if not interfaces:
         return "it has no InfiniBand port; it has: %s" % ", ".join(known)
@@ -313,8 +314,8 @@ def node_name(environ: Mapping[str, str]) -> str:
 def main(arguments: List[str]) -> int:
     """Run the checks of an `Order`, and write the first failed check and its error text, or null, as JSON to a file descriptor.
 
-    The `arguments` are the order as JSON, and the number of the descriptor. It is a pipe, because a full disk takes no log.
-    Returns the exit code: 1 if a check failed, else 0.
+    The `arguments` are the order as JSON, and the number of the descriptor. Returns the exit code: 1 if a check failed, else 0.
+    The descriptor is a pipe and not a log file, because the disk may be full.
     """
     order: Any = json.loads(arguments[0])
     found = first_problem(Order(**order))

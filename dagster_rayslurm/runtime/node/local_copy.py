@@ -73,7 +73,7 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def _find(python: str) -> Tuple[str, Dict[str, Any]]:
-    """The directory of the environment to which the executable `python` belongs, and the environment's recipe; {} for none."""
+    """The directory of the environment to which the executable `python` belongs, and the recipe in it; {} if it has no recipe."""
     prefix = os.path.dirname(os.path.dirname(python))
     for path in (prefix, os.path.dirname(prefix)):  # pixi-pack makes `env/bin/python`.
         try:
@@ -85,7 +85,7 @@ def _find(python: str) -> Tuple[str, Dict[str, Any]]:
 
 
 def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: str) -> None:
-    """Run the commands that make the copy, and test its `python`; raises OSError with the error output of a failed command."""
+    """Run the commands that make the copy, and then the copy's `python`; raises OSError if one of them fails or takes long."""
     os.mkdir(copy)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
     # Files that uv unpacks there need not be copied into the environment, they are linked.

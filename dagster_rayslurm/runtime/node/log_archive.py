@@ -1,6 +1,6 @@
 """An archive of Ray's logs on one node, made when a payload fails: `ray-logs-NODE.tar.gz` in the payload's run directory.
 
-It is made in a process of its own, because compression takes longer than the runtime may wait.
+A separate process makes the archive, because compression takes longer than the runtime may wait.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def archive_name(node: str) -> str:
 
 
 def select(logs: List[Log], most_of_file: int = _MOST_OF_FILE, most: int = _MOST) -> Tuple[List[Tuple[Log, int]], List[str]]:
-    """The logs for the archive, each with the offset from which on it is kept, and a sentence for each that is not complete.
+    """The logs for the archive, each with the byte offset from which it is kept, and a text for each log that is cut or left out.
 
-    Those written last come first, as long as there is room. Pure.
+    The logs that were written last are chosen first. At most the last `most_of_file` bytes of each log are kept, and at most
+    `most` bytes of all logs together. Pure.
     """
     kept, left_out = [], []
     for log in sorted(logs, key=lambda each: (-each.modified, each.name)):
@@ -47,7 +48,7 @@ def select(logs: List[Log], most_of_file: int = _MOST_OF_FILE, most: int = _MOST
 
 
 def main(argv: List[str]) -> int:
-    """Write the archive of a directory of logs; the arguments are the directory and the path of the archive."""
+    """Write the archive of a directory of logs; `argv` has the directory and the archive's path. Returns the exit code 0."""
     directory, target = argv
     kept, left_out = select(list(_logs(directory)))
     os.nice(10)

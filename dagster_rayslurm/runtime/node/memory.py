@@ -103,8 +103,8 @@ def pause(used: int, limit: int) -> float:
 def _victim(state: State, sample: Sample, now: float) -> Optional[Group]:
     """The Ray worker to kill, or None.
 
-    None if the worker that was killed last has not ended yet, if the largest group is a payload's own process, or if the largest
-    worker is so small that killing it would not help.
+    None if the worker that was killed less than `_SETTLE` seconds ago has not ended yet, if the largest group is a payload's own
+    process, or if the largest worker is so small that killing it would not help. Ray's daemons and the runtime do not count.
     """
     if state.victim in {group.pid for group in sample.groups} and now < state.killed_at + _SETTLE:
         return None
@@ -140,7 +140,7 @@ _JOB = re.compile(r"/job_\d+(/|$)")  # The directory in a cgroup's path that Slu
 def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
     """How slurmd counts shared memory, and whether it ends a job whose processes together exceed the memory limit.
 
-    Both are read from the output of `scontrol show config`; without output, slurmd is taken to enforce no limit.
+    `config` is the output of `scontrol show config`; None, if there was no answer, counts as a configuration without a limit.
     """
     values: Dict[str, str] = dict(re.findall(r"^(\w+)\s*= (.*)$", config or "", re.MULTILINE))
     params = values.get("JobAcctGatherParams", "").lower()
@@ -151,7 +151,7 @@ def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
 
 
 def job_cgroups(limits: Iterable[Tuple[str, int]]) -> List[Tuple[str, int]]:
-    """The entries of `limits`, cgroup directories with memory limits, whose limit Slurm has set for this job."""
+    """Those entries of `limits`, which are cgroup directories with limits in bytes, whose limit Slurm has set for this job."""
     memory = resources.hardware_memory()  # Version 1 writes a huge number for no limit.
     return [(directory, limit) for directory, limit in limits if _JOB.search(directory) and 0 < limit < memory]
 
@@ -176,10 +176,10 @@ def _cgroup_use(directory: str) -> Optional[int]:
 
 
 def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_pids: Iterable[int]) -> List[Group]:
-    """Groups that contain this process and all processes below it; each Ray worker and each payload leads a group.
+    """The groups into which this process and all processes below it are divided, each with its memory.
 
-    Each Ray worker below one of `ray_pids`, and each of `payload_pids`, leads a group of all processes below it. Each other
-    process is a group of its own.
+    Each Ray worker below one of `ray_pids`, and each of `payload_pids`, forms a group with the processes below it. Each other
+    process is a group of its own. `table` has all processes of this machine by id.
     """
     leaders = {pid: GroupKind.DRIVER for pid in payload_pids}
     for root in ray_pids:
@@ -252,7 +252,7 @@ class MemoryWatch:
         self.loop.call_later(max(delay, _PAUSE_FACTOR * (self.loop.now() - began)), self._sample_and_repeat)
 
     def _sample(self) -> float:
-        """Take one sample, warn or kill as `decide` returns, and return the seconds until the next sample."""
+        """Take one sample, and warn or kill a Ray worker as `decide` says; returns the seconds until the next sample."""
         used, limit = fullest(self._cgroups) or (self._memory_of_processes(), self._limit or 2**62)
         if self._enforced is None:
             if used >= _QUERY_SHARE * limit and not self._queried:

@@ -137,7 +137,7 @@ def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
 
 
 def is_free(port: int) -> bool:
-    """Whether a port can be bound, because nothing on this node listens on it on any address."""
+    """Whether a TCP port can be bound on all IPv4 and IPv6 addresses of this node, because no process uses the port."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -185,7 +185,10 @@ def _free_ports(count: int) -> List[int]:
 
 
 def ephemeral_range() -> Tuple[int, int]:
-    """The first and the last port that the kernel uses for outgoing connections (ip(7), ip_local_port_range)."""
+    """The first and the last port that the kernel uses for outgoing connections (ip(7), ip_local_port_range).
+
+    If the kernel does not tell them, the result is 32768 and 65535.
+    """
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
             low, high = map(int, file.read().split())
@@ -195,9 +198,9 @@ def ephemeral_range() -> Tuple[int, int]:
 
 
 def _claim_block(port_range: str) -> Tuple[socket.socket, List[int]]:
-    """Take a block of ports for a Ray cluster; returns a socket on its first port, which reserves it, and its free ports.
+    """Take a block of ports for a Ray cluster; returns a socket that reserves the block, and the free ports of the block.
 
-    Raises OSError if every block of the range is taken.
+    The socket is bound to the first port of the block. Raises OSError if every block of the range is taken.
     """
     low, high = parse_range(port_range)
     starts = list(range(low, high - BLOCK + 2, BLOCK))

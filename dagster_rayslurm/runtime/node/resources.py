@@ -43,8 +43,8 @@ def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
 def payload_footprint(spec: PayloadSpec) -> Footprint:
     """The requirements, for each node, of a payload that shares its nodes with other payloads.
 
-    These are the requirements of the payload's own Ray cluster, if it has one, and the CPUs and GPUs that the payload reserves
-    where the Ray cluster requires none of the same unit.
+    The requirements of the payload's own Ray cluster come first, if the payload has one. The payload's `num_cpus` count only if
+    that Ray cluster requires no CPUs, and its `num_gpus` only if that Ray cluster requires no GPUs.
     """
     own = node_footprint(spec.ray) if spec.ray is not None else ()
     units = {requirement.unit for requirement in own if requirement.amount is not None}
@@ -109,7 +109,10 @@ def may_need_gpus(spec: RuntimeSpec) -> bool:
 
 
 def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> NodeResources:
-    """The resources granted to this process on this node; GPUs, whose count takes some time, only if `with_gpus` is True."""
+    """The resources granted to this process on this node, according to `environ` (by default `os.environ`) and the kernel.
+
+    With `with_gpus=False`, the result has 0 GPUs, which saves the time to count them.
+    """
     environ = os.environ if environ is None else environ
     memory = hardware_memory()
     limits = [slurm_memory(environ), *(limit for _, limit in cgroup_limits())]
@@ -130,7 +133,7 @@ def hardware_memory() -> int:
 def count_cpus(environ: Mapping[str, str]) -> int:
     """Number of CPUs granted to this process: the size of its CPU affinity where Slurm confines tasks to CPUs.
 
-    Where Slurm does not (`TaskPlugin=task/none`), only `SLURM_CPUS_ON_NODE` tells how many were granted (srun(1)).
+    Where Slurm does not confine tasks (`TaskPlugin=task/none`), the number is that of `SLURM_CPUS_ON_NODE` (srun(1)).
     """
     machine = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else machine
@@ -216,8 +219,8 @@ def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
 def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
     """The environment variable that tells which GPUs this process sees, and the names of the first `count` of these GPUs.
 
-    Without such a variable, these are CUDA_VISIBLE_DEVICES and the indices from 0. Several tiles of one Intel device count as one
-    GPU.
+    Without such a variable, the result is CUDA_VISIBLE_DEVICES and the indices from 0. Several tiles of one Intel device count as
+    one GPU.
     """
     variable, names = _visible(environ) or (GPU_VARIABLES[0], [str(index) for index in range(count)])
     return variable, names[:count]

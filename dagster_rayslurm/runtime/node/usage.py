@@ -177,11 +177,10 @@ class RayJobs:
     job_ids: Set[str] = field(default_factory=set)  # The payload's Ray jobs that are known so far.
 
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
-        """Returns the processes of this node in three sets: this payload's, those that no payload owns, and other payloads'.
+        """Returns the `candidates` in three sets: this payload's, those that no payload owns, and those of other payloads.
 
-        `candidates` are the processes that no other payload has claimed yet.
-        `table` has all processes of this machine by id. The Ray job of each new driver among the candidates is added to
-        `job_ids`.
+        `candidates` are the processes that no other payload has claimed yet; `table` has all processes of this machine by id.
+        The Ray job of each new driver among the candidates is added to `job_ids`.
         """
         root = self.ray_pid()
         ray = set() if root is None else {root, *(process.pid for process in descendants(root, dict(table)))}
@@ -273,8 +272,8 @@ class UsageMeter:
     def add(self, at: float, sample: Attribution, memory: int, shared_memory: Optional[int] = None) -> None:
         """Add a sample that was taken at the time `at` (of `time.monotonic`).
 
-        `memory` are the bytes that the payload's own processes use, and `shared_memory` the bytes that the processes of no
-        payload use; None if the Ray cluster is this payload's own.
+        `memory` are the bytes that the payload's own processes use. `shared_memory` are the bytes that processes of no payload
+        use; `shared_memory` is None if the Ray cluster is this payload's own.
         """
         for process in [*sample.shared, *sample.own]:
             used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
@@ -348,8 +347,8 @@ class UsageSampler:
     def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
         """Take the last sample and return the usage, as a dictionary with the fields of `Usage`.
 
-        `pid` is the id of the payload's process, which has ended, and `rusage` its `resource.struct_rusage`; None if the payload
-        ran on another node.
+        `pid` is the id of the payload's process, which has ended, and `rusage` is its `resource.struct_rusage`. Both are None if
+        the payload ran on another node.
         """
         self.cancel()
         self._sample()
@@ -403,11 +402,11 @@ _PEAKS = ("peak_memory", "gpu_utilization_max", "gpu_memory_max", "shared_peak_m
 
 
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
-    """Merge the usage of one payload on several nodes into one dictionary; `usages` has the usage by name of node.
+    """Merge the usage of one payload on several nodes into one dictionary; `usages` has the usage by name of node, head first.
 
-    Its key `nodes` has the CPU time and peak memory of each node. The first node is the head, whose elapsed time and points
-    count. CPU time and spilled bytes are sums; peak memory is that of the node that used most, because `--mem` applies to each
-    node; GPU utilization is the mean of the nodes that have GPUs.
+    The elapsed time and the times of the points are those of the head. CPU time and spilled bytes are sums over the nodes. Peak
+    memory is that of the node that used most, because `--mem` applies to each node. Mean GPU utilization is the mean of the nodes
+    that have GPUs. The key `nodes` of the result has the CPU time and peak memory of each node.
     """
     head, *others = usages.values()
 

@@ -38,7 +38,7 @@ class WorkerNode:
     name: str
     component: Optional[str] = None
     machine: Optional[NodeResources] = None  # The resources that the node reports when it joins.
-    commands: Dict[str, Message] = field(default_factory=dict)  # Those to send again when it reconnects, by subject.
+    commands: Dict[str, Message] = field(default_factory=dict)  # Commands to send again when the node reconnects, by subject.
     gone: bool = False  # Whether the node has not reconnected in time after a loss.
     grace: Timer = field(default_factory=Timer)  # Runs from the loss of the connection until the node counts as gone.
     channel: Optional[Channel] = None  # The newest connection; None while the node is not connected.
@@ -141,7 +141,7 @@ class WorkerNodes(Listener):
         self.loop.call_later(_USAGE_TIMEOUT if expected else 0.0, lambda: self._finish(nonce))
 
     def dismiss(self) -> None:
-        """Tell all connected worker nodes to end their runtimes, and later each node that connects afterwards."""
+        """Tell all connected worker nodes to end their runtimes; each node that connects later is told so as well."""
         self._stopped = True
         for node in self.members.values():
             node.send(op=NodeCommand.STOP)
@@ -149,8 +149,8 @@ class WorkerNodes(Listener):
     def wait_gone(self, patience: float) -> None:
         """Block until all worker nodes have disconnected, which they do after their cleanup, or until a time limit is over.
 
-        Without this wait, the end of this runtime could end theirs before they have cleaned up. Nodes that never connected get
-        `patience` seconds to do so: only this runtime can tell them to end.
+        Nodes that never connected get `patience` seconds to connect, because only this runtime can tell them to end. Without the
+        wait, the end of this runtime could end the nodes' runtimes before they have cleaned up.
         """
         if patience > 0 and not self._all_joined():
             self.loop.resume(patience)
@@ -162,7 +162,7 @@ class WorkerNodes(Listener):
                 node.channel.wait_closed(deadline)
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Called with each message of a connection; the first message tells which node has connected."""
+        """Handle a message of a connection: the first message tells which node has connected, the others are its events."""
         node = self._node_of_channel.get(channel)
         if node is None:
             self._introduce(channel, message)
@@ -170,7 +170,7 @@ class WorkerNodes(Listener):
             self.handle(node, message)
 
     def handle(self, node: WorkerNode, message: Message) -> None:
-        """Called with each event of a node's agent; handles answers to commands, and passes other events to `on_event`."""
+        """Handle an event of a node's agent: process it if it answers a command, else pass it to `on_event`."""
         event = message.get("event")
         if event == NodeEvent.USAGE:
             self._add_usage(node, message["id"], message["usage"])
@@ -180,7 +180,7 @@ class WorkerNodes(Listener):
             self.on_event(node, message)
 
     def closed(self, channel: Channel, why: str) -> None:
-        """Called when a connection has ended: reports the event LOST, and later GONE if the node does not reconnect in time."""
+        """Handle the end of a connection: report the event LOST, and later GONE if the node does not reconnect in time."""
         node = self._node_of_channel.pop(channel, None)
         if node is not None:
             node.channel = None
@@ -195,7 +195,10 @@ class WorkerNodes(Listener):
         return all(node.joined for node in self.members.values())
 
     def _introduce(self, channel: Channel, message: Message) -> None:
-        """Assign a new connection to the node that its first message names, and send this node its pending commands."""
+        """Assign a new connection to the node that its first message names, and send this node its pending commands.
+
+        A connection whose first message is invalid is closed. After `dismiss`, the node gets only the command to end.
+        """
         try:
             machine = from_fields(NodeResources, message.get("machine"), "what a node tells of itself")
             node = self.members[message["node_id"]]

@@ -75,9 +75,9 @@ def payload_environment(
 
 
 def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
-    """Returns those variables of the network fabric's preset that neither the user nor the runtime sets.
+    """Returns those variables of the network fabric's preset that are neither in the payload's configuration nor in `taken`.
 
-    The user sets variables in the payload's configuration; `taken` has the payload's other variables.
+    `taken` has the payload's other variables.
     """
     return {name: value for name, value in spec.default_env.items() if name not in taken and name not in spec.env}
 
@@ -110,8 +110,8 @@ def job_config(nonce: str, env: Mapping[str, str]) -> str:
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
     """Create a payload's data directory, and its working directory with links to the payload's input files.
 
-    These are the entries of `working_dir` and the extra files. Because of the links nothing is copied, and new files of the
-    payload do not land among the source files in `working_dir`.
+    The input files are the entries of the directory `spec.working_dir`, and `spec.extra_files`. Because of the links nothing is
+    copied, and new files of the payload do not land among the source files in `spec.working_dir`.
     """
     os.makedirs(work_dir, exist_ok=True)
     if spec.data_dir is not None:

@@ -1,9 +1,9 @@
 """The program of a payload with partitions: it runs the payload's command once for each partition, several at a time.
 
-It is started as `python partition_runner.py LIMIT COMMAND…` from a copy that stands beside one of `preload_child`, so it imports
-nothing else of the package. The keys of the partitions are in the run directory's Pipes context. Each partition has a process of
-its own, forked from this one if the command is one of Python, with its own Pipes context and messages. When that process has
-ended, its output is written to this program's stdout and stderr as one section, and one Pipes message tells how it ended.
+It is started as `python partition_runner.py LIMIT COMMAND…`. A copy of this file and a copy of `preload_child` lie in the same
+directory, so this program imports nothing else of the package. The keys of the partitions are in the run directory's Pipes
+context. Each partition has a forked process of its own, with its own Pipes context and messages. When that process has ended, its
+output is written to this program's stdout and stderr as one section, and one Pipes message tells how the process ended.
 
 This program exits with 0 although partitions have failed. At SIGTERM it starts no more of them, and waits for those that run.
 """
@@ -70,7 +70,7 @@ class Runner:
 
     @property
     def stopped(self) -> bool:
-        """Whether SIGTERM has ended the run before all partitions had run."""
+        """Whether this program has received SIGTERM before the last partition had ended."""
         return self._stopping
 
     def _stop(self, *_: Any) -> None:
@@ -185,7 +185,7 @@ def _parameter(value: Dict[str, Any]) -> str:
 
 
 def become(command: List[str], env: Dict[str, str], parent: int) -> None:
-    """Run a partition's command in this forked process; returns only if the command was one of Python, and has ended."""
+    """Run a partition's command in this forked process; returns only if a Python script or module ran in it to its end."""
     preload_child: Any = sys.modules["preload_child"]
     is_python = command[0] == sys.executable and len(command) > 1 and not command[1].endswith(".pyc")
     if is_python and (not command[1].startswith("-") or (command[1] == "-m" and len(command) > 2)):

@@ -111,8 +111,8 @@ class Life:
     def end_early(self, end: End, grace: float, now: float) -> Tuple[Life, List[Do]]:
         """Handle the runtime's decision to end the payload; returns the next state and the actions to take now.
 
-        `Payload.end_early` tells the rules. `grace` is the time from SIGTERM to SIGKILL in seconds, `now` the time of the
-        loop's clock.
+        The rules are in the docstring of `Payload.end_early`. `end` is the reason to record, `grace` the time from SIGTERM to
+        SIGKILL in seconds, and `now` the time of the loop's clock.
         """
         unrecorded, forced = end.reason == EndReason.RECORD, replace(self, forced=self.forced or end)
         if self.phase == Phase.SEARCHING:  # Only the `end` remains to be recorded, so a failed write changes nothing.
@@ -234,7 +234,7 @@ class Payload:
             self._guarded(lambda: self._write_status(name, message, at))
 
     def tail(self, name: str, text: str) -> None:
-        """Write `text`, the last lines of the log `name`, into the journal; does nothing after the payload has ended."""
+        """Write `text`, the last lines of the log called `name`, into the journal; does nothing after the payload has ended."""
         if not self.ended:
             self.keep({"type": "tail", "name": name, "text": text})
 
@@ -326,9 +326,9 @@ class Payload:
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
         """End a payload before it ends by itself, for instance at its time limit: send SIGTERM, and later SIGKILL.
 
-        SIGKILL follows after `grace` seconds, by default the payload's own grace period. The reason of the first call is
-        recorded; a second call can shorten the grace period. A payload whose process has ended by itself keeps that end, except
-        for `_SIGNAL_MARGIN` after a failure, and while its outputs are searched for.
+        SIGKILL follows after `grace` seconds, by default the payload's own grace period. The reason `end` of the first call is
+        recorded; a second call can shorten the grace period. A call has no effect after the process has ended by itself, with two
+        exceptions: within `_SIGNAL_MARGIN` seconds after a failure, and while the outputs are searched for.
         """
         self._go_on(self.ending.end_early(end, self.spec.grace_period if grace is None else grace, self.loop.now()))
 
@@ -354,9 +354,10 @@ class Payload:
     # ---- What the process does
 
     def process_started(self, error: Optional[str], not_forked_because: Optional[str]) -> None:
-        """Called when the payload's process has started, or with an `error` text when it could not be started.
+        """Record that the payload's process has started, and begin to copy its messages; end the payload if there is an `error`.
 
-        `not_forked_because` is the reason if the process was to be forked from a preload process and was not; otherwise None.
+        `error` says why the process could not be started; None if it was started. `not_forked_because` says why the process was
+        not forked from a preload process; None if it was forked, or if the payload has no modules to preload.
         """
         if error is not None:
             return self.end_early(End(EndReason.SPAWN, error))
@@ -376,10 +377,10 @@ class Payload:
         self._timers.due("sync", _SYNC_INTERVAL, self._sync)
 
     def process_exited(self, code: int, rusage: Any) -> None:
-        """Called when the process has ended.
+        """Handle the end of the process: kill what the process left behind, and collect the last output and usage.
 
-        `code` is its exit code, or the negative number of the signal that ended it; `rusage` has the kernel's figures
-        (getrusage(2)).
+        `code` is the exit code of the process, or the negative number of the signal that ended it; `rusage` has the kernel's
+        figures (getrusage(2)).
         """
         assert self._process.pid is not None and self._measurement is not None
         end = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
@@ -396,7 +397,7 @@ class Payload:
             self._leak_check(self._leaks_found)
 
     def received(self, awaited: Awaited) -> None:
-        """Called when an event for which the `end` record may wait has come, or when the time for it is over."""
+        """Handle an event for which the `end` record may wait, or the timeout of this event."""
         self.safely(lambda: self._go_on(self.ending.received(awaited)))
 
     def _leaks_found(self, leaks: List[str]) -> None:
@@ -435,7 +436,7 @@ class Payload:
         if self._process.pid is None:
             self._process.cancel_start()
             self._cancel_measurement()
-        if self._message_file is not None:  # Those that leftover processes write later do not count.
+        if self._message_file is not None:  # Messages that leftover processes write later do not count.
             end = os.fstat(self._message_file.fileno()).st_size
             while self._message_file.tell() < end and self.copy_chunk():
                 continue
@@ -457,7 +458,7 @@ class Payload:
 
     @property
     def _failed_by_itself(self) -> bool:
-        """Whether it failed for a reason that Ray's logs may explain, and there is time to archive them."""
+        """Whether the payload failed for a reason that Ray's logs may explain; False for reasons such as a time limit."""
         end = self.ending.result
         return end is not None and (end.reason in _EXPLAINED_BY_RAY or (end.reason == EndReason.EXIT and end.exit_code != 0))
 

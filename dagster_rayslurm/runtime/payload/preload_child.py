@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _load(names: List[str]) -> Optional[str]:
-    """Import the modules `names`; returns a reason if this process cannot be forked after the imports, else None."""
+    """Import the modules `names`; returns why, if an import fails or this process cannot be forked afterwards, else None."""
     for name in names:
         try:
             __import__(name)
@@ -125,9 +125,10 @@ def fork_problem(python: List[str], native: List[str], libraries: List[str], ope
 
 
 def _serve(control: socket.socket, problem: Optional[str]) -> socket.socket:
-    """Fork a process for each request on the socket `control`, for ever; only the forked process returns, with its socket.
+    """Fork a process for each request on the socket `control`; only a forked process returns, with the socket of its payload.
 
-    The preload process never returns. If there is a `problem`, no process is forked, and each request is answered with it.
+    The preload process itself never returns: it exits when the runtime has ended. If there is a `problem`, no process is forked,
+    and each request is answered with the problem.
     """
     while True:
         data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(_FD_SIZE), socket.MSG_CMSG_CLOEXEC)
@@ -263,14 +264,15 @@ def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Option
 
 
 def changed_file(files: FileStates) -> Optional[str]:
-    """Returns the path of one of the files that has changed since it was imported; None if all are the same."""
+    """Returns the path of the first of the `files` that has changed since it was imported; None if none has changed."""
     return next((path for path, state in files.items() if _file_state(path) != state), None)
 
 
 def file_states(names: List[str]) -> FileStates:
     """Returns the modification time and size, by path, of the files of imported modules that may change.
 
-    They are the files of the modules `names`, and of all modules outside the standard library and the installed packages.
+    The files that may change are those of the modules `names`, and of all modules outside the standard library and the installed
+    packages.
     """
     installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     paths = {name: str(getattr(module, "__file__", None) or _OWN) for name, module in list(sys.modules.items())}

@@ -85,7 +85,7 @@ class Loop:
         return process.pid
 
     def adopt(self, pid: int, on_exit: ExitCallback) -> None:
-        """Call `on_exit` when the process `pid` ends, which this process, a subreaper, has adopted but did not start itself."""
+        """Call `on_exit` when the process `pid` ends; this process has adopted it as a subreaper, and did not start it."""
         self._children[pid] = (None, on_exit)
 
     def children(self) -> List[int]:
@@ -144,7 +144,10 @@ class Loop:
 
 @dataclass(eq=False)
 class Timers:
-    """Timers by name: setting one cancels an earlier one of its name. `safely` makes the calls, and may catch exceptions."""
+    """Timers by name: a new timer cancels the earlier timer of the same name.
+
+    `safely` gets each function that is due and must call the function; it may catch exceptions.
+    """
 
     loop: Loop
     safely: Callable[[Callable[[], None]], None] = lambda call: call()

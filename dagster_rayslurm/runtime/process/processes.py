@@ -1,10 +1,10 @@
-"""Lists and kills the processes below this one, runs programs, and kills what payloads leave behind; and the keeper (`guard`).
+"""Lists and kills the processes below this one, runs programs, and kills what payloads leave behind; has the keeper (`guard`).
 
 The keeper is the parent of a runtime, for the case that the runtime is killed: it is a subreaper, so all orphans below the
 runtime become the keeper's children, and it kills them. If the keeper is killed instead, the kernel sends the runtime SIGTERM. If
 slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because nothing else would end it.
 
-This needs /proc and prctl of Linux. On other systems (macOS) there are only process groups, and no descendants are found.
+The functions need /proc and prctl of Linux. On other systems (macOS) they only use process groups, and find no descendants.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def become_subreaper() -> None:
 
 
 def raise_file_limit(wanted: int = 65535) -> None:
-    """Raise this process's soft limit of open files as far as the hard limit allows; children inherit it.
+    """Raise this process's soft limit of open files to `wanted`, as far as the hard limit allows; children inherit the limit.
 
     Ray opens some thousands of files on a large node (Ray 2.60 warns below 8192), and the head has a connection to each node.
     """
@@ -165,9 +165,10 @@ def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Callable[[Optional[str]], None]) -> None:
-    """Run a program without blocking, and call `on_answer` at its end with its output; with None if it failed or took too long.
+    """Start a program, and call `on_answer` with the program's output when it has ended, or with None if it failed.
 
-    Raises OSError if it cannot be started. `on_answer` is not called as long as the program hangs in an uninterruptible wait.
+    A program that runs longer than `timeout` seconds is killed and counts as failed. Raises OSError if the program cannot be
+    started. `on_answer` is not called as long as the program hangs in an uninterruptible wait.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)  # A process that the program left behind may keep the other end open.
@@ -205,7 +206,8 @@ def kill_all(pids: Iterable[int]) -> None:
 def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
     """Send SIGKILL to all processes below `root`, a subreaper, until none is left; returns those left after `timeout` seconds.
 
-    `collect` is called in between and must reap zombies, which count as left. Processes in uninterruptible sleep may be left.
+    `collect` is called before each round and must reap zombies, which count as left. Processes in uninterruptible sleep may be
+    left.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -228,8 +230,8 @@ _LATER_SWEEPS = (1.0, 5.0)
 class StrayProcesses:
     """Kills the stray processes on this node: orphans that no running payload can have started.
 
-    A payload's daemon may have another environment and another session, so neither shows which payload started it. But that
-    payload ran when the daemon started. So once all payloads of that time have ended, the daemon is a stray.
+    An orphan may have another environment and another session than its payload, so neither shows which payload started it. But
+    the payload ran when the orphan started. So an orphan is a stray once all payloads that ran then have ended.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -242,7 +244,7 @@ class StrayProcesses:
         self._running.setdefault(nonce, uptime())
 
     def end(self, nonce: str) -> None:
-        """To be called when a payload has ended: kills the stray processes now, and again some seconds later."""
+        """Record that the payload `nonce` has ended, and kill the stray processes now and again some seconds later."""
         self._running.pop(nonce, None)
         self._sweep(_LATER_SWEEPS)
 
@@ -281,10 +283,16 @@ def guard(
 ) -> int:
     """Turn this process into the keeper: it runs `main` in a forked child, then kills all processes left below itself.
 
-    Returns the exit code of `main`, or 128 + the signal that ended it; but 0 if `main` failed and `excused`, which is called
-    then, returns True. `in_a_step` tells that the parent is the slurmstepd of a Slurm job step, or a program that starts a
-    container below the process whose id is in `RAYSLURM_PARENT`. If slurmstepd or that process ends, the keeper ends `main` as
-    well, and calls `orphaned` after the cleanup.
+    Args:
+        main: The function to run; returns an exit code.
+        excused: Called if `main` has failed; if it returns True, the exit code is 0.
+        in_a_step: Whether this process belongs to a Slurm job step. The parent is then slurmstepd, or a program that starts a
+            container below the process whose id is in `RAYSLURM_PARENT`. If the parent or that process ends, the keeper sends
+            `main` SIGTERM.
+        orphaned: Called after the cleanup if the parent or that process has ended.
+
+    Returns:
+        The exit code of `main`, or 128 + N if signal N ended it.
     """
     become_subreaper()
     arrange = die_with_parent(signal.SIGTERM)
@@ -342,9 +350,9 @@ def guard(
 
 
 def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep) -> None:
-    """Cancel the Slurm job of this process if this node is the job's first; on other nodes, do nothing.
+    """Wait some seconds and cancel the Slurm job of this process, if this node is the job's first; on other nodes, do nothing.
 
-    Called after slurmstepd was killed: srun would then wait for its task for ever.
+    To be called after slurmstepd was killed, because srun would then wait for its task for ever.
     """
     if environ.get("SLURM_NODEID") == "0":
         sleep(_SCANCEL_DELAY)
@@ -355,7 +363,7 @@ def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = 
 
 
 def _wait(child: int) -> int:
-    """Wait for the child `child`, and reap others that end earlier; returns the exit code, 128 + N after signal N."""
+    """Wait for the process `child`, and reap other children that end earlier; returns the exit code, 128 + N after signal N."""
     while True:
         pid, status = os.wait()
         if pid == child:

@@ -40,8 +40,8 @@ def _bases(short: bool) -> List[str]:
 class Scratch:
     """A private directory (mode 0700) for sockets, tokens and Ray's files, which its process removes when it ends.
 
-    With `needed` not 0, it is for a copy of an environment: the disk must have that many bytes free and allow programs to run,
-    and the path of the directory may be long.
+    `needed` is not 0 for a directory that holds a copy of an environment: then the disk must have that many bytes free and allow
+    programs to run, and the path of the directory may be long. Raises OSError if no directory can be made.
     """
 
     def __init__(self, needed: int = 0) -> None:
@@ -77,7 +77,7 @@ class Scratch:
 
 
 def inherit() -> None:
-    """Take over the lock that `outlive_exec` kept when this process executed the present program; without one, do nothing."""
+    """Take over the lock that `outlive_exec` kept when this process executed the present program; without a lock, do nothing."""
     global _lock_before
     _lock_before = int(os.environ.pop(_INHERITED, -1))
     if _lock_before != -1:

@@ -130,9 +130,9 @@ def refuse(error: Refusal, message: object = None, **more: Any) -> Answer:
 
 
 def answer_safely(handle: Callable[[], Any]) -> Any:
-    """Call `handle`, which answers a request, and return its answer; if it raises an exception, return a refusal.
+    """Call `handle`, which answers a request, and return its answer; if `handle` raises an exception, return a refusal.
 
-    Otherwise one request could end the payloads of others.
+    An exception that nobody catches would end the runtime, and with it the payloads of other clients.
     """
     try:
         return handle()

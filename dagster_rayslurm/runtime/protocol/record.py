@@ -100,7 +100,7 @@ class LineReader:
 
 
 class Appender:
-    """Appends lines to a file that no other process writes; after a failed write no torn line stays in the file."""
+    """Appends lines to a file that no other process writes; removes the torn line of a failed write before the next append."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -144,8 +144,8 @@ class RunRecord:
     """Writes the run record of one payload, or continues it after Slurm has run the job again (`attempt` > 0).
 
     Output that cannot be recorded (size limit, full disk) is dropped and counted, with one remark in the recorded output. A
-    journal line that cannot be recorded raises `OSError`, because a lost Pipes message is a lost result. Raises FileExistsError
-    if another runtime writes, or has written, this record.
+    journal line that cannot be recorded raises `OSError`, because a lost Pipes message is a lost result. The constructor raises
+    FileExistsError if another runtime writes, or has written, this record.
     """
 
     def __init__(self, run_dir: str, max_stdio_bytes: int, attempt: int = 0) -> None:
@@ -196,7 +196,7 @@ class RunRecord:
     def end(self, record: Record) -> None:
         """Append the `end` record and close the run record; reserved disk space lets this succeed on a full disk.
 
-        After an `OSError` this may be called again.
+        Raises OSError if that fails; then this method may be called again. Does nothing after it has succeeded.
         """
         if self.ended:
             return
@@ -246,7 +246,7 @@ def temporary_name(path: str) -> str:
 
 
 def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
-    """Write a file so that readers see either its old or its new content (temporary file, fsync, rename)."""
+    """Write a file so that readers see either its old or its new content; if that fails, raises OSError and keeps the old one."""
     temporary = temporary_name(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -268,7 +268,7 @@ def tail_lines(text: str, lines: int = 40) -> str:
 
 
 def tail_file(path: str, lines: int = 40) -> str:
-    """The last lines of a log file, from its last 16 KiB; "" if it cannot be read."""
+    """At most the last `lines` lines of a log file, from its last 16 KiB; "" if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)

@@ -137,7 +137,8 @@ async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) 
 class Multiplexer:
     """One side of a stream that carries many connections; `run` processes the frames that the other side sends.
 
-    `accept` is called with each connection that the other side opens, and with the port; without `accept`, these are ignored.
+    `accept` is called with each connection that the other side opens, and with the port to connect to. Without `accept`, the
+    other side cannot open connections: its requests are ignored.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """Authenticated TCP connections between runtimes, and from the Dagster host to a session: each line is a message in JSON.
 
-`RpcServer` accepts connections, `RpcClient` keeps one and reconnects, and `call` makes one call without an event loop. First each
-end sends `{"challenge": C}` with 32 random hex digits. Then the client sends `{"proof": P}`, P = HMAC-SHA256(key,
-"client:<server's challenge>:<client's challenge>"); the server checks it and sends its own, with "server" and the challenges the
-other way round. The key is in the start record, which only its user can read. Later messages are neither signed nor encrypted.
+`RpcServer` accepts connections, `RpcClient` keeps a connection and reconnects, and `call` sends one request without an event
+loop. First each end sends `{"challenge": C}` with 32 random hex digits. Then the client sends `{"proof": P}`, where P is
+HMAC-SHA256(key, "client:<server's challenge>:<client's challenge>"). The server checks this proof and sends its own proof, with
+"server" and the two challenges in the other order. The key is in the start record, which only its user can read. Later messages
+are neither signed nor encrypted.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def _decode(line: bytes) -> Message:
 
 
 class Handshake:
-    """The messages by which one end proves that it knows the key, and checks the other end: first `opening`, then answers."""
+    """One end's part of the handshake: proves that this end knows the key, and checks the other end.
+
+    The line to send first is `opening`; `receive` returns the others. `done` tells whether the other end has proved itself.
+    """
 
     def __init__(self, key: str, role: Role) -> None:
         self._key, self._role = key, role
@@ -76,7 +80,7 @@ class Handshake:
         self.done = False
 
     def receive(self, line: bytes) -> bytes:
-        """Take one step of the handshake: check the other end's line, and return the next line to send, b"" if there is none.
+        """Check a line that the other end has sent; returns the next line to send, b"" if there is nothing to send now.
 
         Raises ValueError if the other end does not know the key or this protocol.
         """
@@ -117,7 +121,8 @@ class Listener:
 class Channel:
     """One end of a connection: authenticates the other end, then sends and receives messages.
 
-    With `heartbeat`, it sends `{"op": "ping"}` every few seconds, and ends when the other end, which must do the same, is silent.
+    With `heartbeat`, the channel sends `{"op": "ping"}` every few seconds, and ends when the other end has been silent for
+    `HEARTBEAT_TIMEOUT` seconds; the other end must also have `heartbeat` set.
     """
 
     loop: Loop
@@ -148,7 +153,7 @@ class Channel:
     def wait_closed(self, deadline: float) -> None:
         """Block until the other end closes the connection, or the deadline has come; then close this end of the connection.
 
-        For the end of the process, when the event loop no longer runs.
+        `deadline` is a time of `time.monotonic`. This method is for the end of the process, when the event loop no longer runs.
         """
         with contextlib.suppress(OSError):  # The connection is broken, or the deadline has come: either way it is closed now.
             while self._open and time.monotonic() < deadline:
@@ -237,7 +242,7 @@ _ACCEPT_PAUSE = 0.2
 
 
 def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
-    """A socket that listens on the first of the `ports` that is free, for all hosts or, with `loopback`, only for this machine.
+    """Returns a socket that listens on the first free port of `ports`: for all hosts, or for this machine only with `loopback`.
 
     Raises OSError if no port is free.
     """
@@ -254,7 +259,10 @@ def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
 
 @dataclass(eq=False, repr=False)
 class RpcServer:
-    """Listens for connections; for each it creates a `Channel`, which calls the methods of `listener`."""
+    """Listens for connections, and creates a `Channel` for each; the channels call the methods of `listener`.
+
+    The constructor raises OSError if none of the `ports` is free.
+    """
 
     loop: Loop
     key: str
@@ -295,7 +303,10 @@ _RETRY_PAUSE = 0.1  # Seconds after a failure until the next address is tried.
 
 @dataclass(eq=False, repr=False)
 class RpcClient(Listener):
-    """Keeps one connection with heartbeat to a server at one of several addresses, the likeliest first, and reconnects."""
+    """Keeps a connection with heartbeat to a server at one of several addresses, and reconnects after a loss.
+
+    `addresses` are tried in turn, the likeliest first, from the call of `connect` on.
+    """
 
     loop: Loop
     key: str
@@ -378,7 +389,7 @@ class RpcClient(Listener):
 def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
     """The addresses to try, the likeliest first: each host with each port.
 
-    The server has one of these hosts, and listens on the first of the ports that is free.
+    The server runs on one of these hosts, and listens on the first of the ports that is free there.
     """
     return [(host, port) for port in ports for host in dict.fromkeys(hosts)]
 
@@ -436,9 +447,9 @@ def call(
 
 
 def main(session_dir: str) -> int:
-    """Read a request from standard input, send it to the session on this node, and print the answer; runs by `srun --overlap`.
+    """Read a request from standard input, send it to the session on this node, and print the answer.
 
-    Returns the exit code: 0, or 75 if there was no answer.
+    Returns the exit code: 0, or 75 if there was no answer. `srun --overlap` starts this program.
     """
     try:
         request = json.load(sys.stdin)

@@ -157,7 +157,7 @@ class RuntimeSpec:
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """How the owner of a Ray cluster reaches its dashboard. It contains secrets, so only this user may read it."""
+    """How the owner of a Ray cluster reaches its dashboard; contains secrets, so only the owner may read this record."""
 
     cluster_id: str
     hostname: str  # Of the head node.
@@ -281,7 +281,10 @@ COMPONENT_AMOUNT = 1000.0
 
 
 def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
-    """The settings of a Ray cluster for one node: those of the node's component, if there is one, replace the common ones."""
+    """The settings of a Ray cluster for one node: the settings of the node's component replace the common settings.
+
+    If `component_id` names no component of `ray`, the result is `ray` itself.
+    """
     for own in ray.components:
         if own.component_id == component_id:
             settings = {name: value for name, value in vars(own).items() if name != "component_id"}
@@ -300,7 +303,7 @@ def read_text(path: str) -> str:
 def load_spec(directory: str) -> RuntimeSpec:
     """The start record of the runtime in its run or session directory.
 
-    If there is none or it is invalid, the process exits with a message.
+    Exits the process with an error message if the start record is missing or invalid.
     """
     try:
         return from_json(RuntimeSpec, read_text(os.path.join(directory, RUNTIME)))
@@ -311,7 +314,7 @@ def load_spec(directory: str) -> RuntimeSpec:
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
     """Returns the payload's secret environment variables from their file, and deletes the file unless `keep` is True.
 
-    Returns {} if there is no file. Raises SpecError, and keeps the file, if it is invalid.
+    Returns {} if there is no file. Raises SpecError, and keeps the file, if its content is invalid.
     """
     path = os.path.join(run_dir, SECRETS)
     try:

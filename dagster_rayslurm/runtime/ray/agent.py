@@ -37,8 +37,9 @@ ARCHIVE_TIMEOUT = 5.0  # Seconds in which an archive of Ray's logs must be writt
 class NodeAgent:
     """Runs Ray and measures payloads on one node, for one or several Ray clusters.
 
-    The head's runtime calls the agent of its own node; that of a worker node carries out the head's commands. A simulated node
-    shares the machine and the head's runtime: its usage counts only the processes of its Ray, and it looks for no strays.
+    The head's runtime calls the agent of its own node directly. The agent of a worker node carries out the head's commands. A
+    simulated node shares the machine and the head's runtime, so its agent measures only the processes of its Ray, and looks for
+    no stray processes.
     """
 
     loop: Loop
@@ -67,9 +68,10 @@ class NodeAgent:
         return self.pids(lambda ray: ray.cluster.memory_guard)
 
     def prepare_ray(self, spec: RaySpec, key: str, nodes: int, on_event: Callable[[Event], None]) -> RayNode:
-        """Create a `RayNode` for a cluster on this node, without starting Ray yet; ends an earlier one of the same cluster.
+        """Create a `RayNode` for a cluster on this node, without starting Ray yet; ends an earlier `RayNode` of the same cluster.
 
-        Raises OSError if no directory can be made for the cluster.
+        `key` is "" for the warm cluster and the payload's nonce for its own; `nodes` is the number of nodes of the complete
+        cluster. Raises OSError if no directory can be made for the cluster.
         """
         before = self.rays.get(key)
         if before is not None:
@@ -97,8 +99,8 @@ class NodeAgent:
     def sampler(self, nonce: str, uses_ray: bool, shared: bool, foreign: Callable[[], List[int]] = list) -> UsageSampler:
         """Begin to measure a payload on this node; returns the sampler, by which the caller stops the measurement.
 
-        The processes `foreign` and the Ray clusters of other payloads do not count. If payloads have `shared` the Ray cluster,
-        only this payload's Ray jobs count as its own.
+        The processes that `foreign` returns and the Ray clusters of other payloads do not count. `shared` tells whether several
+        payloads share the Ray cluster; then only this payload's Ray jobs count as its own.
         """
         own = (nonce if nonce in self.rays else "") if uses_ray else None
         ray = None if own is None else self.rays.get(own)
@@ -210,7 +212,8 @@ class NodeAgent:
 def simulate(nodes: WorkerNodes, spec: RuntimeSpec, shares: List[Share], private: Scratch) -> RuntimeSpec:
     """Add a simulated node to `nodes` for each component but the head's; returns the start record that their agents get.
 
-    In that record nothing is requested of Slurm, because the shares determine the resources, and there is a new shared secret.
+    The returned record requests nothing of Slurm, because the shares determine the resources, and has a new shared secret.
+    `shares` are those of all components, the head's first.
     """
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
@@ -254,7 +257,7 @@ _HEAD_SIGNAL_TIMEOUT = 20.0
 
 @dataclass(eq=False)
 class Worker(Listener):
-    """The runtime of one worker node: connects to the head's runtime, and passes its commands to the node agent until STOP."""
+    """The runtime of one worker node: connects to the head's runtime, and passes the head's commands to the node agent."""
 
     loop: Loop
     spec: RuntimeSpec
@@ -310,9 +313,10 @@ class Worker(Listener):
             self.loop.stop()  # Slurm ends the step, and the head ended first.
 
     def _signalled(self, signum: int) -> None:
-        """Called on a signal: end this runtime, unless the head is connected, which then decides when this runtime ends.
+        """Handle a signal: end this runtime if the head is not connected; otherwise the head decides when this runtime ends.
 
-        Slurm usually signals all processes of the step, and so the head as well, which gives payloads their grace period.
+        Slurm usually signals all processes of the step, and so the head as well, which gives payloads their grace period. If the
+        job has several components, Slurm may end only the component of this node; see `_leave_component`.
         """
         self._agent.log("received %s" % signal.Signals(signum).name)
         self._was_signalled = True
@@ -324,7 +328,7 @@ class Worker(Listener):
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
-        """End this runtime unless the head is ending as well, because Slurm then ends only the component of this node."""
+        """End this runtime unless the head is ending as well; a head that goes on means that Slurm ends only this component."""
         if not self._head_is_ending:
             self._agent.log("its component is being ended, and the head's goes on; ending")
             self.exit_code = 128 + signal.SIGTERM

@@ -1,7 +1,7 @@
 """A Ray cluster, seen from its head: starts it, has the worker nodes join, reports when it is ready, and notices lost nodes.
 
-It also finds what payloads leave alive in a cluster that the runtime keeps warm for later payloads: detached actors, placement
-groups, submitted jobs, used resources.
+`RayCluster` also finds what payloads leave alive in a cluster that the runtime keeps warm for later payloads: detached actors,
+placement groups, submitted jobs, used resources.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _HINTS = {
 class Leak(NamedTuple):
     """An actor, placement group, submitted job or used resource that a payload has left in the cluster.
 
-    `key` identifies it in later tables, `message` describes it for the Dagster log, `nonce` is that of the payload if Ray knows
-    it, and `since` is the start time of a job, otherwise 0.
+    `key` identifies the leak in later tables, and `message` describes it for the Dagster log. `nonce` is that of the payload; ""
+    if Ray does not know the payload. `since` is the start time of a submitted job, and 0 for other leaks.
     """
 
     key: str
@@ -59,15 +59,15 @@ class Leak(NamedTuple):
 
 
 def living(tables: Tables) -> List[Leak]:
-    """A leak for each actor, group and job in `tables`, which lists only those that outlive the Ray job that created them."""
+    """The leaks in `tables`: the actors, placement groups and submitted jobs that outlive the Ray job that created them."""
     nonces, rows = tables["jobs"], tables["living"]
     return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
 
 
 def left_when_idle(tables: Tables) -> List[Leak]:
-    """The leaks that `tables` show if no payload runs: submitted jobs that run, and resources in use with their holders.
+    """The leaks that `tables` show while no payload runs: submitted jobs that run, and resources that are not free.
 
-    The holders are all actors and placement groups that may hold the resources.
+    If a resource is not free, the result also has all detached actors and placement groups, because they may hold it.
     """
     taken = []
     for name, total in sorted(tables["total"].items()):
@@ -86,7 +86,7 @@ _HEAD = 0  # The id of the head among the nodes of an allocation.
 class RayCluster:
     """A Ray cluster whose head runs on this node: starts it, watches it and ends it, as `Membership` decides.
 
-    Raises OSError if no directory can be made for a payload's own cluster.
+    The constructor raises OSError if no directory can be made for a payload's own cluster.
     """
 
     head: NodeAgent  # The agent of this node.
@@ -167,7 +167,10 @@ class RayCluster:
         self.loop.call_later(timeout if asked else 0.0, lambda: self._answer(query, None))
 
     def leak_check(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
-        """Returns a function for the end of the payload that starts now; it finds the payload's leaks and tells a callback."""
+        """Returns a function that finds the leaks of the payload `nonce`, which starts now; to be called when the payload ends.
+
+        The returned function calls its argument with a sentence for each leak; with none if Ray does not answer in time.
+        """
         began = time.time()
 
         def find(done: Callable[[List[str]], None], tables: Optional[Tables]) -> None:
@@ -180,7 +183,10 @@ class RayCluster:
         return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Some seconds from now, search the whole cluster for leaks, unless a payload runs then (`is_idle` returns False)."""
+        """Search the whole cluster for leaks in `_IDLE` seconds, and store them in `leaks`; not if a payload runs then.
+
+        `is_idle` returns whether no payload runs.
+        """
 
         def check(tables: Optional[Tables]) -> None:
             if tables is not None and is_idle():
@@ -244,7 +250,7 @@ class RayCluster:
             done(sorted(names))
 
     def handle(self, member: WorkerNode, message: Event) -> None:
-        """Called with each event of a worker node."""
+        """Handle an event of a worker node; ignores events that concern other Ray clusters."""
         event, kind = {**message, "node": member.node_id}, message.get("event")
         if kind == NodeEvent.ARCHIVED:
             if message["cluster"] == self.key:
@@ -258,7 +264,7 @@ class RayCluster:
             self.on_event(event)
 
     def on_event(self, event: Event) -> None:
-        """Called with each report of Ray on this node, and each event of a worker node."""
+        """Handle a report of Ray on this node, or an event of a worker node: step the state machine, and take its actions."""
         kind = event["event"]
         if kind == Report.TABLES:
             self._answer(event["id"], event["tables"])
@@ -287,7 +293,7 @@ class RayCluster:
             self.tell(self, action)
 
     def _fail_health_check(self, error: ClusterError) -> None:
-        """Report that the cluster has failed, and in the message all nodes that have failed their health checks by now."""
+        """End the cluster and report its failure; the message names all nodes that have failed their health checks by now."""
         self.end()
         others = [each["node"] for each in self.unhealthy if each != error.unhealthy]
         more = " (and so did %s)" % ", ".join(others) if others else ""

@@ -49,8 +49,8 @@ class Node(NamedTuple):
 def feasible(bundles: Iterable[Mapping[str, Any]], strategy: str, nodes: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the bundles of a placement group, or tasks that run together (PACK), fit on nodes on which nothing else runs.
 
-    The result is exact for up to some dozens of bundles. For more, and where the search would take longer than about a second,
-    it is True unless a simple check excludes that.
+    The result is exact for up to some dozens of bundles. For more bundles, and where the search would take longer than about a
+    second, the result is True unless a simple check shows that the bundles do not fit.
 
     Example:
         ```python
@@ -190,7 +190,7 @@ _Free = Tuple[int, Tuple[int, ...], Tuple[Tuple[int, ...], ...]]
 
 
 class _Search:
-    """Looks for a node for each bundle by backtracking. Equal nodes and equal bundles count as one choice."""
+    """Searches for a node for each bundle by backtracking; tries equal nodes and equal bundles only once."""
 
     def __init__(self, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
         names = sorted({name for bundle in bundles for name, amount in bundle.resources.items() if _units(amount)})

@@ -70,19 +70,20 @@ def installed_version() -> Optional[str]:
 
 
 def dashboard_problem() -> Optional[str]:
-    """An error text about packages that Ray's dashboard lacks to run; None if it lacks none.
+    """An error text about packages that Ray's dashboard needs and does not find; None if all are installed.
 
-    Ray 2.60 itself reports them only in the dashboard's log.
+    Ray 2.60 itself reports missing packages only in the dashboard's log.
     """
     problem = getattr(_module("ray._private.utils"), "get_dashboard_dependency_error", lambda: None)()
     return None if problem is None else str(problem)
 
 
 def disable_client_server(command: List[str]) -> List[str]:
-    """Keep `ray start` from starting the Ray Client server, which costs a CPU second and a port; returns the command to use.
+    """Keep `ray start` from starting the Ray Client server; returns the command to use instead of `command`.
 
-    Ray 2.60 always starts it if `grpcio` is installed, and refuses an option for its port if not. `ray symmetric-run` calls
-    `ray start` in other processes, where this has no effect. Returns the command to use instead of `command`.
+    The returned command lacks the option for the server's port if the server will not be started, because Ray 2.60 then refuses
+    that option. `ray symmetric-run` calls `ray start` in other processes, so this function does not change it. The server would
+    cost a second of CPU time and a port; Ray 2.60 always starts it if `grpcio` is installed.
     """
     scripts = _module("ray.scripts.scripts")
     if command[0] == "start" and hasattr(scripts, _CLIENT_SERVER):
@@ -95,7 +96,7 @@ def disable_client_server(command: List[str]) -> List[str]:
 def skip_dashboard() -> None:
     """Keep `ray start` in this process from starting the dashboard's process, which costs a second of CPU time and 100 MB.
 
-    Ray 2.60 starts it without a dashboard as well, and then it only reports usage statistics.
+    Ray 2.60 starts the process even if the dashboard is disabled; the process then only reports usage statistics.
     """
     _module("ray._private.node").Node.start_api_server = lambda *_, **__: None
 
@@ -121,7 +122,7 @@ def move_dashboard_files(temp_dir: str) -> None:
 
 
 def connect_gcs(gcs: str) -> Any:
-    """Ray's client of the GCS at "HOST:PORT"; if nothing listens there, the client retries for tens of seconds."""
+    """Returns Ray's client of the GCS at "HOST:PORT"; if nothing listens there, the client retries for tens of seconds."""
     return _module("ray._raylet").GcsClient(address=gcs)
 
 
@@ -178,7 +179,8 @@ def assume_head(head: SimpleNamespace) -> None:
 def unschedulable(client: Any) -> Dict[str, str]:
     """Sentences, by key, about tasks, actors and placement groups that wait for resources which no node can ever grant.
 
-    They are read from Ray's interface for autoscalers.
+    The source is Ray's interface for autoscalers; see `misfits` for the keys. If the GCS does not answer, raises one of Ray's RPC
+    errors, which have no common public base.
     """
     hostnames = {node_id: str(node["hostname"]) for node_id, node in node_table(client).items()}
     reply = _module("ray.core.generated.autoscaler_pb2").GetClusterResourceStateReply
@@ -263,7 +265,10 @@ def _sum(rows: Iterable[Mapping[str, float]]) -> Dict[str, float]:
 
 
 def connect_state(gcs: str) -> Any:
-    """Ray's client for the tables of the GCS. `ray.util.state` would need the dashboard, and `ray.init` would make a job."""
+    """Returns Ray's client for the tables of the GCS at "HOST:PORT".
+
+    The alternatives have side effects: `ray.util.state` needs the dashboard, and `ray.init` makes a Ray job.
+    """
     raylet = _module("ray._raylet")
     accessor = raylet.GlobalStateAccessor(raylet.GcsClientOptions.create(gcs, None, True, True))
     accessor.connect()
@@ -336,7 +341,7 @@ def connect_raylet(gcs: str) -> Any:
 
 
 def start_workers(raylet: Any, number: int) -> None:
-    """Ask the raylet to start this number of idle worker processes, which belong to no job yet."""
+    """Ask the raylet to start `number` idle worker processes, which belong to no job yet."""
     messages = _module("ray.core.generated.node_manager_pb2")
     request = messages.PrestartWorkersRequest(num_workers=number, keep_alive_duration_secs=_IDLE_WORKERS)
     raylet.PrestartWorkers(request, timeout=_TIMEOUT)

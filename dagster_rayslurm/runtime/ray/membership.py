@@ -143,9 +143,9 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
     def _give_up(self, node_id: int, error: ClusterError) -> Step:
-        """The step after the failure of a worker node: go on without it, or fail if too few nodes are left to start the cluster.
+        """The step after the failure of a worker node: go on without the node, or fail if too few nodes are left for a start.
 
-        Nothing changes if the node was given up before: a node may report its failure again.
+        If the node was given up before, nothing changes, because a node may report its failure again.
         """
         member = self.members[node_id]
         if member.given_up:
@@ -237,9 +237,9 @@ def title(node: Node) -> str:
 
 
 def within(spec: RaySpec, nodes: Nodes) -> Nodes:
-    """A copy of the node table with the component None in each row, if the start record has no components; else the table.
+    """Returns the node table itself if the start record has components; else a copy with the component None in each row.
 
-    Ray's label for the component is then a label that the user has set.
+    Without components, Ray's label for the component is one that the user has set for another purpose.
     """
     return nodes if spec.components else {node_id: {**node, "component": None} for node_id, node in nodes.items()}
 
@@ -271,7 +271,7 @@ def in_order(nodes: Nodes, spec: RaySpec) -> List[Node]:
 def in_words(nodes: Nodes, spec: RaySpec) -> str:
     """A text for the Dagster log: the head's host name, the number of living nodes, and their CPUs and GPUs.
 
-    The amounts are totals, or, if there are several components, those of each component.
+    The numbers of CPUs and GPUs are totals; with several components, the text has the numbers of each component instead.
     """
     here = alive(nodes)
     head = next(node["hostname"] for node in here if node["head"])

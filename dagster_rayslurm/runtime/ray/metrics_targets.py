@@ -68,7 +68,7 @@ class MetricsTargets:
                 self._written, self._written_at = text, self.loop.now()
 
     def _remove_left_behind(self) -> None:
-        """Remove the files of clusters whose runtime was killed; of other users' files this fails."""
+        """Remove the files of this user's clusters whose runtime was killed, which no runtime has written for a while."""
         for path in glob.glob(os.path.join(glob.escape(self.directory), _PREFIX + "*.json")):
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(path).st_mtime > _LEFT_BEHIND:
@@ -76,8 +76,8 @@ class MetricsTargets:
 
 
 def targets(groups: Any, labels: Dict[str, str]) -> str:
-    """The text of a file of targets, from the content of Ray's own file and the labels to add to each group. Pure.
+    """The JSON text of a file of targets for Prometheus: Ray's own `groups` of targets, with `labels` added to each. Pure.
 
-    Raises TypeError, KeyError or ValueError if the content is not that of such a file.
+    `groups` is the parsed content of Ray's file. Raises TypeError, KeyError or ValueError if the content is malformed.
     """
     return json.dumps([{"targets": list(each["targets"]), "labels": {**each["labels"], **labels}} for each in groups], indent=1)

@@ -33,10 +33,10 @@ _START_TIMEOUT, _POLL = 60.0, 0.1  # Seconds in which a new idle worker must beg
 
 
 def main(argv: List[str]) -> int:
-    """Run Ray on this node until it ends, and return the exit code. The only argument is the JSON text that `RayNode` writes.
+    """Run Ray on this node until it ends; returns the exit code, 1 if the installed Ray cannot be used.
 
-    Over the socket whose descriptor is `fd` in that text, this program sends reports (`Report`) and gets requests (`serve`), as
-    JSON lines.
+    `argv` has one argument, the JSON text that `RayNode` writes. Over the socket whose descriptor is `fd` in that text, this
+    program sends reports (`Report`) and receives requests (`serve`), as JSON lines.
     """
     order = json.loads(argv[0])
     report = _Reporter(order["fd"])
@@ -75,7 +75,10 @@ def main(argv: List[str]) -> int:
 
 
 def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[str]:
-    """Why the version `found` of Ray cannot be used, as a sentence; None if it can. `wanted` is None if any version will do."""
+    """Why the version `found` of Ray cannot be used, as a sentence; None if it can be used.
+
+    `wanted` is the version that the user asks for, None for any; `token` tells whether Ray must have token authentication.
+    """
     if wanted and found != wanted:
         return "Ray %s is installed for %s, and ray_version asks for %s" % (found, sys.executable, wanted)
     if token and lacks_tokens(found):
@@ -116,11 +119,12 @@ class _Reporter:
 
 
 def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
-    """Start threads that serve requests from the runtime: JSON lines with the keys `tables` or `prestart`.
+    """Start threads that serve requests from the runtime: JSON lines with the key `tables` or the key `prestart`.
 
-    tables: report Ray's tables for the leak check, or None after an error; the value is the id of the query.
-    prestart: bring the number of idle Ray workers up to one for each of `cpus`, at most `MOST_IDLE_WORKERS`, for the first tasks
-        of the next payload. Without Ray's RPC for that, or without `grpcio`, nothing happens.
+    A request with `tables`, whose value is the id of the query, is answered with a report of Ray's tables for the leak check, or
+    of None after an error. At a request with `prestart`, Ray starts workers until `cpus` of them, at most `MOST_IDLE_WORKERS`,
+    wait for the next payload's first tasks; nothing happens if Ray lacks the RPC for that, or without `grpcio`. `logs` is the
+    path of Ray's log directory.
     """
     wanted = threading.Event()
     if cpus > 0 and internals.can_start_workers():
@@ -200,7 +204,7 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
 
 
 def _wait_for_head(gcs: str, command: List[str]) -> None:
-    """On a worker node: wait until it may join, because the head has published where its files are, or is alive."""
+    """On a worker node: wait until the head has published where its files are, or is alive, so that this node may join."""
     _wait_for_port(gcs)
     client = internals.connect_gcs(gcs)
     while not any(node["head"] and node["alive"] for node in (_nodes(client) or {}).values()):
@@ -212,7 +216,7 @@ def _wait_for_head(gcs: str, command: List[str]) -> None:
 
 
 def _wait_for_port(gcs: str) -> None:
-    """Wait until the GCS listens at "HOST:PORT", with more frequent attempts than Ray's own client would make."""
+    """Wait until the GCS listens at "HOST:PORT"; polls more often than Ray's own client would."""
     while _connect_error(gcs, 1.0):
         time.sleep(_FAST)
 
@@ -235,9 +239,9 @@ def _nodes(client: Any) -> Optional[Nodes]:
 
 
 def _report_demand(gcs: str, report: _Reporter) -> None:
-    """Every few seconds, report the requests for resources that no node can ever grant; each is reported once while it lasts.
+    """Report, every few seconds, the new requests for resources that no node can ever grant; never returns.
 
-    Two polls in a row must find a request, because a node that has just joined may grant it.
+    A request is reported once, when two polls in a row have found it; a node that has just joined may grant it after the first.
     """
     client = internals.connect_gcs(gcs)
     before: Set[str] = set()

@@ -60,7 +60,10 @@ _DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directory is removed, an
 def start_arguments(
     spec: RaySpec, machine: NodeResources, chosen: Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
-    """The arguments for `ray start` on this node with the address `address`; `gcs` is the head's, None if this is the head."""
+    """The arguments for `ray start` on this node, whose address for Ray is `address` (None: Ray finds it).
+
+    `gcs` is "HOST:PORT" of the head that this node joins; None if this node is the head.
+    """
     head = ["--head", "--include-dashboard=%s" % ("true" if spec.dashboard else "false")]
     arguments = ["--block", *(head if gcs is None else ["--address=" + gcs])]
     if address:
@@ -84,9 +87,9 @@ def start_arguments(
 
 
 def symmetric_arguments(start: List[str], gcs: str, nodes: int, entrypoint: List[str]) -> List[str]:
-    """The arguments of `ray symmetric-run` on a node, converted from `start`, the arguments of `ray start` there.
+    """The arguments of `ray symmetric-run` on a node, converted from `start`, the arguments of `ray start` for the same node.
 
-    `gcs` is "HOST:PORT" of the head, on which `ray symmetric-run` runs `entrypoint` once `nodes` nodes have joined.
+    `gcs` is "HOST:PORT" of the head. `ray symmetric-run` runs `entrypoint` on the head once `nodes` nodes have joined.
     """
     unknown = ("--block", "--head", "--address=", "--node-ip-address=", "--port=")
     own = [option for option in start if not option.startswith(unknown)]
@@ -100,9 +103,9 @@ def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
     """Environment variables that limit a Ray which the payload itself starts to the CPUs and memory granted on this node.
 
-    They set defaults only; a `ray.init` that connects to an existing cluster ignores them. Ray has no variable for the
-    default number of CPUs (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`). But Ray counts CPUs as
-    Python does, and Python 3.13 has a variable for that.
+    The variables only set defaults; a `ray.init` that connects to an existing cluster ignores them. Ray has no variable for the
+    default number of CPUs (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`). But Ray counts CPUs as Python
+    does, and Python 3.13 has the variable `PYTHON_CPU_COUNT` for that.
     """
     env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
     if machine.memory_limit is not None:
@@ -122,7 +125,8 @@ def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
 def _token(runtime: RuntimeSpec, key: str) -> str:
     """The token with which the processes of one Ray cluster authenticate each other.
 
-    It is derived from the secret that all nodes have, so that it is the same on each; without a secret it is random.
+    The token is derived from the secret that all nodes have and from `key`, so that each node has the same token. Without a
+    secret the token is random. `key` is "" for the warm cluster, and the payload's nonce for a payload's own.
     """
     secret = runtime.token_key or runtime.control_key
     if secret is None:
@@ -136,7 +140,7 @@ def _token(runtime: RuntimeSpec, key: str) -> str:
 class ClusterDir(Scratch):
     """A new directory for one Ray cluster inside a scratch directory.
 
-    Raises OSError if all names are in use, or if the directory cannot be made.
+    The constructor raises OSError if all names are in use, or if the directory cannot be made.
     """
 
     def __init__(self, parent: Scratch) -> None:
@@ -150,7 +154,10 @@ class ClusterDir(Scratch):
         shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_later(self, loop: Loop, delay: float = _DYING) -> None:
-        """Remove the directory after a delay, and again until it is gone: dying processes may write to it after a removal."""
+        """Remove the directory after `delay` seconds; repeat that until the directory is gone.
+
+        Dying processes may still write to the directory after a removal.
+        """
 
         def clear() -> None:
             self.remove()
@@ -197,7 +204,8 @@ class RayNode:
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
         """Run the health checks, if there are any, and start Ray on this node.
 
-        `gcs` is "HOST:PORT" of the head to join; None on the head, whose address is given if it is known.
+        `gcs` is "HOST:PORT" of the head to join; None on the head. `address` is the head's own address, None if it is not known;
+        on a worker node `address` is not used.
         """
         self._gcs, self._address = gcs, address
         checks = (self.spec.health_check or "").splitlines()
@@ -216,7 +224,7 @@ class RayNode:
             return False  # The process has ended, or has not read for a while.
 
     def end(self) -> None:
-        """End every process of Ray on this node at once; there are no more events."""
+        """End every process of Ray on this node at once; afterwards `on_event` is not called."""
         self._over = True
         self._kill()
         self.ports.release()
