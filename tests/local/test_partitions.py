@@ -181,6 +181,8 @@ def test_a_lost_payload_keeps_what_has_succeeded(scene: Scene, script: Callable[
         ({}, {"partitions": None, "tags": {}}, "run_partitions: this run has no partitions"),
         ({}, {"max_concurrent": 0}, "max_concurrent: 0 is no number of partitions"),
         ({}, {"max_concurrent": True}, "max_concurrent: True is no number of partitions"),
+        ({}, {"allocation": "each"}, "allocation: 'each' makes job arrays, for which mode 'local' has none; use mode 'slurm'"),
+        ({}, {"allocation": "own"}, "allocation: 'own' is neither 'shared' nor 'each'"),
         (
             {"topology": "separate", "components": [HetComponent(component_id="a", queue=SlurmQueueConfig())]},
             {},
