@@ -1,7 +1,7 @@
 """Job arrays: how Slurm names their elements, how many a site takes, and how large the next array of a step is. Pure.
 
 squeue and sacct list elements that wait in one row, "12_[4,6-11%2]", and each other one in a row of its own, "12_3". An element
-that is cancelled while it waits alone leaves both lists (tried on 22.05 and 24.11).
+that is cancelled while it waits alone leaves both lists (tried on 22.05).
 """
 
 from __future__ import annotations
