@@ -68,7 +68,7 @@ def reattach_or_new(
 ) -> Launch:
     """Take over and return the payload of an earlier attempt at this step if it runs the same plan; else prepare a new one.
 
-    Returns the launch of that payload. If attempts write results before the end (`writes_results`), no earlier one does so any more.
+    Returns the launch of that payload. If attempts write results before the end (`writes_results`), earlier ones have ceased to.
     """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
