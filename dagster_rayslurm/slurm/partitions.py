@@ -43,7 +43,7 @@ class Node:
     def idle(self) -> bool:
         """Whether the node accepts jobs and runs none now; a node that is started on demand does.
 
-        A node that is about to reboot, in a reservation for maintenance, or planned for another job does not (sinfo(1), Slurm 22.05).
+        A node that is about to reboot, under maintenance, or planned for another job does not (sinfo(1), Slurm 22.05).
         """
         return self.usable and self.state in ("idle", "idle~", "idle#")
 

@@ -155,7 +155,7 @@ def _show(path: str, number: int, title: str) -> str:
 def granted_cpus(directory: str) -> int:
     """Returns how many CPUs this payload may use here: what it reserves in a session, or else what Slurm and the kernel grant.
 
-    `directory` is the run directory. Where Slurm does not bind processes to CPUs, only SLURM_CPUS_ON_NODE has the number (srun(1)).
+    `directory` is the run directory. Where Slurm binds no processes to CPUs, only SLURM_CPUS_ON_NODE has the number (srun(1)).
     """
     with contextlib.suppress(OSError), open(os.path.join(directory, "payload.json"), encoding="utf-8") as file:
         reserved = json.load(file).get("want_cpus")

@@ -228,7 +228,7 @@ class RayCluster:
     def archive_logs(self, run_dir: str, names: List[str], done: Callable[[], None]) -> None:
         """Archive Ray's logs of all nodes that are there into a run directory; calls `done` when all have answered or are lost.
 
-        The name of each archive is added to `names` as soon as it is written. `done` may come late, or never, if a node is frozen.
+        The name of each archive is added to `names` as soon as it is written. If a node is frozen, `done` comes late, or never.
         """
         here = [place for place in self.state.members if self.workers.members[place].here]
         self._archives[run_dir] = {*here, _HEAD}, names, done
