@@ -41,8 +41,11 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        """Whether the node accepts jobs and runs none now."""
-        return self.usable and self.state.startswith("idle")
+        """Whether the node accepts jobs and runs none now; a node that is started on demand does.
+
+        A node that is about to reboot, under maintenance, or planned for another job does not (sinfo(1), Slurm 22.05).
+        """
+        return self.usable and self.state in ("idle", "idle~", "idle#")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Partition:
         return most
 
     def limit(self, setting: str) -> float | None:
-        """Returns a setting as a number: seconds if its name ends in "Time", else nodes; None if there is no limit."""
+        """Returns a setting as a number: seconds if its name ends in "Time", else a count; None if there is no limit."""
         text = self.settings.get(setting, "UNLIMITED")
         if setting.endswith("Time"):
             return limit_seconds(text)
@@ -112,6 +115,8 @@ def objections(partition: Partition, queue: SlurmQueueConfig) -> Iterator[str]:
         yield f"it does not take the account {queue.account}"
     if queue.qos and qos and queue.qos not in qos:
         yield f"it is for the QOS {', '.join(qos)}"
+    if queue.qos and queue.qos in partition.names("DenyQos"):
+        yield f"it does not take the QOS {queue.qos}"
     if partition.settings.get("RootOnly") == "YES":
         yield "only root may use it"
     if partition.settings.get("ReqResv") == "YES" and not queue.reservation:
@@ -119,6 +124,12 @@ def objections(partition: Partition, queue: SlurmQueueConfig) -> Iterator[str]:
     most = partition.limit("MaxNodes")
     if most is not None and queue.num_nodes > most:
         yield f"it gives a job {most:g} nodes at most, and num_nodes is {queue.num_nodes}"
+    least = partition.limit("MinNodes")
+    if least is not None and queue.num_nodes < least:
+        yield f"it gives a job {least:g} nodes at least, and num_nodes is {queue.num_nodes}"
+    cpus = partition.limit("MaxCPUsPerNode")
+    if cpus is not None and (queue.cpus_per_node or 1) > cpus:
+        yield f"it gives a job {cpus:g} CPUs of a node at most, and cpus_per_node is {queue.cpus_per_node}"
 
 
 def limit_seconds(text: str) -> float | None:

@@ -5,12 +5,20 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.archive import install_runtime
 from dagster_rayslurm.runtime.node.log_archive import LEFT_OUT, Log, archive_name, select
+from dagster_rayslurm.runtime.node.resources import NodeResources
+from dagster_rayslurm.runtime.process.loop import Loop
+from dagster_rayslurm.runtime.protocol.messages import NodeEvent
+from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.ray.cluster import RayCluster
 
 LOGS = st.lists(
     st.builds(Log, st.text("abc", min_size=1), st.integers(0, 100), st.floats(0, 9)), unique_by=lambda log: log.name, max_size=12
@@ -51,3 +59,37 @@ def test_an_archive_has_the_ends_of_logs_and_says_what_is_missing(tmp_path: Path
 def test_the_name_of_an_archive_is_harmless() -> None:
     assert archive_name("c1") == "ray-logs-c1.tar.gz"
     assert archive_name("../c1 (component gpu)") == "ray-logs-..-c1-component-gpu.tar.gz"
+
+
+class Node(SimpleNamespace):
+    """A worker node that is connected, and keeps the commands that it is sent."""
+
+    def __init__(self, node_id: int) -> None:
+        super().__init__(node_id=node_id, here=True, title=f"n{node_id}", machine=None, joined=True, gone=False, sent=[])
+
+    def send(self, **command: Any) -> None:
+        self.sent.append(command)
+
+
+@pytest.mark.parametrize("event", [NodeEvent.LOST, NodeEvent.GONE])
+def test_the_logs_of_the_other_nodes_are_archived_if_one_is_lost(event: NodeEvent) -> None:
+    nodes = {number: Node(number) for number in (1, 2, 3)}
+    nodes[3].here = False  # Lost before the payload failed.
+    head = SimpleNamespace(
+        loop=Loop(),
+        spec=RuntimeSpec("c1", ray=RaySpec()),
+        machine=NodeResources("n0", 1, 0, 2**33, None),
+        prepare_ray=lambda *_: SimpleNamespace(end=lambda *_: None),
+        archive_logs=lambda key, run_dir, done: done("ray-logs-n0.tar.gz"),
+    )
+    cluster = RayCluster(head, SimpleNamespace(members=nodes), None, lambda *_: None)  # type: ignore[arg-type]
+    names: list[str] = []
+    done: list[bool] = []
+    cluster.archive_logs("/run", names, lambda: done.append(True))
+    assert [bool(node.sent) for node in nodes.values()] == [True, True, False]
+    assert names == ["ray-logs-n0.tar.gz"] and not done  # What is written by then counts, if another node never answers.
+    cluster.handle(nodes[1], {"event": event, "message": "it is lost"})  # type: ignore[arg-type]
+    assert not done
+    answer = {"event": NodeEvent.ARCHIVED, "cluster": cluster.key, "run_dir": "/run", "name": "ray-logs-n2.tar.gz"}
+    cluster.handle(nodes[2], answer)  # type: ignore[arg-type]
+    assert names == ["ray-logs-n0.tar.gz", "ray-logs-n2.tar.gz"] and done == [True]

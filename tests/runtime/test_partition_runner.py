@@ -46,6 +46,7 @@ def test_no_more_partitions_run_at_a_time_than_the_limit(tmp_path: Path, script:
         there = lambda: [name for name in os.listdir({str(tmp_path)!r}) if "runs " in name]
         while time.monotonic() < until and len(at_once := there()) < 3:
             time.sleep(0.01)
+            at_once = [name for name in os.listdir({str(tmp_path)!r}) if name.startswith("runs ")]
         os.rmdir({str(tmp_path)!r} + "/runs " + pipes.partition_key)
         pipes.report_custom_message(len(at_once))
     """)

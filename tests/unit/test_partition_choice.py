@@ -85,6 +85,37 @@ def test_the_first_that_fits_and_is_free(queue: dict[str, Any], changes: Any, na
     assert choose(auto(**queue), partitions(*changes)).request.queue.partition == name
 
 
+@pytest.mark.parametrize(
+    "state", ["idle@", "idle^", "idle$", "idle-", "idle%", "idle!", "resv", "plnd", "maint", "drain", "drng"]
+)
+def test_a_node_that_is_held_for_something_else_is_not_free(state: str) -> None:
+    name = choose(auto(cpus_per_node=8), partitions(("w1|idle", f"w1|{state}"))).request.queue.partition
+    assert name == "long"
+
+
+@pytest.mark.parametrize("state", ["idle~", "idle#"])
+def test_a_node_that_is_started_on_demand_is_free(state: str) -> None:
+    assert choose(auto(cpus_per_node=8), partitions(("w1|idle", f"w1|{state}"))).request.queue.partition == "work"
+
+
+@pytest.mark.parametrize(
+    ("setting", "queue", "said"),
+    [
+        ("DenyQos=high", {"qos": "high"}, "it does not take the QOS high"),
+        ("MinNodes=2", {}, "it gives a job 2 nodes at least, and num_nodes is 1"),
+        ("MaxCPUsPerNode=8", {"cpus_per_node": 12}, "it gives a job 8 CPUs of a node at most, and cpus_per_node is 12"),
+        ("MinNodes=0 MaxCPUsPerNode=UNLIMITED DenyQos=low", {"qos": "high"}, None),
+    ],
+)
+def test_a_limit_of_the_partition(setting: str, queue: dict[str, Any], said: str | None) -> None:
+    found = parse_partitions(f"PartitionName=work Default=YES {setting} State=UP", NODES)
+    if said is None:
+        assert choose(auto(**queue), found).request.queue.partition == "work"
+        return
+    with pytest.raises(ValueError, match=said):
+        choose(auto(**queue), found)
+
+
 def test_the_reason_is_told() -> None:
     (reason,) = choose(auto(cpus_per_node=8), partitions(*BUSY)).reasons
     assert reason == (

@@ -6,6 +6,7 @@ placement groups, submitted jobs, used resources.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import os
@@ -116,8 +117,8 @@ class RayCluster:
         self._started = self.loop.now()
         self._tails: Dict[str, str] = {}  # The last lines of logs of worker nodes, by title.
         # The archives of logs that are being made, by run directory: the nodes that have not answered, the names of archives so
-        # far, and where these go.
-        self._archives: Dict[str, Tuple[Set[int], List[str], Callable[[List[str]], None]]] = {}
+        # far, and what is called at the end.
+        self._archives: Dict[str, Tuple[Set[int], List[str], Callable[[], None]]] = {}
         self._queries: Dict[int, Callable[[Optional[Tables]], None]] = {}
         self._query_ids = itertools.count(1)
         self._idle_check = self._deadline = Timer()
@@ -230,24 +231,25 @@ class RayCluster:
         logs = {"runtime on %s" % title: self.workers.log_tail(place) for place, title in given_up}
         return {**self._ray.log_tails(), **self._tails, **{name: text for name, text in logs.items() if text.strip()}}
 
-    def archive_logs(self, run_dir: str, done: Callable[[List[str]], None]) -> None:
-        """Archive Ray's logs of all nodes into a run directory; calls `done` with the names of the archives.
+    def archive_logs(self, run_dir: str, names: List[str], done: Callable[[], None]) -> None:
+        """Archive Ray's logs of all nodes that are there into a run directory; calls `done` when all have answered or are lost.
 
-        `done` may come late, or never, if a node is lost meanwhile.
+        The name of each archive is added to `names` as soon as it is written. If a node is frozen, `done` comes late, or never.
         """
         here = [place for place in self.state.members if self.workers.members[place].here]
-        self._archives[run_dir] = {*here, _HEAD}, [], done
+        self._archives[run_dir] = {*here, _HEAD}, names, done
         for place in here:  # Not kept for a node that reconnects: by then, nobody waits for it.
             self.workers.members[place].send(op=NodeCommand.ARCHIVE, cluster=self.key, run_dir=run_dir)
         self.head.archive_logs(self.key, run_dir, lambda name: self._archived(_HEAD, run_dir, name))
 
     def _archived(self, place: int, run_dir: str, name: Optional[str]) -> None:
-        missing, names, done = self._archives.get(run_dir, (set(), [], lambda _: None))
+        missing, names, done = self._archives.get(run_dir, (set(), [], lambda: None))
+        if name is not None and place in missing:
+            bisect.insort(names, name)
         missing.discard(place)
-        names += [name] if name is not None else []
         if not missing:
             self._archives.pop(run_dir, None)
-            done(sorted(names))
+            done()
 
     def handle(self, member: WorkerNode, message: Event) -> None:
         """Handle an event of a worker node; ignores events that concern other Ray clusters."""
@@ -256,6 +258,9 @@ class RayCluster:
             if message["cluster"] == self.key:
                 self._archived(member.node_id, message["run_dir"], message["name"])
             return
+        if kind in (NodeEvent.LOST, NodeEvent.GONE):
+            for run_dir in list(self._archives):  # The archives of the other nodes count.
+                self._archived(member.node_id, run_dir, None)
         if kind == NodeEvent.JOINED and member.machine is not None:
             event.update(identity=member.identity, here=member.here, problem=self._problem(member.machine))
         elif kind == NodeEvent.RAY_FAILED and event["cluster"] == self.key:

@@ -395,12 +395,9 @@ class Supervisor:
         cluster = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
         if cluster is None or (self.is_session and payload not in self._running):
             return done()  # Many payloads may wait in a session, whose logs are the same for all.
-
-        def archived(names: List[str]) -> None:
-            payload.context["ray_logs"] = names
-            done()
-
-        cluster.archive_logs(payload.run_dir, archived)
+        names: List[str] = []
+        payload.context["ray_logs"] = names
+        cluster.archive_logs(payload.run_dir, names, done)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.ending.exit_code
