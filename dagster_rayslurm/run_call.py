@@ -41,6 +41,7 @@ from .environments import (
 from .errors import FailureKind, one_sentence
 from .execution import partition_arrays, partitions, submitted, terminal
 from .execution.asynchronous import drive_async
+from .execution.event_log import open_event_log
 from .execution.reattach import next_call
 from .execution.run import Steps, drive, executing, start_errors
 from .failures import CompletedRun, RunFailure, apply_retry_policy
@@ -80,7 +81,8 @@ async def run_async(resource: ComputeFields, context: Context, extras: PipesExtr
     number = next_call(op_context)
     remote = resource.slurm is not None and resource.mode != ExecutionMode.LOCAL
     hub = hub_of(connection_to(resource.slurm.ssh if remote and resource.slurm is not None else None))
-    return await drive_async(_running(resource, op_context, extras, number=number, **arguments), hub)
+    with open_event_log(op_context.instance.event_log_storage, op_context.run.run_id):
+        return await drive_async(_running(resource, op_context, extras, number=number, **arguments), hub)
 
 
 def _op_context(context: Context) -> dg.OpExecutionContext:

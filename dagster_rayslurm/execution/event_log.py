@@ -20,18 +20,39 @@ _BUSY_TIMEOUT = 30  # Seconds to wait for other processes that write, like Dagst
 _METHODS = ("run_connection", "index_connection")  # By which the storage gets a connection for each event.
 
 
+_lock = threading.Lock()
+_opened: dict[int, tuple[int, ExitStack]] = {}  # By id of the storage: how many blocks use it, and what its end closes.
+
+
 @contextmanager
 def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
     """Inside the block, Dagster's SQLite event log storage writes the events of a run over connections that stay open.
+
+    Blocks of several threads or tasks share the connections of the first block, whose run counts.
 
     Each event is a transaction, so it outlives this process, if that is killed. A power failure may lose the last events, as no
     transaction waits for the disk; the next event after the block does. Other storages, which keep connections open themselves,
     are left alone.
     """
-    known = type(storage).__name__ == "SqliteEventLogStorage" and all(hasattr(storage, name) for name in _METHODS)
-    if not known or any(name in vars(storage) for name in _METHODS):  # A block of another thread has it open.
+    if type(storage).__name__ != "SqliteEventLogStorage" or not all(hasattr(storage, name) for name in _METHODS):
         yield
         return
+    with _lock:
+        users, stack = _opened.get(id(storage)) or (0, _open(storage, run_id))
+        _opened[id(storage)] = users + 1, stack
+    try:
+        yield
+    finally:
+        with _lock:
+            users, stack = _opened.pop(id(storage))
+            if users > 1:
+                _opened[id(storage)] = users - 1, stack
+            else:
+                stack.close()
+
+
+def _open(storage: Any, run_id: str) -> ExitStack:
+    """Make a storage keep its connections open until the returned stack is closed."""
     lock = threading.Lock()
     original = storage.run_connection
     with ExitStack() as stack:
@@ -50,7 +71,7 @@ def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
         for name, method in zip(_METHODS, (run_connection, lambda: connection(_INDEX)), strict=True):
             setattr(storage, name, method)
             stack.callback(delattr, storage, name)
-        yield
+        return stack.pop_all()
 
 
 def _engine(url: str) -> Engine:

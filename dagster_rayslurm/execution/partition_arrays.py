@@ -57,7 +57,7 @@ def execute_arrays(
         launch = reattach_or_new(context, plan, backend, home, writes_results=True)
     pipes = RecordPipes(context)
     with pipes.session(extras, plan.uses_pipes) as session:
-        pipes_context, _ = results.attach(pipes, launch.step.owner)
+        pipes_context, _ = results.attach(pipes, lambda: launch.step.owner)
         run = _ArrayRun(context, backend, resource, launch, results, max_concurrent)
         with open_event_log(context.instance.event_log_storage, context.run.run_id):
             run.complete(cast("Mapping[str, Any]", pipes_context))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -145,7 +145,8 @@ class PartitionResults:
     failed: dict[str, Verdict] = field(default_factory=dict)  # Why partitions failed.
     told: set[str] = field(default_factory=set)  # Failed partitions of which an attempt before has told.
     handler: Any = None  # Dagster's handler of all other Pipes messages.
-    owner: Ownership = UNCONTESTED  # Of the payload; only its owner materializes partitions.
+    # Returns the ownership of the payload; only its owner materializes partitions.
+    owner: Callable[[], Ownership] = lambda: UNCONTESTED
     loss_timeout: float = 86400.0  # Seconds for which the cluster may be out of reach.
     _pipes: Any = None
     _unknown_since: float | None = None  # Since when the owner is not known, by the monotonic clock.
@@ -160,7 +161,7 @@ class PartitionResults:
         """The partitions that are not materialized, in the order of the run."""
         return [key for key in self.keys if key not in self.done]
 
-    def attach(self, pipes: RecordPipes, owner: Ownership) -> tuple[PipesContextData, Any]:
+    def attach(self, pipes: RecordPipes, owner: Callable[[], Ownership]) -> tuple[PipesContextData, Any]:
         """Returns the Pipes context of a payload that runs the missing partitions, and the handler of its messages.
 
         Called once no earlier attempt materializes partitions any more.
@@ -212,7 +213,7 @@ class PartitionResults:
         """Returns whether this attempt owns the payload; while the connection is lost, waits for an answer."""
         while True:
             try:
-                holds = self.owner.holds()
+                holds = self.owner().holds()
                 self._unknown_since = None
                 return holds
             except OSError as error:

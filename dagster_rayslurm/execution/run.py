@@ -115,7 +115,7 @@ def executing(
     with pipes.session(extras, writers > 0) as session:
         pipes_context, handler = pipes.pipes_context, pipes.handler
         if partitions:
-            pipes_context, handler = partitions.attach(pipes, launch.step.owner)
+            pipes_context, handler = partitions.attach(pipes, lambda: run.launch.step.owner)
             run.verdict = partitions.verdict
         metadata = yield from run.completing(
             pipes_context,
