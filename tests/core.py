@@ -41,6 +41,10 @@ CORE = {
         "test_dagster_is_killed_and_a_retry_finds_the_array",
         "test_twelve_partitions_of_which_two_fail",
     ),
+    "slurm/test_submitted_on_slurm.py": (
+        "test_a_cancelled_task_ends_its_job_and_no_other",
+        "test_five_processes_with_one_key_submit_one_job",
+    ),
     "example/test_example.py": ("test_the_assets_on_slurm",),
     "faults/test_cancellation.py": (
         "test_a_run_is_interrupted[slurm-pending]",
