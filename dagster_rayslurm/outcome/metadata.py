@@ -55,6 +55,8 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     if components is not None:
         metadata["Components"] = components
     metadata.update(_usage_metadata(usage, context, mode))
+    if context.get("energy_joules"):
+        metadata["Energy (kWh)"] = round(context["energy_joules"] / 3.6e6, 6)
     if context.get("workers_killed"):
         metadata["Ray workers killed for memory"] = context["workers_killed"]
     if end.get("stdio_dropped"):

@@ -20,7 +20,7 @@ from dagster_rayslurm.ssh.local import LocalConnection
 
 from . import model, programs
 
-PROGRAMS = ("sbatch", "squeue", "scancel", "srun", "sacct", "scontrol", "sinfo")
+PROGRAMS = ("sbatch", "squeue", "scancel", "srun", "sacct", "scontrol", "sinfo", "sstat")
 
 
 def job_request(job_name: str, comment: str, component_id: str | None = None, further: Any = (), **queue: Any) -> JobRequest:

@@ -26,6 +26,7 @@ FIRST_STATE = {
     "min_job_age": None,  # Seconds after which slurmctld forgets a job that has ended; None: never.
     "accounting": True,
     "max_array_size": 1001,
+    "energy": None,  # Joules that each running step has consumed; None if Slurm measures no energy.
     "max_submit": None,  # Most jobs of the user that are not over; None for any number.
     "faults": {},
     "jobs": {},
@@ -318,8 +319,9 @@ def sacct(state: State, words: list[str], caller: Caller, now: float) -> Answer:
 def scontrol(state: State, words: list[str], caller: Caller, now: float) -> Answer:
     _, words = options_of(words)
     if words[:2] == ["show", "config"]:
-        size = state["max_array_size"]
-        return Answer(out=f"JobAcctGatherParams     = (null)\nMaxArraySize            = {size}\n")
+        size, energy = state["max_array_size"], "(null)" if state["energy"] is None else "acct_gather_energy/rapl"
+        lines = f"AcctGatherEnergyType    = {energy}\nJobAcctGatherParams     = (null)\nMaxArraySize            = {size}\n"
+        return Answer(out=lines)
     if words[:2] == ["show", "partition"]:
         default = next(iter(state["partitions"]))
         names = ((name, "YES" if name == default else "NO") for name in state["partitions"])
@@ -350,6 +352,15 @@ def scontrol(state: State, words: list[str], caller: Caller, now: float) -> Answ
     return Answer(out=lines)
 
 
+def sstat(state: State, words: list[str], caller: Caller, now: float) -> Answer:
+    options, _ = options_of(words)
+    job_id, _, step = options["jobs"].partition(".")
+    job = state["jobs"].get(job_id)
+    if job is None or job["state"] != "RUNNING" or step != "0":
+        return Answer(1, err=f"sstat: error: couldn't get steps for job {options['jobs']}\n")
+    return Answer(out=f"{state['energy'] or 0}\n")
+
+
 def sinfo(state: State, words: list[str], caller: Caller, now: float) -> Answer:
     options, _ = options_of(words)
     if "version" in options:
@@ -375,6 +386,7 @@ PROGRAMS: dict[str, Callable[[State, list[str], Caller, float], Answer]] = {
     "sacct": sacct,
     "scontrol": scontrol,
     "sinfo": sinfo,
+    "sstat": sstat,
 }
 """The programs of slurmctld's clients, by name, except sbatch, which also takes the text of a script."""
 

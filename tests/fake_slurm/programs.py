@@ -148,6 +148,7 @@ def srun(base: str, words: list[str]) -> int:
             env = {**os.environ, **_variables(job, ""), "SLURM_NODEID": str(number), "SLURM_PROCID": str(number)}
             env |= {"SLURM_JOB_ID": str(job_id), "SLURMD_NODENAME": node, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
             env |= {"SLURM_STEP_NODELIST": ",".join(each for job in jobs for each in job["nodes"]), "SLURM_LOCALID": "0"}
+            env["SLURM_STEP_ID"] = "0"
             target = options.get("output", "").replace("%t", str(number))
             output = open(target, "ab") if target else None
             tasks[number] = node, subprocess.Popen(command, env=env, stdout=output, stderr=output)

@@ -10,6 +10,7 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig, SlurmResource
 from dagster_rayslurm.execution.announce import job_tags
+from dagster_rayslurm.runtime.node import energy
 
 from ..fake_slurm import FakeSlurm
 
@@ -70,6 +71,52 @@ def test_a_storage_that_takes_no_tags_is_no_reason_to_fail(
     with dg.instance_for_test() as instance:
         assert materialize(compute, script("pass"), ["a"], instance).success
     assert "the run has no tag for Slurm job 1: the database is locked" in capfd.readouterr().err
+
+
+# Runs until the runtime, its parent, has handled Slurm's answer about the configuration.
+UNTIL_TOLD = """
+import os, pathlib, time
+calls, deadline = pathlib.Path({calls!r}), time.monotonic() + 60
+children = pathlib.Path("/proc/%d/task/%d/children" % (os.getppid(), os.getppid()))
+while "config" not in calls.read_text() or len(children.read_text().split()) > 1:
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("joules", "fails", "asked", "shown"),
+    [(7_200_000, False, 1, 2.0), (7_200_000, True, 1, None), (0, False, 1, None), (None, False, 0, None)],
+)
+def test_the_energy_of_a_job_is_shown_where_slurm_measures_it(
+    joules: int | None, fails: bool, asked: int, shown: float | None, fake_slurm: FakeSlurm, script: Any, tmp_path: Path
+) -> None:
+    fake_slurm.set(energy=joules)
+    if fails:
+        fake_slurm.fault("sstat", "sstat: error: couldn't get steps for job 1.0")
+    slurm = SlurmResource(remote_base=str(tmp_path / "base"), poll_interval=1)
+    compute = ComputeResource(mode="slurm", slurm=slurm, default_launcher=BashLauncher())
+    payload = script(UNTIL_TOLD.format(calls=str(fake_slurm.base / "calls")))
+    with dg.instance_for_test() as instance:
+        result = materialize(compute, payload, ["a"], instance)
+        assert result.success
+        metadata = result.asset_materializations_for_node("a")[0].metadata
+    value = metadata.get("Energy (kWh)")
+    assert (None if value is None else value.value) == shown and (value is None or isinstance(value, dg.FloatMetadataValue))
+    assert fake_slurm.calls("scontrol").count(["show", "config"]) == 1
+    assert [words[0] for words in fake_slurm.calls("sstat")] == ["--jobs=1.0"] * asked
+
+
+def test_slurm_is_not_asked_for_the_energy_of_a_session(fake_slurm: FakeSlurm, script: Any, tmp_path: Path) -> None:
+    fake_slurm.set(energy=7_200_000)
+    slurm = SlurmResource(remote_base=str(tmp_path / "base"), poll_interval=1)
+    compute = ComputeResource(
+        mode="slurm-session", slurm=slurm, default_launcher=BashLauncher(), session=SessionConfig(idle_timeout=1)
+    )
+    with dg.instance_for_test() as instance:
+        result = materialize(compute, script(f"import time; time.sleep({energy._DELAY + 0.5})"), ["a"], instance)
+        assert result.success and "Energy (kWh)" not in result.asset_materializations_for_node("a")[0].metadata
+    assert not fake_slurm.calls("sstat") and ["show", "config"] not in fake_slurm.calls("scontrol")
 
 
 def test_only_a_run_with_several_steps_has_a_tag_for_each() -> None:

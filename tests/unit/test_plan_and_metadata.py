@@ -167,6 +167,12 @@ def test_what_was_granted_stands_beside_what_was_used() -> None:
     assert not {"Granted and used", "Node hours", "Memory efficiency (%)"} & set(local)
 
 
+def test_energy_is_a_number_of_kilowatt_hours() -> None:
+    assert "Energy (kWh)" not in run_metadata(END, "slurm", "c1")
+    used = {**END, "context": {**END["context"], "energy_joules": 5_400_000_000}}
+    assert run_metadata(used, "slurm", "c1")["Energy (kWh)"] == 1500.0
+
+
 def test_the_command_for_a_dashboard_is_shown_as_long_as_it_lasts() -> None:
     assert run_metadata(END, "local", "c1")["Ray dashboard"] == "was there until the run ended"
     kept = {**END, "context": {**END["context"], "kept_warm": True}}

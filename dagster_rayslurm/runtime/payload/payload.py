@@ -63,6 +63,7 @@ class Awaited(Enum):
     OUTPUT = "the rest of the output"
     USAGE = "usage of the other nodes"
     LEAKS = "leak check"
+    ENERGY = "energy of the Slurm step"
     SIGNAL = "signal to the runtime"
 
 
@@ -170,6 +171,8 @@ class Payload:
     on_ended: List[Callable[[], None]] = field(default_factory=list)
     # Archives Ray's logs if the payload has failed, and calls back.
     archive_logs: Callable[[Callable[[], None]], None] = lambda done: done()
+    # Asks for the joules that the payload's Slurm step has consumed; returns False if its argument will not be called.
+    query_energy: Callable[[Callable[[Optional[int]], None]], bool] = lambda _: False
     _early_signals: List[int] = field(default_factory=list)  # Those that came before the start; the process gets them then.
     _started_at: Optional[float] = None
     _ended_at: Optional[float] = None
@@ -392,6 +395,8 @@ class Payload:
         self._timers.due("output", _LAST_OUTPUT_TIMEOUT, self._process.close_streams)
         self._timers.due("signal", _SIGNAL_MARGIN, functools.partial(self.received, Awaited.SIGNAL))
         may_come = {Awaited.OUTPUT: self._process.streams, Awaited.USAGE: more_usage, Awaited.LEAKS: self._leak_check}
+        # There may be no time for the query if the runtime had to end the payload.
+        may_come[Awaited.ENERGY] = self.ending.forced is None and self.query_energy(self._energy_known)
         self._go_on(self.ending.exited(end, frozenset(each for each, comes in may_come.items() if comes)))
         if self._leak_check is not None:
             self._leak_check(self._leaks_found)
@@ -404,6 +409,11 @@ class Payload:
         if leaks and not self.ended:
             self.context["leaks"] = leaks
         self.received(Awaited.LEAKS)
+
+    def _energy_known(self, joules: Optional[int]) -> None:
+        if joules is not None and not self.ended:
+            self.context["energy_joules"] = joules
+        self.received(Awaited.ENERGY)
 
     def _copy_messages(self) -> None:
         more = self.copy_chunk()

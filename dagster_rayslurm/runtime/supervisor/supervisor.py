@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, 
 
 from ..node import local_copy, resources
 from ..node.allocation import Allocation, head_address
+from ..node.energy import StepEnergy, own_step
 from ..node.memory import MemoryWatch
 from ..node.resources import NodeResources, Share, count_cpus, footprint_error, may_need_gpus, named, runtime_footprint
 from ..node.worker_nodes import WorkerNode, WorkerNodes
@@ -137,6 +138,9 @@ class Supervisor:
             self.cluster = RayCluster(self.agent, self.workers, self._address, self._handle_cluster)
         if allocation is not None:
             MemoryWatch(loop, self.machine.name, self.agent.guarded_pids, self._driver_pids, self._report_memory)
+        step = own_step(os.environ)
+        # The step of a session serves many payloads.
+        self._energy = StepEnergy(loop, step) if allocation is not None and step is not None and not self.is_session else None
 
     def _log_path(self, place: int) -> str:  # Simulated nodes have no log of their own.
         return "" if self.allocation is None else os.path.join(self.log_dir, node_log(self.allocation.first + place))
@@ -296,6 +300,8 @@ class Supervisor:
         payload = Payload(self.loop, run_dir, spec, secrets, record, environ, self._preload_server)
         payload.on_ended.append(lambda: self._ended(payload))
         payload.archive_logs = functools.partial(self._archive_logs, payload)
+        if self._energy is not None:
+            payload.query_energy = self._energy.query
         self._unrecorded = [each for each in self._unrecorded if not each.files.ended] + [payload]
         self.queue = self.queue.added(payload, self._is_fresh(spec), self.loop.now())
         self._timers.cancel("idle")
