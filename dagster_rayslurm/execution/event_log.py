@@ -1,7 +1,8 @@
 """Keeps the files of Dagster's event log open while a step writes thousands of events.
 
-Dagster's SQLite storage opens a database for each event: it compiles the SQL anew, and when it closes the database, SQLite copies
-the write-ahead log into it. That is most of the time that an event takes (Dagster 1.13: `SqliteEventLogStorage._connect`).
+Dagster's SQLite storage opens and closes a database for each event. At each opening, the storage compiles its SQL again. At each
+closing, SQLite copies the write-ahead log into the database. Both take most of the time that an event takes (Dagster 1.13:
+`SqliteEventLogStorage._connect`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from sqlalchemy.pool import StaticPool
 
 _INDEX = "index"  # The database of SqliteEventLogStorage with the events of all assets.
 _BUSY_TIMEOUT = 30  # Seconds to wait for other processes that write, like Dagster's own connections.
-_METHODS = ("run_connection", "index_connection")  # By which the storage gets a connection for each event.
+_METHODS = ("run_connection", "index_connection")  # Methods by which the storage gets a connection for each event.
 
 
 @contextmanager
 def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
     """Inside the block, Dagster's SQLite event log storage writes the events of a run over connections that stay open.
 
-    Each event is a transaction, so it outlives this process, if that is killed. A power failure may lose the last events, as no
-    transaction waits for the disk; the next event after the block does. Other storages, which keep connections open themselves,
-    are left alone.
+    Each event is a transaction of its own, so all events survive if this process is killed. A power failure may lose the last
+    events, because the transactions inside the block do not wait for the disk; the first event after the block does.
+
+    For any other storage, and inside the block of another thread for the same storage, this function does nothing.
     """
     known = type(storage).__name__ == "SqliteEventLogStorage" and all(hasattr(storage, name) for name in _METHODS)
     if not known or any(name in vars(storage) for name in _METHODS):  # A block of another thread has it open.
