@@ -378,7 +378,7 @@ class Arrays:
                 array.job.check_waiting()
 
     def _read_records(self) -> None:
-        """Find the elements that have ended, by their records or, without a record, by their Slurm state; may raise Superseded."""
+        """Find the elements that have ended, by their records or else by Slurm's state; may raise Superseded."""
         wanted: dict[str, list[list[int]]] = {}
         over: dict[str, list[int]] = {}
         gone = []
