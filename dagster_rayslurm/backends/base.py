@@ -279,8 +279,8 @@ def sweep_remote(
 ) -> list[str]:
     """Remove the files on the cluster that were not used for `retention_days`: run directories, sessions, bundles and runtimes.
 
-    The directory of a session's allocation stays while its job may live. The newest directory of each session stays as long as any
-    process looks for that session, because its number determines the next number. A bundle or runtime stays while a run or
+    The directory of a session's allocation stays while its job may live. The newest directory of each session stays as long as
+    any process looks for that session, because its number determines the next number. A bundle or runtime stays while a run or
     session names it. Only one process, on whatever machine, sweeps within `every_minutes`; with 0 each call sweeps.
 
     Returns the removed paths, relative to the base directory; [] if no sweep is due. Raises OSError if the cluster cannot be
