@@ -14,8 +14,8 @@ from .compute import ComputeResource
 from .handle import TAG, RunHandle
 
 _LOOK_TIMEOUT = 30.0  # Seconds for one look at the cluster; Dagster ends a tick after 60.
-_METADATA = "Run"  # Metadata of each event with the name of the run, by which a repeated tick knows it.
-_LATEST = 100  # Events of an asset among which a repeated tick looks for its own.
+_METADATA = "Run"  # Metadata key of the run's name in each event, by which a repeated tick finds its own events.
+_LATEST = 100  # Number of an asset's latest events among which a repeated tick looks for its own events.
 
 
 def build_completion_sensor(
@@ -27,12 +27,15 @@ def build_completion_sensor(
     minimum_interval_seconds: int = 60,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.STOPPED,
 ) -> dg.SensorDefinition:
-    """Returns a sensor that reports the end of each run that `submit` has submitted, once.
+    """Returns a sensor that reports the end of each run submitted by `ComputeResource.submit` once.
 
-    Each tick looks at all runs by one listing and one `squeue`. Without `job` and `asset_selection`, a run that succeeded becomes
-    an `AssetMaterialization` of its asset, with the metadata that the payload reported, and a failed one an `AssetObservation`
-    with the sentence of the failure. With one of them, the sensor requests a Dagster run for each end, with the handle in its
-    tags; its asset returns `compute.reattach(context=context).get_materialize_result()`, which also copies output files.
+    Each tick looks at all runs by one listing and one `squeue`. Without `job` and `asset_selection`, the sensor reports a
+    successful run as an `AssetMaterialization` of the run's asset, with the metadata that the payload reported, and a failed run
+    as an `AssetObservation` with the sentence of the failure.
+
+    With `job` or `asset_selection`, the sensor requests a Dagster run for each run that has ended. The Dagster run has the handle
+    in its tags. The asset in the Dagster run returns `compute.reattach(context=context).get_materialize_result()`, which also
+    copies output files.
 
     If the cluster does not answer within 30 seconds, the tick is skipped with a sentence that says so.
 
@@ -43,12 +46,12 @@ def build_completion_sensor(
         ```
 
     Args:
-        compute: the resource with which the runs are submitted; its `EnvVar` are read at each tick.
-        name: the name of the sensor. Of several sensors on one base directory, each end is reported by one.
+        compute: the resource with which the runs are submitted; each tick reads the values of its `EnvVar` fields.
+        name: the name of the sensor. If several sensors look at one base directory, only one of them reports each end.
         job: the job to run for each end.
         asset_selection: the assets to materialize for each end, by their keys or a selection.
-        minimum_interval_seconds: seconds between two ticks at least.
-        default_status: whether the sensor runs before somebody has turned it on.
+        minimum_interval_seconds: the shortest time between two ticks, in seconds.
+        default_status: whether the sensor runs before somebody turns it on or off in Dagster.
     """
     look = _Look(compute, name)
 
@@ -86,7 +89,7 @@ def build_completion_sensor(
 
 
 class _Look:
-    """Looks at the cluster in a thread, which the tick does not wait for for ever; of one that hangs, there is never a second."""
+    """Looks at the cluster in a thread, so that a tick can stop waiting; while that thread hangs, no second thread is started."""
 
     def __init__(self, compute: ComputeResource, sensor: str) -> None:
         self._compute, self._sensor = compute, sensor
@@ -94,7 +97,10 @@ class _Look:
         self.place = "the cluster"
 
     def result(self, known: list[str]) -> Any:
-        """Returns what `look_for_ends` returns, or raises its exceptions; raises TimeoutError if that takes too long."""
+        """Returns the result of `look_for_ends`, or raises its exception; raises TimeoutError after `_LOOK_TIMEOUT` seconds.
+
+        If the look of an earlier tick is still under way, returns the result of that look, which used the earlier `known`.
+        """
         if self._pending is None or self._pending.done():
             self._pending = Future()
             threading.Thread(target=self._run, args=(self._pending, known), name="rayslurm-look", daemon=True).start()
@@ -115,7 +121,10 @@ class _Look:
 
 
 def _request(handle: RunHandle) -> dg.RunRequest:
-    """Returns the request of a run that follows a submitted one; Dagster starts one run for each run key."""
+    """Returns the request for a Dagster run that follows a submitted run.
+
+    The run key is the submitted run's name, so that Dagster starts no second one for the same submitted run.
+    """
     return dg.RunRequest(run_key=handle.run, partition_key=handle.partition_key, tags={TAG: handle.to_json()})
 
 
@@ -128,7 +137,10 @@ def _event(each: Any) -> dg.AssetMaterialization | dg.AssetObservation:
 
 
 def _is_reported(context: dg.SensorEvaluationContext, handle: RunHandle) -> bool:
-    """Whether an event of the run is stored: the daemon may have died after it stored the events and before the cursor."""
+    """Returns whether one of the asset's latest `_LATEST` events reports the submitted run.
+
+    Such an event exists if the daemon died after it stored the events of a tick, and before it stored the cursor.
+    """
     key = dg.AssetKey.from_user_string(handle.asset_key or "")
     found = [*context.instance.fetch_materializations(key, limit=_LATEST).records]
     found += context.instance.fetch_observations(key, limit=_LATEST).records

@@ -1,4 +1,4 @@
-"""`RunHandle`, by which a run that was submitted is found again, in any process."""
+"""`RunHandle`: the text form of a submitted run, by which any process finds the run again."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class RunHandle:
     """A run that `ComputeResource.submit` has submitted.
 
     Attributes:
-        run: the name of its run directory, and of the run for `rayslurm`.
-        job_id: Slurm's job id.
+        run: the name of the run directory, by which the `rayslurm` commands find the run.
+        job_id: Slurm's job id; "" before the submission.
         job_name: the name of the Slurm job, which no other job has.
-        cluster_id: id of its Ray cluster.
-        asset_key: the asset that it is for, in Dagster's notation with slashes; None for no asset.
+        cluster_id: the id of the run's Ray cluster.
+        asset_key: the key of the asset that the payload computes, in Dagster's notation with slashes; None for no asset.
         partition_key: the partition of the asset; None for none.
-        key: the idempotency key; None for none.
+        key: the idempotency key of the submission; None for none.
         uses_pipes: whether the payload opens Dagster Pipes.
         requeue: whether Slurm may requeue the job.
-        submitted_at: when it was submitted, in seconds of the epoch by the cluster's clock; 0 before.
+        submitted_at: when the job was submitted, in seconds of the epoch by the cluster's clock; 0 before the submission.
     """
 
     run: str
@@ -40,7 +40,7 @@ class RunHandle:
     submitted_at: float = 0.0
 
     def to_json(self) -> str:
-        """Returns the handle as text, for the cursor of a sensor, a tag or a database."""
+        """Returns the handle as JSON text, for the cursor of a sensor, a tag or a database."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Runs each partition of a step in an allocation of its own: as an element of a job array, in as few arrays as the site takes.
+"""Runs each partition of a step in an allocation of its own: as an element of a job array, in as few arrays as Slurm allows.
 
-The run directory of the step has a directory for each array, with the start records of all its elements, and the elements make
-their own run directories below it. One call reads the records of all elements that have ended, and one `squeue`, that all steps
-share, shows the state of all others.
+The run directory of the step has a directory for each array, with the files from which all elements of the array start. Each
+element makes its own run directory below the directory of its array. One remote call reads the records of all elements that have
+ended. One `squeue`, which all steps share, shows the states of all other elements.
 """
 
 from __future__ import annotations
@@ -39,50 +39,50 @@ from .layout import nonce_of
 from .ownership import REQUEST_FILE, fingerprint
 from .slurm_job import STATE_TIMEOUT, SlurmJob, settling_time
 
-_MOST_BYTES = 8 * 1024 * 1024  # Of one read of records and of files.
-_MOST_OVER = 500  # Most elements without a mark of their end whose records one call reads.
+_MOST_BYTES = 8 * 1024 * 1024  # Most bytes of one read of records or of a file.
+_MOST_OVER = 500  # Most elements that Slurm calls over, and that recorded no end, whose records one call reads.
 _ASK_INTERVAL = 2.0  # Seconds between two queries of Slurm's accounting.
-_MOST_NAMED = 50  # Most elements that one query of the accounting names; for more it asks for whole arrays.
-_UNSEEN_TIMEOUT = 15.0  # Seconds for which the record of an element that failed without a beginning may still come into sight.
-_FULL_PAUSE, _MOST_PAUSE = 5.0, 60.0  # Seconds until the next attempt after Slurm took no array: the first, and the longest.
+_MOST_NAMED = 50  # Most elements that one query of Slurm's accounting names; for more elements, it names whole arrays.
+_UNSEEN_TIMEOUT = 15.0  # Seconds in which the record of an element that ended without a visible one may still become visible.
+_FULL_PAUSE, _MOST_PAUSE = 5.0, 60.0  # Seconds between two submissions while Slurm accepts none: the first and the longest.
 _TOUCH_INTERVAL = 3600.0  # Seconds between two touches of the run directory, which keep it from being swept.
 _LIMITS = 'exec sacctmgr --noheader --parsable2 show associations user="$(id -un)" format=account,partition,maxsubmit'
 
 
 class Superseded(Exception):
-    """Raised when a later attempt at the step has taken the arrays over."""
+    """Raised by `Arrays.poll` if a later attempt at the step has taken the arrays over."""
 
 
 @dataclass(eq=False)
 class Ended:
-    """One partition whose element has ended, with everything that is known of it."""
+    """One partition whose element has ended, with the evidence, messages and output of its payload."""
 
     key: str
     array: int  # Number of the array in the run directory.
-    label: str  # As Slurm's users write it, such as "12_7".
+    label: str  # The element's job id as Slurm's users write it, such as "12_7".
     evidence: Evidence
     messages: list[str] = field(default_factory=list)  # Pipes messages, as the payload wrote them.
     output: list[Record] = field(default_factory=list)
     phases: list[tuple[str, str]] = field(default_factory=list)  # Names and texts of phases.
-    waited: bool = False  # Whether it was cancelled together with all elements of its array that waited.
-    explain_by: float | None = None  # When to judge without Slurm's accounting, by the monotonic clock.
+    waited: bool = False  # Whether Slurm cancelled it together with all other waiting elements of its array.
+    explain_by: float | None = None  # When to stop waiting for Slurm's accounting, by the monotonic clock.
 
 
 @dataclass(eq=False)
 class _Element:
-    """One element that has not ended, as far as is known."""
+    """One element of a job array that is not known to have ended."""
 
     key: str
     watch: JobWatch
-    row: QueueRow | None = None  # In the last snapshot that had one.
-    begun: bool = False
-    over_at: float | None = None  # Since when Slurm calls it over, by the monotonic clock.
-    ended: Ended | None = None  # Set while only Slurm's accounting is missing.
+    row: QueueRow | None = None  # The element's row in the last snapshot of the queue that had such a row.
+    begun: bool = False  # Whether the element has left the queue's waiting states, or has begun its record.
+    over_at: float | None = None  # Since when Slurm calls the element over, by the monotonic clock; None before.
+    ended: Ended | None = None  # Set once the end is recorded, while `poll` still waits for Slurm's accounting of it.
 
 
 @dataclass(eq=False)
 class Array:
-    """One job array."""
+    """One job array of a step, with those of its elements that have not ended."""
 
     number: int
     job: SlurmJob
@@ -97,7 +97,7 @@ class Array:
 
 
 class ArrayBackend(BatchBackend):
-    """Runs partitions as elements of job arrays. `arrays` takes the place of `start`."""
+    """Runs partitions as elements of job arrays; call `arrays` instead of `start`."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         if not (asked := self.connection.read(os.path.join(run_dir, REQUEST_FILE), 0, _MOST_BYTES)):
@@ -120,7 +120,7 @@ class ArrayBackend(BatchBackend):
                 raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
 
     def prepare(self, plan: Plan, run_dir: str, step: Step) -> _Prepared:
-        """Send a plan's files to the cluster; returns what the scripts and start records of arrays are made of."""
+        """Send a plan's files to the cluster; returns the parts from which the files of each array are made."""
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
         base = self._request(plan, job_name="rayslurm", comment="")
@@ -135,7 +135,10 @@ class ArrayBackend(BatchBackend):
         return _Prepared(plan, base, to_json(spec).encode(), asked, script, print_of)
 
     def _found(self, run_dir: str, queue: QueueSnapshot) -> list[dict[str, Any]]:
-        """Returns the arrays of a run directory, as `edge.elements.arrays` does; finds those by name whose id is not written."""
+        """Returns the arrays of a run directory, in the form of `edge.elements.arrays`; [] if the run directory does not exist.
+
+        For an array without a stored job id, takes the id from the row in `queue` with the array's job name, and stores the id.
+        """
         try:
             arrays = self.connection.call(elements.arrays, run_dir, repeat=True)
         except FileNotFoundError:
@@ -150,9 +153,11 @@ class ArrayBackend(BatchBackend):
     def arrays(
         self, plan: Plan, run_dir: str, context: Mapping[str, Any], step: Step, keys: Sequence[str], max_concurrent: int | None
     ) -> Arrays:
-        """Returns the arrays that run the partitions `keys`, with those of an attempt before; submits none yet.
+        """Returns an `Arrays` object for the partitions `keys`; submits no array yet.
 
-        `context` is the Pipes context with the time windows of all partitions. Raises StartError or OSError.
+        If `step` is reattached, the object goes on with the arrays that an earlier attempt submitted; otherwise the run directory
+        is created. `context` is the Pipes context with the time windows of all partitions. `max_concurrent` is the most elements
+        that run at the same time; None is no limit. Raises StartError or OSError.
         """
         prepared = self.prepare(plan, run_dir, step)
         made = Arrays(self, prepared, run_dir, context, step, max_concurrent, list(keys))
@@ -161,7 +166,7 @@ class ArrayBackend(BatchBackend):
             for array in self._found(run_dir, queue):
                 made.adopt(array["number"], array["job_id"], array["keys"], queue)
         else:
-            # The sweep of old files looks for the names of bundles and of the runtime in these two.
+            # The sweep of old files finds the names of the run's bundles and runtime in PAYLOAD and JOB_SCRIPT.
             files = {PAYLOAD: to_json(prepared.plan.payload).encode(), JOB_SCRIPT: prepared.script_for_all}
             write_run_dir(self.connection, run_dir, {**files, REQUEST_FILE: prepared.fingerprint, step.owner.name: b""})
         return made
@@ -169,12 +174,14 @@ class ArrayBackend(BatchBackend):
 
 @dataclass(frozen=True)
 class _Prepared:
+    """The parts from which the files of each array of a step are made."""
+
     plan: Plan  # With the files' paths on the cluster.
-    request: JobRequest  # Without the names of a job.
-    runtime: bytes  # The start record of the runtimes.
-    script_for_all: bytes
+    request: JobRequest  # Without job name, comment and array option.
+    runtime: bytes  # The content of `runtime.json`, with which the runtime of each element starts.
+    script_for_all: bytes  # The batch script for the run directory of the step; not submitted.
     script: Any  # Function that returns the batch script for a request and the directory of an array.
-    fingerprint: bytes
+    fingerprint: bytes  # The content of `REQUEST_FILE`.
 
 
 @dataclass(eq=False)
@@ -189,15 +196,15 @@ class Arrays:
     max_concurrent: int | None
     waiting: list[str]  # Partitions that no array has yet.
     running: list[Array] = field(default_factory=list)  # All arrays so far, those that have ended included.
-    room: Room | None = None
+    room: Room | None = None  # How many elements Slurm allows; None before Slurm was asked.
     _next_number: int = 1
-    _next_attempt: float = 0.0  # When to submit again, by the monotonic clock.
+    _next_attempt: float = 0.0  # The earliest time of the next submission, by the monotonic clock.
     _pause: float = _FULL_PAUSE
     _told_full: bool = False
     _full_since: float | None = None
     _snapshot: QueueSnapshot | None = None
     _asked_at: float = 0.0
-    _ready: list[Ended] = field(default_factory=list)  # Elements that `poll` returns, or the next one after an error.
+    _ready: list[Ended] = field(default_factory=list)  # Elements that the next `poll` without an error returns.
     _touched_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -212,31 +219,39 @@ class Arrays:
 
     @property
     def job_ids(self) -> str:
-        """The ids of all arrays."""
+        """The Slurm job ids of all arrays so far, separated by commas; "" without an array."""
         return ", ".join(array.job.job_id for array in self.running)
 
     @property
     def begun(self) -> bool:
-        """Whether an element of a present array has started."""
+        """Whether an element has started in an array that has not ended."""
         return any(array.begun for array in self.running if array.open)
 
     # ---- Submission
 
     def adopt(self, number: int, job_id: str, keys: Sequence[str], queue: QueueSnapshot) -> None:
-        """Go on with an array of an attempt before; one without an id was not submitted, or Slurm still works on that."""
+        """Go on with array `number` of an earlier attempt, whose elements run the partitions `keys`, in this order.
+
+        If `job_id` is "", the submission of the array failed or may still be under way. Then the array is cancelled by its job
+        name, and its partitions go on waiting.
+        """
         self._next_number = max(self._next_number, number + 1)
         request = self._request(number, len(keys))
         if not job_id:
             run_slurm(self.connection, ["scancel", "--quiet", "--me", f"--name={request.job_name}"], timeout=60)
             return
-        # Its age is not known: what the queue shows counts from now on.
+        # The time of the submission is not known, so this snapshot of the queue is the first that counts.
         job = self._job(request, SubmittedJob(job_id, queue.began - 1.0), _array_dir(self.run_dir, number))
         wanted = set(self.waiting)
         self._add(number, job, {at: key for at, key in enumerate(keys) if key in wanted})
         self.step.log.info(f"[rayslurm] going on with Slurm job array {job_id} of {len(keys):,} elements")
 
     def submit_next(self) -> bool:
-        """Submit an array of the next partitions if Slurm has room for it; returns whether it did. Raises RunFailure."""
+        """Submit an array of the next waiting partitions if Slurm has room; returns whether an array was submitted.
+
+        With `max_concurrent`, the next array waits until all elements have ended. Raises RunFailure if Slurm accepted no array
+        for the queue timeout, and StartError or OSError for any other failed submission.
+        """
         if not self.waiting or time.monotonic() < self._next_attempt or (self.max_concurrent is not None and self.open):
             return False
         if self.room is None:
@@ -249,7 +264,7 @@ class Arrays:
         if size == 0:
             return False
         number, keys = self._next_number, self.waiting[:size]
-        self._next_number += 1  # After a lost connection the name of this one may be that of an array that was cancelled late.
+        self._next_number += 1  # Not used again: after a lost connection, an array of this name may be cancelled late.
         request = self._request(number, size)
         request = self.backend.placed(request, self.step)
         directory = _array_dir(self.run_dir, number)
@@ -286,7 +301,7 @@ class Arrays:
 
     def _ask_room(self) -> Room:
         config = run_slurm(self.connection, ["scontrol", "show", "config"], timeout=60).stdout.decode("utf-8", "replace")
-        # Without accounting there is no limit of that kind, or none that can be asked for.
+        # Without accounting, Slurm has no limit on a user's submitted jobs, or shows none.
         limits = run_slurm(self.connection, ["sh", "-c", _LIMITS], timeout=60).stdout.decode("utf-8", "replace")
         queue = self.prepared.request.queue
         return Room(parse_largest(config), parse_submit_limit(limits, queue.account, queue.partition))
@@ -301,7 +316,7 @@ class Arrays:
         )
 
     def _files(self, request: JobRequest, directory: str, keys: Sequence[str]) -> dict[str, bytes]:
-        """Returns the files of an array's directory: the script, and the start records of all its elements."""
+        """Returns the files of an array's directory, by name: the batch script, and the files from which the elements start."""
         windows = {key: self.context[PARTITIONS][key] for key in keys}
         files = run_files(self.prepared.plan, {**self.context, PARTITIONS: windows})  # type: ignore[typeddict-item]
         own = {name: files[name] for name in (PAYLOAD, CONTEXT, SECRETS) if name in files}
@@ -331,9 +346,10 @@ class Arrays:
     # ---- Watching
 
     def poll(self) -> list[Ended]:
-        """Look at the queue and the records once; returns the elements that have ended since.
+        """Look at the queue and the records once; returns the elements that have ended since the last call.
 
-        Raises RunFailure if an array can never start, Superseded, and OSError if the cluster is out of reach.
+        Raises RunFailure if an array can never start or waited for too long, Superseded if a later attempt has taken the arrays
+        over, and OSError if the cluster is out of reach. After an error, the next call returns the elements found so far.
         """
         self._look_at_queue()
         self._read_records()
@@ -362,7 +378,7 @@ class Arrays:
                 array.job.check_waiting()
 
     def _read_records(self) -> None:
-        """Find the elements whose ends are recorded, and those that are over without a record."""
+        """Find the elements that have ended, by their records or else by Slurm's state; may raise Superseded."""
         wanted: dict[str, list[list[int]]] = {}
         over: dict[str, list[int]] = {}
         gone = []
@@ -370,7 +386,7 @@ class Arrays:
             unread = {number: each for number, each in array.open.items() if each.ended is None}
             for number, element in unread.items():
                 if element.over_at is not None and not element.begun and element.watch.view.state == "CANCELLED":
-                    gone.append((array, number))  # It was cancelled while it waited, and has no record.
+                    gone.append((array, number))  # Slurm cancelled the element while it waited, so there is no record.
                 elif element.over_at is not None and sum(map(len, over.values())) < _MOST_OVER:
                     over.setdefault(str(array.number), []).append(number)
             if unread:
@@ -394,7 +410,11 @@ class Arrays:
             self._with_record(by_number[array_number], number, texts[0], texts[1], whole, log)
 
     def _with_record(self, array: Array, number: int, journal: bytes, output: bytes, whole: int, log: str) -> None:
-        """Read the record of an element, which may have ended."""
+        """Read the record of an element; if the element has ended, take the element.
+
+        `journal` and `output` are the contents of the record's files, `output` only up to a limit. `whole` is the full length of
+        the output in bytes, and `log` the end of the runtime's log.
+        """
         element = array.open[number]
         nonce = f"{self.prepared.plan.payload.nonce}-{number}"
         state = RecordState(nonce, 0.0, array.job.requeue, LineReader(), LineReader())
@@ -430,7 +450,10 @@ class Arrays:
         self._take(array, number, ended)
 
     def _take(self, array: Array, number: int, ended: Ended) -> None:
-        """Take an element that has ended for ready, or wait for Slurm's accounting if only that may explain its end."""
+        """Make `poll` return an element that has ended.
+
+        If Slurm may explain the end better than the record, `_explain` adds Slurm's accounting first.
+        """
         if not needs_job_facts(ended.evidence):
             del array.open[number]
             self._ready.append(ended)
@@ -439,14 +462,14 @@ class Arrays:
         array.open[number].ended = ended
 
     def _output(self, array: Array, number: int, reader: LineReader, data: bytes, whole: int) -> Iterator[Record]:
-        """Yields the recorded output; its beginning was read with the record, and long output is read on."""
+        """Yields the recorded output of an element: first `data`, then further reads until `whole` bytes are read."""
         path = os.path.join(array.directory, str(number), "stdio.jsonl")
         while data:
             yield from reader.feed(data)
             data = self.connection.read(path, reader.next_read, _MOST_BYTES) if reader.next_read < whole else b""
 
     def _is_settled(self, element: _Element, started: bool, log: str) -> bool:
-        """Whether the record of an element that is over has no end, and will get none."""
+        """Returns whether Slurm calls the element over, and its record, which has no `end`, can no longer change."""
         if element.over_at is None:
             return False
         status, waited = element.watch.view, time.monotonic() - element.over_at
@@ -460,7 +483,10 @@ class Arrays:
         return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
     def _explain(self) -> None:
-        """Add Slurm's accounting to the elements whose ends only that explains, once it does, or has not for a while."""
+        """Query Slurm's accounting for the elements that `_take` left waiting, at most every `_ASK_INTERVAL` seconds.
+
+        An element is ready once the accounting has its final state, or its time limit `explain_by` is over.
+        """
         pending = [(array, number, each) for array in self.running for number, each in array.open.items() if each.ended]
         if not pending or time.monotonic() - self._asked_at < _ASK_INTERVAL:
             return
@@ -482,7 +508,7 @@ class Arrays:
     # ---- The end
 
     def cancel(self) -> None:
-        """Cancel all arrays, and wait until Slurm confirms their ends, for a minute at most each."""
+        """Cancel all arrays, and wait until Slurm confirms their ends, for a minute at most for each array."""
         self.waiting = []
         alive = [array for array in self.running if array.open]
         if alive:
@@ -498,7 +524,7 @@ def _array_dir(run_dir: str, number: int, *names: str) -> str:
 
 
 def _facts_of(label: str, element: _Element) -> JobFacts | None:
-    """Returns what the queue showed of an element's end; None if it showed none."""
+    """Returns the end of an element as the queue showed it, as if from Slurm's accounting; None if the queue showed no end."""
     row = element.row
     if row is not None and row.state in TERMINAL:
         try:
@@ -508,5 +534,5 @@ def _facts_of(label: str, element: _Element) -> JobFacts | None:
         reason = "" if row.reason == "None" else row.reason
         return JobFacts(label, row.state, reason=reason, nodes=nodes, num_nodes=row.num_nodes)
     if element.over_at is not None and not element.begun:
-        return JobFacts(label, "CANCELLED")  # Slurm keeps nothing of an element that is cancelled while it waits.
+        return JobFacts(label, "CANCELLED")  # Slurm keeps no entry of an element that is cancelled while it waits.
     return None

@@ -128,7 +128,7 @@ class CanReattach(Protocol):
     """A backend whose payloads outlive the Dagster process, so that a later attempt at the step can continue them."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        """Whether the payload of a run directory runs this plan and has not failed, so that `start` can continue it."""
+        """Returns whether `start` can continue the payload of a run directory: it runs this plan and has not failed."""
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
         """End the payload of a run directory after the death of its owner, a process that was ending the payload when it died."""
@@ -188,7 +188,7 @@ class CancelRequest:
     sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
 
     def send(self, now: bool) -> None:
-        """Send the request, but only once; with `now`, it is also sent after, and instead of, a request with a grace period."""
+        """Send the request, unless it was sent before; a request with `now` is sent even after a request with a grace period."""
         if self.now is None or now > self.now:
             self.now, self.delivered, self.sent_at = now, False, -math.inf
             self.resend()
@@ -238,10 +238,11 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def noticed_interrupts() -> Iterator[Callable[[], None]]:
-    """Notice SIGINT and SIGTERM inside a block, and let the handlers that are there raise their exceptions.
+    """Record each SIGINT and SIGTERM inside a block, and call the handler that was installed before the block.
 
-    Yields a function that calls the handler of the first signal again. Python ignores an exception that a handler raises while
-    the main thread runs a callback of the garbage collector, so that a block that goes on has to call the function now and then.
+    Yields a function that calls the handler of the first such signal again, or does nothing if none has come. A block that goes
+    on must call the function now and then, because Python ignores an exception that a handler raises while the main thread runs a
+    callback of the garbage collector.
     """
     came: list[Callable[[], None]] = []
 
@@ -278,12 +279,12 @@ def sweep_remote(
 ) -> list[str]:
     """Remove the files on the cluster that were not used for `retention_days`: run directories, sessions, bundles and runtimes.
 
-    The directory of a session's allocation stays while its job may live. The newest one of each session stays as long as any
-    process looks for that session, because its number determines the next number. A bundle or runtime stays while a run or
+    The directory of a session's allocation stays while its job may live. The newest directory of each session stays as long as
+    any process looks for that session, because its number determines the next number. A bundle or runtime stays while a run or
     session names it. Only one process, on whatever machine, sweeps within `every_minutes`; with 0 each call sweeps.
 
-    Returns the removed paths, relative to the base directory. Raises OSError if the cluster cannot be reached, the base
-    directory cannot be written, or the timeout is over; a later sweep removes the rest.
+    Returns the removed paths, relative to the base directory; [] if no sweep is due. Raises OSError if the cluster cannot be
+    reached, the base directory cannot be written, or the timeout is over; a later sweep removes the rest.
     """
     swept = connection.modified(os.path.join(base, SWEPT))
     # If the clocks differ, a sweep starts in vain, or later.

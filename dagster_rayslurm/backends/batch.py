@@ -142,9 +142,9 @@ class JobBackend(ClusterBackend):
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
-        """Cancel the job by its name if the block fails or is interrupted: Slurm may have accepted it although no answer arrived.
+        """Cancel the job by its name if the block fails or is interrupted, but not after SubmissionRefused.
 
-        After SubmissionRefused there is no job to cancel.
+        Slurm may have accepted the job although its answer did not arrive. After SubmissionRefused there is no job.
         """
         try:
             yield
@@ -156,7 +156,10 @@ class JobBackend(ClusterBackend):
             raise
 
     def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
-        """Submit the job of a run directory, unless that was done before; returns the job. Call it inside `cancel_on_error`."""
+        """Create a run directory with `files` and submit its job, unless that job was submitted before; returns the job.
+
+        Callers must be inside `cancel_on_error`, which cancels the job if the submission fails halfway.
+        """
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
@@ -183,7 +186,7 @@ class JobBackend(ClusterBackend):
 
 @dataclass(frozen=True)
 class SubmittedBackend(JobBackend):
-    """Follows the job of a run that was submitted before."""
+    """Follows the job of a run that `ComputeResource.submit` has submitted; `start` submits nothing."""
 
     handle: RunHandle = field(kw_only=True)
 
@@ -259,9 +262,9 @@ class BatchBackend(JobBackend):
     def _prepare(
         self, plan: Plan, run_dir: str, step: Step, submits: bool = False
     ) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Send a plan's files to the cluster; returns them, the job request, and the contents of run directory files by name.
+        """Send a plan's files to the cluster; returns the files, the job request, and the run directory's files by name.
 
-        If the caller `submits` the job, the job request excludes nodes that failed a health check.
+        With `submits`, the job request has a partition in place of "auto", and excludes nodes that failed a health check.
         """
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
@@ -299,7 +302,7 @@ def data_dir_of(connection: Connection, layout: Layout, plan: Plan) -> str:
 
 
 def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
-    """Raise ValueError if `min_nodes` is more than the nodes that the Ray cluster will have."""
+    """Raise ValueError if `min_nodes` is more than the number of nodes that the Ray cluster will have."""
     if ray is not None and ray.min_nodes is not None and ray.min_nodes > nodes_expected(ray, queue.num_nodes):
         raise ValueError(
             f"RayLauncher.min_nodes={ray.min_nodes} is more than the cluster will have: "
@@ -326,9 +329,9 @@ def cluster_nonce(cluster_id: str) -> str | None:
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the Slurm job of a Ray cluster; returns False if the cluster has no job in the queue.
+    """Cancel the Slurm job of a Ray cluster; returns False if Slurm's queue has no job of the cluster.
 
-    Raises StartError if Slurm does not confirm the end of the job.
+    Raises StartError if Slurm does not confirm the end of the job, and OSError if Slurm does not answer.
     """
     nonce = cluster_nonce(cluster_id)
     if nonce is None:
@@ -349,7 +352,7 @@ def live_jobs(connection: Connection, nonce: str) -> list[int]:
 
 
 def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
-    """Returns the content of `runtime.json`, with which the runtime of a job starts."""
+    """Returns the content of `runtime.json`, with which a job's runtime starts; `queue` has the signal before the time limit."""
     signal_name, before = split_signal(queue.signal_before_timeout)
     components = component_specs(request)
     return RuntimeSpec(

@@ -110,9 +110,10 @@ def list_here(base: str) -> list[Entry]:
 
 
 def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the entries that have the name, job id or cluster id `ident`; without any, those of the run, step or asset `ident`.
+    """Returns the entries with the name, job id or cluster id `ident`.
 
-    Without any of these either, returns the entries whose name or Dagster run id begins with `ident`.
+    If there are none, returns the entries of the Dagster run, step or asset `ident`. If there are none of these either, and
+    `ident` has at least `_SHORTEST` characters, returns the entries whose name or Dagster run id begins with `ident`.
     """
     exact = [each for each in entries if ident and ident in (each.name, each.job_id, each.cluster_id)]
     exact = exact or [each for each in entries if ident and (ident == each.run_id or ident in each.words)]
@@ -122,9 +123,10 @@ def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def find(ident: str, entries: Sequence[Entry]) -> Entry:
-    """Returns the one entry to which `ident` refers (see `named`); for a step or asset, its newest run.
+    """Returns the one entry to which `ident` refers (see `named`).
 
-    Raises ValueError if there is no such entry, or there are several.
+    If several entries match, returns the newest generation of a session, else the only entry that has not ended, else the newest
+    run of a step or asset. Raises ValueError if no entry matches, or several are left.
     """
     matching = named(ident, entries)
     # A session and its payloads share a job. Of several generations of a session the newest is meant.
@@ -191,14 +193,14 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
 
 
 def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:
-    """Returns the state of a run whose partitions are elements of a job array, and how many run and wait."""
+    """Returns the state of a run whose partitions are elements of a job array, and a text with how many elements run and wait."""
     running = sum(row.state in ACTIVE for row in rows)
     waiting = count_jobs(row for row in rows if row.state in WAITING)
     return "running" if running else "pending" if waiting else _ENDED, f"{running:,} elements run, {waiting:,} wait"
 
 
 def access_in(content: Any) -> ClusterAccess | None:
-    """Returns how to reach a Ray cluster, from the parsed content of its file; None if damaged or of another version."""
+    """Returns how to reach a Ray cluster, from the parsed content of its file; None if empty, damaged or of another version."""
     try:
         return from_fields(ClusterAccess, content) if content else None
     except SpecError:

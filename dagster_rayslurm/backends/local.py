@@ -89,7 +89,7 @@ class LocalBackend(ThisMachine):
 
 
 class OwnRuntime(RunningPayload):
-    """The runtime of one payload, as a child process; it ends when its standard input closes, at the latest when Dagster ends."""
+    """The runtime of one payload: a child process that ends when its standard input closes, at the latest when Dagster ends."""
 
     def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
         self.cluster_id = cluster_id
@@ -128,12 +128,12 @@ class OwnRuntime(RunningPayload):
 
 
 def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:
-    """Returns the command that starts a runtime; `-I` keeps Python from importing the user's modules."""
+    """Returns the command that starts a runtime in `directory`; `role` is the runtime's subcommand, such as "run"."""
     return interpreter.start("-I", str(install_runtime(layout.runtimes)), role, directory)
 
 
 def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:
-    """Start a runtime that logs into its directory, and return its process; Ctrl-C reaches Dagster, but not the runtime."""
+    """Start a runtime that logs into `directory`, and return its process; Ctrl-C in a terminal does not reach the runtime."""
     with open(os.path.join(directory, RUNTIME_LOG), "ab") as log:
         return subprocess.Popen(command, cwd=directory, stdin=stdin, stdout=log, stderr=log, start_new_session=True)
 
@@ -157,9 +157,9 @@ def lacking(plan: Plan, *units: str) -> str | None:
 
 
 def _footprints(plan: Plan) -> list[tuple[str, Footprint]]:
-    """Returns the resources that each node of a plan needs, each after a label that names the component, or "".
+    """Returns the resources that each node of a plan needs; before each stands a label that names the component, or "".
 
-    GPUs of components are left out, as they are simulated.
+    GPUs of components are left out, because local mode simulates these GPUs.
     """
     if not plan.components:
         return [("", plan.footprint)]

@@ -1,7 +1,8 @@
 """Ownership of a payload that outlives its Dagster process: only the owner ends it, judges it or removes its files.
 
 The name of a file in the run directory names the owner. A later attempt takes the payload over by renaming that file. The owner
-renames it, too, before it ends or judges the payload. A rename is atomic, so exactly one of two simultaneous attempts succeeds.
+renames the file, too, before the owner ends or judges the payload. A rename is atomic, so exactly one of two simultaneous
+attempts succeeds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TRIES = 3  # Tries to rename an owner file while other attempts rename it, too.
 _LEASE = 0.5  # Seconds for which an attempt that was the owner takes itself for the owner.
 _LEASE_OVER = (
     4 * _LEASE
-)  # Seconds after which another attempt has noticed that it is not the owner; with time for its last write.
+)  # Seconds after which a displaced attempt has noticed that it is no longer the owner, and has done its last write.
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class Ownership:
     def take_over(self) -> bool:
         """Try to become the owner of the payload; returns whether this attempt is the owner now. May raise OSError.
 
-        That fails if the present owner has begun to end or judge the payload, or has removed the run directory.
+        Returns False if the present owner has begun to end or judge the payload, or has removed the run directory.
         """
         for _ in range(_TRIES):
             owners = self._owners()
@@ -66,7 +67,7 @@ class Ownership:
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
     def holds(self) -> bool:
-        """Returns whether this attempt may write results: whether it was the owner within `_LEASE` seconds. May raise OSError."""
+        """Returns whether this attempt may write results: it was the owner at most `_LEASE` seconds ago. May raise OSError."""
         now = time.monotonic()
         if self.run_dir and self.new_owner is None and now - self._held_at > _LEASE:
             owners = self._owners() or []
@@ -78,8 +79,8 @@ class Ownership:
     def displace(self) -> None:
         """Keep all other attempts from writing results, also one that has begun to end or judge the payload. May raise OSError.
 
-        Returns once no other attempt takes itself for the owner. Of an attempt that is stopped between its look at the owner file
-        and its write, which take a millisecond, this is not known.
+        Returns once every other attempt knows that it is not the owner. One case is not covered: an attempt may be stopped in the
+        millisecond between its look at the owner file and its write, and go on later with the write.
         """
         owners = self._owners() or []
         for owner in owners:
@@ -157,7 +158,7 @@ _MOST_BYTES = 4 * 1024 * 1024  # Bytes of one read of a file in the run director
 
 
 def fingerprint(*parts: str) -> bytes:
-    """Returns a hash of the texts `parts`, in hexadecimal digits; it is equal for attempts at a step with the same payload."""
+    """Returns a hash of the texts `parts`, in hexadecimal digits; two attempts at a step are compared by such hashes."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest().encode()
 
 
@@ -174,8 +175,8 @@ def reattachable_job(
 
     A retry may continue a payload that has not failed, and that was started with the same settings: `request` is the content of
     `REQUEST_FILE` for the retry. `job_of` gets the `start` line of the payload's record, or None if there is none, and returns
-    the id of the payload's job, or None if the job is gone. With `requeue`, an end by a signal from outside does not count, as
-    Slurm may run the job again.
+    the id of the payload's job, or None if the job is gone. With `requeue`, an end by a signal from outside does not count,
+    because Slurm may run the job again. Logs a warning if the job goes on with other settings.
     """
     if connection.modified(os.path.join(run_dir, JOURNAL)) is None:
         return None

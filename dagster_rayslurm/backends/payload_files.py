@@ -27,7 +27,7 @@ class PayloadFiles:
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
-    """Bundle the files of a plan on this machine, and return the bundles, which `deliver` sends to the cluster.
+    """Bundle the files of a plan on this machine; returns the bundles, and the plan with the files' paths on the cluster.
 
     `base` and `data_dir` are absolute paths on the cluster. Raises StartError if a file cannot be read or bundled.
     """

@@ -106,7 +106,10 @@ class SlurmJob:
     # ---- State
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
-        """Update `status` from the exit code and, if `ask` is True, from Slurm's queue; log and return False if a read fails."""
+        """Update `status` from the exit code and, if `ask` is True, from Slurm's queue; log and return False if a read fails.
+
+        `started_at` is when the runtime began, in seconds of the epoch; None if the runtime is not known to have begun.
+        """
         try:
             if started_at is not None and self._watch.started_at is None:
                 # The clock of the payload's node may be ahead of the cluster's.
@@ -215,7 +218,7 @@ class SlurmJob:
     # ---- End
 
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
-        """Returns how the job ended, in words; None while it lives, and while files that it wrote may still become visible.
+        """Returns how the job ended, in words; None while the job lives, or files that it wrote may still become visible.
 
         For `started` and `recorded` see `settling_time`.
         """
@@ -395,7 +398,10 @@ class BatchJob:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """End the job if it was cancelled, has not started, or may hang; called when the step is done with the payload."""
+        """End the job if it was cancelled, has not started, or may hang; called when the step is done with the payload.
+
+        Does nothing if Slurm cannot be reached, or a later attempt at the step owns the payload.
+        """
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self.job.cancelled:
             return  # Slurm cannot be asked, and the job may go on.

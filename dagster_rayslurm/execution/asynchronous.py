@@ -1,4 +1,4 @@
-"""Do the steps of a run for a caller in an event loop, which blocks no thread while the payloads wait and run."""
+"""Do the steps of a run for a caller in an event loop. No thread of the run blocks while its payloads wait and run."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ T = TypeVar("T")
 
 
 class _Done(Generic[T]):
-    """The result of the last step. A future cannot pass on a `StopIteration`."""
+    """Wraps the result of the last step, because a future cannot pass on a `StopIteration`."""
 
     def __init__(self, result: T) -> None:
         self.result = result
 
 
 async def drive_async(steps: Steps[T], hub: Hub) -> T:
-    """Do the steps of a run in threads of the cluster's hub, which also follows its payloads; returns the last step's result.
+    """Do the steps of a run in threads of the hub, which also follows the run's payloads; returns the last step's result.
 
-    If the task is cancelled, the payloads are ended as by an interrupt, and `CancelledError` is raised once they have ended. A
-    second cancellation ends them at once.
+    A cancellation of the calling task ends the payloads like an interrupt, with a grace period. A second cancellation ends the
+    payloads at once. `CancelledError` is raised once the payloads have ended.
     """
     cancelled: asyncio.CancelledError | None = None
-    thrown = False  # Whether the steps were interrupted by it.
-    hurried = False  # Whether the task was cancelled again.
+    thrown = False  # Whether `cancelled` was raised inside the steps.
+    hurried = False  # Whether the task was cancelled a second time.
     followed: Followed | None = None
     began = time.monotonic()
     work = hub.starting.submit(partial(_advance, steps, None, None))
 
     async def end_of(future: Future[Any], following: Following | None = None) -> None:
-        """Wait for a future, also if the task is cancelled; but return if that is the first cancellation while it follows."""
+        """Wait until a future is done.
+
+        Returns early at the first cancellation of the task if the future could be cancelled, or if `following` is given. A later
+        cancellation calls `following.hurry`.
+        """
         nonlocal cancelled, hurried
         done, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -95,7 +99,10 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
 
 
 def _advance(steps: Steps[T], followed: Followed | None, error: BaseException | None) -> Following | _Done[T]:
-    """Do the next step; with `error`, that exception interrupts the step before."""
+    """Continue the steps, with `error` raised inside them if it is not None; before that, leave `followed`.
+
+    Returns the payloads that the steps want followed next, or the result of the last step.
+    """
     if followed is not None:
         followed.leave()
     try:
@@ -105,6 +112,9 @@ def _advance(steps: Steps[T], followed: Followed | None, error: BaseException | 
 
 
 def _shield() -> Any:
-    """Inside a block, a task that anyio has cancelled is not cancelled again each time it waits, but only by another request."""
+    """Returns a context manager inside which anyio does not repeat the cancellation of a task at each `await`.
+
+    A further request to cancel the task still has an effect. If anyio is not imported, the context manager does nothing.
+    """
     anyio = sys.modules.get("anyio")
     return anyio.CancelScope(shield=True) if anyio is not None else ExitStack()

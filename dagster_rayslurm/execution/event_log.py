@@ -1,7 +1,8 @@
 """Keeps the files of Dagster's event log open while a step writes thousands of events.
 
-Dagster's SQLite storage opens a database for each event: it compiles the SQL anew, and when it closes the database, SQLite copies
-the write-ahead log into it. That is most of the time that an event takes (Dagster 1.13: `SqliteEventLogStorage._connect`).
+Dagster's SQLite storage opens and closes a database for each event. At each opening, the storage compiles its SQL again. At each
+closing, SQLite copies the write-ahead log into the database. Both take most of the time that an event takes (Dagster 1.13:
+`SqliteEventLogStorage._connect`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from sqlalchemy.pool import StaticPool
 
 _INDEX = "index"  # The database of SqliteEventLogStorage with the events of all assets.
 _BUSY_TIMEOUT = 30  # Seconds to wait for other processes that write, like Dagster's own connections.
-_METHODS = ("run_connection", "index_connection")  # By which the storage gets a connection for each event.
-
-
+_METHODS = ("run_connection", "index_connection")  # Methods by which the storage gets a connection for each event.
 _lock = threading.Lock()
 _opened: dict[int, tuple[int, ExitStack]] = {}  # By id of the storage: how many blocks use it, and what its end closes.
 
@@ -28,11 +27,11 @@ _opened: dict[int, tuple[int, ExitStack]] = {}  # By id of the storage: how many
 def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
     """Inside the block, Dagster's SQLite event log storage writes the events of a run over connections that stay open.
 
-    Blocks of several threads or tasks share the connections of the first block, whose run counts.
+    Each event is a transaction of its own, so all events survive if this process is killed. A power failure may lose the last
+    events, because the transactions inside the block do not wait for the disk; the first event after the block does.
 
-    Each event is a transaction, so it outlives this process, if that is killed. A power failure may lose the last events, as no
-    transaction waits for the disk; the next event after the block does. Other storages, which keep connections open themselves,
-    are left alone.
+    Blocks of several threads or tasks for one storage share the connections of the first block, and only that block's run is
+    faster. For any other storage, this function does nothing.
     """
     if type(storage).__name__ != "SqliteEventLogStorage" or not all(hasattr(storage, name) for name in _METHODS):
         yield

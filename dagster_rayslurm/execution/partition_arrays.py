@@ -1,4 +1,4 @@
-"""Run each partition of a step in an allocation of its own, by job arrays: start or find them, follow, judge, clean up."""
+"""Run each partition of a step in an allocation of its own: submit or find job arrays, follow them, judge, and clean up."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .reattach import Launch, reattach_or_new
 from .run import discard, start_errors, superseded, sweep_old_files
 
 _TOLD = "told.json"  # File in the run directory: the failed partitions that the Dagster log has shown.
-_MOST_BYTES = 16 * 1024 * 1024
-_MOST_WARNINGS = 20  # Warnings of runtimes that are logged.
+_MOST_BYTES = 16 * 1024 * 1024  # Most bytes of `_TOLD` that are read.
+_MOST_WARNINGS = 20  # Most warnings of runtimes that are logged.
 
 
 def execute_arrays(
@@ -46,6 +46,7 @@ def execute_arrays(
 ) -> CompletedRun:
     """Run the missing partitions of a step until all have ended, each as an element of a job array.
 
+    `extras` go to the payloads through Pipes. `max_concurrent` is the most elements that run at the same time; None is no limit.
     Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
     """
     results = results_so_far(context, plan, resource)
@@ -66,14 +67,14 @@ def execute_arrays(
 
 @dataclass
 class _History:
-    """How the elements of an array have ended, which tells `scancel` of the array from that of single elements."""
+    """How the elements of one array have ended: `cancelled` tells whether the whole array was cancelled, or single elements."""
 
     waited: bool = False  # Whether elements that waited were cancelled together.
-    first_cancelled: float = math.inf  # When the first element that was cancelled ended, and when the last of the others did.
-    last_other: float = -math.inf
+    first_cancelled: float = math.inf  # When the first cancelled element ended; infinite if none was.
+    last_other: float = -math.inf  # When the last element that was not cancelled ended.
 
     def add(self, ended: Ended, cancelled: bool) -> None:
-        """Add an element that has ended."""
+        """Add an element that has ended; `cancelled` says whether the verdict on the element is a cancellation."""
         end = ended.evidence.end
         if not cancelled:
             self.last_other = max(self.last_other, -math.inf if end is None else float(end["ended_at"]))
@@ -83,7 +84,10 @@ class _History:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the whole array was cancelled: after that of a single element, others end."""
+        """Whether the whole array was cancelled.
+
+        That is so if elements that waited were cancelled together, or all other elements ended before the first cancelled one.
+        """
         return self.waited or self.last_other < self.first_cancelled < math.inf
 
 
@@ -97,11 +101,11 @@ class _ArrayRun:
     launch: Launch
     results: PartitionResults
     max_concurrent: int | None
-    arrays: Arrays | None = None  # None until files are prepared.
+    arrays: Arrays | None = None  # None until the files for the cluster are prepared.
     stopped: str = ""  # Why no further array is submitted, in words.
-    warnings: int = 0
-    _lost_since: float | None = None  # Since when the cluster is out of reach.
-    _told: set[str] = field(default_factory=set)
+    warnings: int = 0  # Number of warnings of runtimes that were logged.
+    _lost_since: float | None = None  # Since when the cluster is out of reach, by the monotonic clock; None while it answers.
+    _told: set[str] = field(default_factory=set)  # The failed partitions that the Dagster log has shown.
     _history: dict[int, _History] = field(default_factory=dict)  # By number of the array.
 
     @property
@@ -126,11 +130,11 @@ class _ArrayRun:
         return (self.arrays.job_ids if self.arrays is not None else "") or None
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the metadata of the step's result or failure."""
+        """Returns the execution mode and the ids of the job arrays, as Dagster metadata of the step's result or failure."""
         return {"Execution mode": self.resource.mode, **({"Slurm job arrays": self.job_ids} if self.job_ids else {})}
 
     def complete(self, pipes_context: Mapping[str, Any]) -> None:
-        """Run the partitions; raises RunFailure unless all succeeded."""
+        """Run the missing partitions until all have ended; raises RunFailure unless all succeeded."""
         detached = False
         try:
             with noticed_interrupts() as raise_ignored:
@@ -180,7 +184,10 @@ class _ArrayRun:
             announce(self.context, base, running, replace(self.launch.plan, ray=None), self.launch.name, self.connection)
 
     def _follow(self, raise_ignored: Any) -> None:
-        """Watch the arrays, and submit further ones, until all partitions have ended."""
+        """Watch the arrays, and submit further ones, until all partitions have ended; raises RunFailure if that is not possible.
+
+        `raise_ignored` raises the exception of an interrupt that Python has ignored (see `noticed_interrupts`).
+        """
         arrays, grown = self.arrays_made, time.monotonic()
         while arrays.open or arrays.waiting:
             raise_ignored()
@@ -204,7 +211,7 @@ class _ArrayRun:
                 time.sleep(self.backend.cadence.pause(time.monotonic() - grown, arrays.begun))
 
     def _out_of_reach(self, error: OSError) -> None:
-        """Log that the cluster is out of reach; raise RunFailure if it has been so for too long."""
+        """Log `error` if the cluster answered before; raise RunFailure if the cluster is out of reach for too long."""
         now = time.monotonic()
         if self._lost_since is None:
             self._lost_since = now
@@ -214,7 +221,10 @@ class _ArrayRun:
             raise RunFailure(FailureKind.CONNECTION, sentence, retry=False)
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
-        """Show, judge and materialize partitions that have ended."""
+        """Show the output of partitions that have ended, judge them, and materialize those that succeeded.
+
+        Also sets `stopped` if a whole array was cancelled, so that no further array is submitted.
+        """
         failed = False
         for each in ended:
             fresh = each.key not in self._told
@@ -231,7 +241,7 @@ class _ArrayRun:
             history = self._history.setdefault(each.array, _History())
             history.add(each, verdict.kind == FailureKind.CANCELLED)
         if failed:
-            with suppress(OSError):  # Then a retry may show some once more.
+            with suppress(OSError):  # Without the file, a retry shows some failures again.
                 self.connection.write(os.path.join(self.run_dir, _TOLD), json.dumps(sorted(self._told)).encode())
         for array in self.arrays_made.running:
             history = self._history.get(array.number, _History())
@@ -241,7 +251,7 @@ class _ArrayRun:
                     self.log.warning(f"[rayslurm] {self.stopped}, so that no further one is submitted")
 
     def _show(self, ended: Ended) -> None:
-        """Show the output of a partition as one section, and the warnings of its runtime."""
+        """Show the output of a partition, with a title line for each stream, and log the warnings of its runtime."""
         writer = OutputWriter("", lambda text: self.log.warning(f"[rayslurm] {text}"))
         if ended.output:
             end, streams = ended.evidence.end or {}, dict.fromkeys(record["s"] for record in ended.output)
@@ -263,7 +273,7 @@ class _ArrayRun:
     # ---- Interrupts and failures
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns True, after a warning in the log, if the arrays shall outlive this Dagster process, which is stopping."""
+        """Returns whether the arrays go on after `interrupt` has ended this Dagster process; logs a warning if they do."""
         wanted = self.resource.on_service_stop == DETACH and self.launch.history is not None and self.job_ids
         if not wanted or not is_service_stop(self.context, interrupt):
             return False
@@ -274,7 +284,10 @@ class _ArrayRun:
         return True
 
     def _end(self, error: BaseException) -> None:
-        """End all arrays after an error or interrupt; partitions that have ended by then count."""
+        """Cancel all arrays after an error or interrupt, and materialize the partitions that succeeded before that.
+
+        Does nothing if the cluster is out of reach, or a later attempt owns the arrays.
+        """
         if isinstance(error, INTERRUPTS) and has_terminal():
             mark_canceling(self.context)
         lost = isinstance(error, RunFailure) and error.kind == FailureKind.CONNECTION
@@ -295,7 +308,7 @@ class _ArrayRun:
         return RunFailure(failure.kind, sentence, metadata, failure.allow_retries, failure.unhealthy)
 
     def _failure(self) -> RunFailure:
-        """Returns the failure of a step whose partitions have ended and are not all materialized."""
+        """Returns the failure of the step, if all arrays have ended and not all partitions are materialized."""
         verdicts = list(self.results.failed.values())
         kinds = {each.kind for each in verdicts if each.kind is not None}
         kind = FailureKind.CANCELLED if self.stopped else kinds.pop() if len(kinds) == 1 else FailureKind.PAYLOAD
@@ -311,7 +324,11 @@ class _ArrayRun:
         return superseded(owner.new_owner or "another attempt")
 
     def _clean_up(self) -> None:
-        """Remove the run directory, unless it is kept or a later attempt owns it."""
+        """Remove the run directory; if the resource's `keep_run_dirs` keeps it, remove only the secrets.
+
+        Does nothing if the cluster is out of reach, a later attempt owns the run directory, or this attempt failed before it
+        went on with the arrays of an earlier one.
+        """
         owner, failed = self.launch.step.owner, bool(self.results.missing)
         if self._lost_since is not None or (self.arrays is None and self.launch.step.reattached):
             return
@@ -329,7 +346,7 @@ class _ArrayRun:
 
 @dataclass(frozen=True)
 class _Announced:
-    """What `announce` needs of a running payload."""
+    """The fields of a running payload that `announce` reads."""
 
     job_id: str
     cluster_id: str

@@ -1,4 +1,4 @@
-"""Runs that are submitted and left: submit once for each key, follow one by its handle, and look which ones have ended."""
+"""Runs that are submitted and left: submit once for each key, follow a run by its handle, and find the runs that have ended."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from .reattach import Launch
 from .run import PayloadRun, Steps, discard, start_errors, sweep_old_files
 from .terminal import pipes_context
 
-# Seconds after which a claim without a job is given up if its process cannot be asked for, on another host. A submission takes
-# two minutes at most.
+# Age in seconds from which on a claim without a job is abandoned if its process is on another host, so that nobody can tell
+# whether the process lives. A submission takes two minutes at most.
 _CLAIM_TIMEOUT = 300.0
-_PAUSE = 1.0  # Seconds between two looks at a claim that is not decided.
-# Seconds after the submission in which a job may be missing in the queue.
+_PAUSE = 1.0  # Seconds between two looks at another process's undecided claim.
+# Seconds after the submission within which the queue may lack the job.
 _LATE = 60.0
 _CHUNK = 1024 * 1024
 _SQUEUE_TIMEOUT = 120.0
@@ -61,9 +61,10 @@ _TAIL = 65536  # Bytes of the end of the recorded output that are read for the s
 def submit_and_leave(
     name: str, plan: Plan, backend: BatchBackend, resource: ComputeFields, context: PipesContextData, handle: RunHandle, log: Any
 ) -> RunHandle:
-    """Submit the job of a plan, unless one was submitted with the same key, and return its handle.
+    """Submit the job of a plan and return its handle; if `handle.key` was used before, return the handle of the earlier job.
 
-    `handle` has the fields that are known before. Raises RunFailure.
+    `handle` has the fields that are known before the submission; `name` names the run directory and the job. Raises RunFailure
+    if the job cannot be submitted.
     """
     nonce = plan.payload.nonce
     run = run_dir_name(context["run_id"] or FROM_TERMINAL, name, nonce)
@@ -93,10 +94,11 @@ def submit_and_leave(
 def submit_once(
     connection: Connection, directory: str, runs: str, own: RunHandle, start: Callable[[], RunHandle], log: Any
 ) -> RunHandle:
-    """Call `start`, unless another process has submitted a job for the key of `own`, and return the handle of the one job.
+    """Submit a job by `start`, unless a job was submitted for the key of `own` before; returns the handle of the one job.
 
-    `directory` has the claims of the key, `runs` the run directories. A claim whose process has died before it submitted is given
-    up after its job was looked for. Raises StartError or OSError.
+    Each process that wants to submit makes a claim in `directory`, the directory of the key (see `edge.submissions`). `runs` is
+    the directory of all run directories. If the process of another claim has died and Slurm has no job of that claim, the claim
+    is abandoned, and this process submits. Raises StartError or OSError.
     """
     mine = json.dumps({"handle": own.to_json(), "process": [socket.gethostname(), os.getpid()]})
     after = 0
@@ -144,7 +146,7 @@ def _job_id(connection: Connection, runs: str, handle: RunHandle) -> str | None:
 
 
 def _is_dead(process: Sequence[Any]) -> bool:
-    """Whether a process, given as host and process id, was on this host and is gone."""
+    """Returns True if `process`, a host and a process id, has ended; False if it lives, or ran on another host."""
     host, pid = process
     if host != socket.gethostname():
         return False
@@ -160,7 +162,7 @@ def _is_dead(process: Sequence[Any]) -> bool:
 def pipes_context_of(
     name: str, asset_key: str | None, partition_key: str | None, run_id: str | None, extras: Mapping[str, Any] | None
 ) -> PipesContextData:
-    """Returns the Pipes context of a payload that no step follows: it names the asset, the partition and the Dagster run."""
+    """Returns the Pipes context of a payload that no step follows, with asset, partition, Dagster run id and extras."""
     context = {**pipes_context(asset_key or name), "partition_key": partition_key, "extras": dict(extras or {})}
     return {**context, "run_id": run_id or FROM_TERMINAL}  # type: ignore[typeddict-item]
 
@@ -171,17 +173,17 @@ def pipes_context_of(
 def reattaching(
     context: dg.OpExecutionContext, handle: RunHandle, backend: BatchBackend, resource: ComputeFields
 ) -> Steps[CompletedRun]:
-    """Follow a submitted run to its end; returns the result for the user's asset. Raises RunFailure unless it succeeds."""
+    """Follow the run of `handle` to its end; returns the result for the user's asset. Raises RunFailure if the run fails."""
     connection, run_dir = backend.connection, str(backend.layout.runs / handle.run)
     step_key = context.get_step_execution_context().step.key
     with start_errors():
         plan, handle = _submitted_plan(connection, run_dir, handle)
         owner = Ownership(connection, run_dir, owner_file(context.run_id), lambda: None)
-        # Somebody who has judged the run, or began to end it, does not keep others from reading how it ended.
+        # An attempt that has judged the run, or began to end it, does not keep this one from reading how the run ended.
         own = owner if owner.take_over() else UNCONTESTED
     step = Step(context.run_id, step_key, handle.partition_key, context.log, reattached=True, owner=own)
     launch = Launch(step, plan, handle.run, submitted=True)
-    # The next attempt may need the run directory, too; a sweep removes it.
+    # The run directory is kept until a sweep removes it, because the next attempt may need it, too.
     kept = resource.model_copy(update={"keep_run_dirs": "all", "on_unhealthy": "fail"})
     follower = SubmittedBackend(
         slurm=backend.slurm, queue=backend.queue, environment=backend.environment, queue_timeout=backend.queue_timeout,
@@ -202,7 +204,10 @@ def reattaching(
 
 
 def _submitted_plan(connection: Connection, run_dir: str, handle: RunHandle) -> tuple[Plan, RunHandle]:
-    """Returns the plan of a submitted run, from its run directory, and its handle with the job id; raises StartError."""
+    """Returns the plan of a submitted run, read from its run directory, and the handle with the job id.
+
+    Raises StartError if the run directory or the job is gone.
+    """
     payload, runtime = (connection.read(os.path.join(run_dir, name), 0, _CHUNK).decode() for name in (PAYLOAD, RUNTIME))
     if not payload or not runtime:
         sentence = (
@@ -226,15 +231,16 @@ class EndedRun:
 
     handle: RunHandle
     verdict: Verdict
-    metadata: Metadata  # What the payload reported of its asset, and the metadata of the run.
+    metadata: Metadata  # The metadata that the payload reported for its asset, and the metadata of the run.
 
 
 def look_for_ends(
     connection: Connection, base: str, known: Sequence[str], sensor: str, resource: ComputeFields
 ) -> tuple[list[EndedRun], list[str], int]:
-    """Returns the submitted runs that have ended and that `sensor` is to report, by one listing with one squeue.
+    """Find the submitted runs below `base` that have ended, and judge them; asks the cluster for one listing with one squeue.
 
-    Also returns the names in `known` that are still there, and the number of runs that have not ended. Runs that another sensor
+    `known` has the names of runs that were reported before. Returns the ended runs, which `sensor` alone reports from now on, the
+    names in `known` whose run directories still exist, and the number of runs that have not ended. Runs that another sensor
     reports are left out. Raises OSError if the cluster or Slurm does not answer.
     """
     found = connection.call(
@@ -262,11 +268,14 @@ def look_for_ends(
 
 
 def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | None:
-    """Returns the handle of a run in a listing if its job has ended, or was never submitted; else None. Pure."""
+    """Returns the handle of a run if its job has ended or was never submitted; None for any other run. Pure.
+
+    `found` is the entry of the run in `edge.submissions.listing`. Returns None, too, if the handle cannot be read.
+    """
     try:
         handle = RunHandle.from_json(found["handle"])
     except ValueError:
-        return None  # Being written, or another version's.
+        return None  # The file is being written, or is of another version.
     number = found["job_id"]
     row = queue.job(int(number)) if number.isdecimal() else next(iter(queue.named(handle.job_name)), None)
     if row is None:
@@ -276,7 +285,11 @@ def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | 
 
 
 def _judged(connection: Connection, run_dir: str, handle: RunHandle, queue: QueueSnapshot, resource: ComputeFields) -> EndedRun:
-    """Returns the verdict on a run that has ended, from its record and, if that does not explain it, Slurm's accounting."""
+    """Returns the verdict on a run that has ended, from its record and, if the record does not explain the end, from Slurm.
+
+    Also removes the secrets from the run directory, and marks a run without output files as fetched, so that a sweep may remove
+    the run directory.
+    """
     evidence, reader = Evidence(), LineReader()
     reported: dict[str, Any] = {}
     while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _CHUNK):
@@ -304,7 +317,7 @@ def _judged(connection: Connection, run_dir: str, handle: RunHandle, queue: Queu
         with suppress(OSError):
             evidence.job = fetch_job_facts(connection, int(handle.job_id))
     verdict = with_hint(judge(evidence, handle.uses_pipes, resource.require_messages), evidence)
-    # A job that was cancelled while it waited has no runtime that would have removed them.
+    # A job that was cancelled while it waited had no runtime to remove the secrets.
     discard(connection, os.path.join(run_dir, SECRETS))
     if not (evidence.end or {}).get("outputs"):
         with suppress(OSError):
@@ -316,7 +329,7 @@ def _judged(connection: Connection, run_dir: str, handle: RunHandle, queue: Queu
 
 
 def _metadata(reported: Mapping[str, Any]) -> Metadata:
-    """Returns metadata that a payload reported by Pipes, with the types that it gave."""
+    """Returns the metadata that a payload reported through Pipes, as Dagster metadata values; {} if a value is malformed."""
     with suppress(Exception):  # Users' messages may be malformed in any way.
         return {name: _value(each) for name, each in reported.items()}
     return {}

@@ -1,7 +1,7 @@
-"""The hub of a cluster: one thread that follows all payloads there whose callers do not block, and a few threads for what blocks.
+"""The hub of a cluster: one thread that follows the payloads of all asynchronous callers, and threads for blocking work.
 
-The reads of all payloads that are due at about the same time are one call on the edge node. Slurm's queue is asked for all of
-them by `slurm.shared_queue`.
+The hub reads the records of all payloads that are due at about the same time by one call on the edge node. `slurm.shared_queue`
+queries Slurm's queue once for all payloads.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .follower import Follower, Following
 
 try:
     from dagster._utils.interrupts import pop_captured_interrupt
-except ImportError:  # A Dagster that captures none.
+except ImportError:  # This version of Dagster captures no interrupts.
     pop_captured_interrupt = lambda: False  # noqa: E731
 
 T = TypeVar("T")
 
-_WORKERS = 8  # Threads of a cluster that start payloads, and as many that judge and end them.
-# Seconds, for each payload that is followed, by which a payload may be polled early, so that few calls serve many payloads.
+_WORKERS = 8  # Number of threads of a hub that start payloads, and of its threads that judge and end payloads.
+# Seconds by which a run may be polled early, for each run that the hub follows: one call then serves many runs.
 _SPREAD = 0.0005
 _INTERRUPT_INTERVAL = 1.0  # Seconds between two looks for an interrupt that Dagster has captured.
 
 
 class Workers:
-    """A few threads that do what blocks; each is started when there is work for it, and none keeps the process from exiting."""
+    """At most `count` threads for blocking work; they start as work is submitted, and do not keep the process from exiting."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
@@ -45,7 +45,7 @@ class Workers:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
 
     def submit(self, work: Callable[[], T], cancellable: bool = True) -> Future[T]:
-        """Have a thread call `work`; if `cancellable`, the future can be cancelled as long as no thread has begun."""
+        """Have a thread call `work`; returns the future of the result. If `cancellable`, it can be cancelled before the call."""
         future: Future[T] = Future()
         if not cancellable:
             future.set_running_or_notify_cancel()
@@ -63,20 +63,23 @@ class Workers:
                 continue
             try:
                 result = work()
-            except BaseException as error:  # noqa: BLE001 - who waits gets it
+            except BaseException as error:  # noqa: BLE001 - the caller that waits for the future gets the error
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del future, work  # A thread that waits for work keeps nothing of a run.
+            del future, work  # Otherwise a waiting thread would keep the objects of a run in memory.
 
 
 @dataclass(eq=False)
 class Followed:
-    """The payloads of one run that a hub follows; `ended` gets None when they have ended, or the exception of a poll."""
+    """The payloads of one run that a hub follows.
+
+    The future `ended` gets None when the payloads have ended, the exception of a poll, or an interrupt of the caller.
+    """
 
     following: Following
-    follower: Follower = field(init=False)  # Polled next,
-    due: float = field(init=False)  # at this time of the monotonic clock.
+    follower: Follower = field(init=False)  # The follower that is polled next.
+    due: float = field(init=False)  # The time of the next poll, by the monotonic clock.
     ended: Future[None] = field(default_factory=Future)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # Held during a poll.
     _left: bool = False
@@ -87,7 +90,7 @@ class Followed:
         self.ended.set_running_or_notify_cancel()  # Only the hub ends it.
 
     def advance(self) -> None:
-        """Poll once, unless the caller has left."""
+        """Poll `follower` once, unless the caller has left; `ended` gets the exception of the poll."""
         with self._lock:
             if self._left:
                 return
@@ -95,35 +98,35 @@ class Followed:
                 self.follower, self.due = next(self._steps)
             except StopIteration:
                 self.end(None)
-            except BaseException as error:  # noqa: BLE001 - who waits gets it
+            except BaseException as error:  # noqa: BLE001 - the caller that waits for `ended` gets the error
                 self.end(error)
 
     def end(self, error: BaseException | None) -> None:
-        """Tell the caller that the payloads have ended, or why they are followed no more; the first call counts."""
+        """Complete the future `ended`, with `error` as its exception if there is one; only the first call has an effect."""
         with suppress(InvalidStateError):
             self.ended.set_result(None) if error is None else self.ended.set_exception(error)
 
     def interrupt(self) -> None:
-        """Interrupt the caller; if it ends the payloads already, hurry."""
+        """Interrupt the caller; if the caller is already ending the payloads, tell it by `hurry` to end them at once."""
         self.following.hurry()
         if self.following.deadline == math.inf:
             self.end(dg.DagsterExecutionInterruptedError())
 
     def leave(self) -> None:
-        """Poll no more; returns when no poll is under way."""
+        """Stop all further polls; returns when no poll is under way."""
         self._left = True
         with self._lock:
             self.end(None)
 
 
 class Hub:
-    """Follows payloads of one cluster, see the module. All methods may be called from any thread."""
+    """Follows the payloads of one cluster for callers that do not block. All methods may be called from any thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._name = f"rayslurm-{connection.place}"
         self.starting = Workers(f"{self._name}-start", _WORKERS)
-        # Of its own, so that runs can end while all other threads wait for sbatch.
+        # Separate threads, so that runs can end while all threads of `starting` wait for sbatch.
         self.ending = Workers(f"{self._name}-end", _WORKERS)
         self._change = threading.Condition()
         self._followed: list[Followed] = []
@@ -131,7 +134,11 @@ class Hub:
         self._interrupted_at = -math.inf
 
     def follow(self, following: Following, began: float) -> Followed:
-        """Follow the payloads of a run, which began at a time of the monotonic clock, from now on; returns at once."""
+        """Begin to follow the payloads of a run; returns at once.
+
+        `began` is the start of the run by the monotonic clock. A run that began before the last interrupt is interrupted at once,
+        unless the caller is already ending the payloads.
+        """
         followed = Followed(following)
         with self._change:
             if self._interrupted_at > began and following.deadline == math.inf:
@@ -150,7 +157,7 @@ class Hub:
         return followed
 
     def interrupt(self) -> None:
-        """Interrupt all runs that have begun."""
+        """Interrupt all runs that have begun, also those whose payloads are not followed yet."""
         with self._change:
             self._interrupted_at = time.monotonic()
             for each in self._followed:
@@ -173,7 +180,10 @@ class Hub:
                 each.end(error)
 
     def _next_due(self) -> list[Followed] | None:
-        """Waits until payloads are due, at most a second; returns them, or None if there are none to follow any more."""
+        """Wait until payloads are due, for `_INTERRUPT_INTERVAL` seconds at most; returns the due ones, or [] if there are none.
+
+        Returns None, and marks the thread as ended, if there are no payloads to follow any more.
+        """
         with self._change:
             while True:
                 self._followed = [each for each in self._followed if not each.ended.done()]
@@ -193,14 +203,14 @@ _hubs: dict[int, Hub] = {}  # By the connection's id; 0 for this machine.
 
 
 def hub_of(connection: Connection) -> Hub:
-    """Returns the hub of a connection, one per process and cluster."""
+    """Returns the hub of a connection, which the first call creates; all connections to this machine share one hub."""
     key = 0 if isinstance(connection, LocalConnection) else id(connection)  # The hub keeps the connection alive.
     with _lock:
         return _hubs.get(key) or _hubs.setdefault(key, Hub(connection))
 
 
 def _forget_all() -> None:
-    """Called in a forked child, which has none of the threads."""
+    """Forget all hubs; called in a forked child process, which has none of the hubs' threads."""
     global _lock
     _lock = threading.Lock()
     _hubs.clear()

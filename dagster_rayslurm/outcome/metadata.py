@@ -22,12 +22,12 @@ Node = Mapping[str, Any]  # What the record says of one node: names and resource
 # The usage of each node, by the title of the node: its hostname, with the component if components share the host.
 NodeUsage = Mapping[str, Mapping[str, Any]]
 
-# The phases of the record that the timeline shows, as the time from the log line with that name to the next one of these.
+# The phases that the timeline shows, by their names in the record. A phase lasts until the next of these phases is recorded.
 _PHASES = {"queued": "waits for its turn", "cluster-start": "Ray starts", "running": "payload runs"}
 _HEADROOM, _WORTH_IT = (
     1.25,
     0.5,
-)  # Of memory: the factor of safety in advice, and the share of the grant above which there is none.
+)  # Advice on memory: the safety factor, and the share of granted memory above which there is no advice.
 _IN_PLACE = 990  # Most characters of a text that Dagster shows in place; the run directory has the whole text.
 
 
@@ -67,7 +67,10 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
 
 
 def timeline_metadata(evidence: Evidence, mode: str, queue_wait: float | None) -> Metadata:
-    """Returns a picture of the phases of a payload that has ended; `queue_wait` is the wait for its job or session in seconds."""
+    """Returns a picture of the phases of a payload that has ended, as metadata; {} if fewer than two phases took time.
+
+    `queue_wait` is the time in seconds for which the payload waited for its job or session; None if unknown.
+    """
     if evidence.end is None or evidence.started_at is None:
         return {}
     marks = [("runtime starts", evidence.started_at)]
@@ -81,7 +84,7 @@ def timeline_metadata(evidence: Evidence, mode: str, queue_wait: float | None) -
 
 
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
-    """Returns the metadata of a failure; `run_dir` is host and path of the run directory, None if it will be removed."""
+    """Returns the metadata of a failure; `run_dir` is host and path of the run directory, None to leave it out."""
     texts = {"Last output": evidence.output_tail()}
     texts.update((f"Log: {name}", text) for name, text in evidence.tails.items())
     texts["Runtime log"] = evidence.runtime_log
@@ -103,7 +106,7 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
 
 
 def ray_logs(evidence: Evidence, directory: str) -> Metadata:
-    """Returns the path of the archives of Ray's logs, which are in the payload's own run directory; {} if there is none."""
+    """Returns the path of the archives of Ray's logs as metadata; {} without archives. `directory` is the payload's run directory."""
     names = ((evidence.end or {}).get("context") or {}).get("ray_logs")
     name = names[0] if names and len(names) == 1 else "ray-logs-*.tar.gz"
     return {"Ray logs": dg.MetadataValue.path(f"{directory}/{name}")} if names else {}
@@ -201,7 +204,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def cpus_of(context: Mapping[str, Any]) -> float:
-    """Returns the CPUs of a run on all nodes: those that Slurm granted, else those that Ray counts, limited to real ones."""
+    """Returns the number of CPUs of a run on all nodes: granted by Slurm, else counted by Ray, at most the machine's CPUs."""
     if context.get("granted"):
         return float(sum(node["num_cpus"] for node in context["granted"]))
     nodes = context.get("nodes") or []
@@ -278,7 +281,7 @@ def _table(rows: Iterable[dict[str, Any]]) -> dg.TableMetadataValue:
 
 
 def _used(usage: NodeUsage, nodes: Sequence[Node]) -> dict[str, float]:
-    """Returns two columns of a table about some nodes: the sum of their CPU time, and their highest peak of memory."""
+    """Returns two columns of a table about some nodes: their total CPU time and highest peak of memory; {} without usage."""
     if not usage:
         return {}
     found = [_usage_of(usage, node) for node in nodes]

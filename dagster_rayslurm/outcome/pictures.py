@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 _LIMIT = 1000  # Characters of Markdown from which on Dagster shows a link instead of the text (Dagster 1.13).
 _WIDTH, _HEIGHT, _TOP = 400, 100, 34  # Pixels of the plot: its width, its height, and room for two lines of text above it.
-# Numbers of points to try; the first whose drawing is shorter than `_LIMIT` is used.
+# Numbers of points to try, in order; the first number whose drawing is shorter than `_LIMIT` is used.
 _COLUMNS = range(80, 3, -4)
 _CPU, _MEMORY = "#26e", "#d70"  # Colours of CPUs and of memory.
 _NAMES, _ROW = 170, 18  # Pixels of the timeline: the width of the names of phases, and the height of a row.
@@ -105,7 +105,7 @@ def timeline(phases: Sequence[tuple[str, float]]) -> str:
 
 
 def nodes_chart(nodes: Sequence[NodeShare]) -> str:
-    """Returns a bar chart as Markdown: CPU and memory of each node, the busiest one first; of many nodes, an even selection."""
+    """Returns a bar chart as Markdown: CPU and memory of each node, the busiest first; of many nodes, an even selection."""
     ordered = sorted(nodes, key=lambda node: (-node[1], -node[2], node[0]))
     drawings = (_draw_nodes(ordered, columns) for columns in _NODE_COLUMNS)
     return next(drawing for drawing in drawings if len(drawing) < _LIMIT)
@@ -137,7 +137,7 @@ def _draw_nodes(ordered: Sequence[NodeShare], columns: int) -> str:
 
 
 def _markdown(name: str, height: int, drawing: str) -> str:
-    """Returns Markdown with an SVG image of `height` pixels; `name` is what a reader without images gets."""
+    """Returns Markdown with an SVG image of `height` pixels; `name` is the text for readers without images."""
     size = f'width="{_WIDTH + 4}" height="{height}"'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Arial" font-size="12">{drawing}</svg>'
     return f"![{name}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"

@@ -66,7 +66,7 @@ class Judged:
 
 
 def needs_job_facts(evidence: Evidence) -> bool:
-    """Whether Slurm may explain the end better than the record: the `end` is missing, or its cause came from outside."""
+    """Returns whether Slurm may explain a payload's end better than the record: `end` is missing, or its cause was outside."""
     end = evidence.end
     if end is None:
         return not evidence.interrupted and evidence.ended_unrecorded is None
@@ -284,7 +284,7 @@ _LONGEST = 400  # Most characters of an exception in a sentence.
 class Raised:
     """One exception, as read from the text of a traceback."""
 
-    link: str = ""  # How the exception before led to this one: "cause", "context", or "" if it did not.
+    link: str = ""  # How the exception before led to this exception: "cause", "context", or "" if it did not.
     harmless: bool = False  # Whether the process survived the exception.
     task: str = ""  # The Ray task that raised it; "" for the payload's own process.
     address: str = ""  # The IP address of the task's node.
@@ -316,7 +316,7 @@ def shortened(text: str) -> str:
 
 
 def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
-    """Returns a clause about the last of some exceptions, and about its original cause if there is one."""
+    """Returns a clause about the last exception in `found`, and about its original cause if there is one."""
     last = cause = len(found) - 1
     while cause > 0 and found[cause].link == "cause":
         cause -= 1

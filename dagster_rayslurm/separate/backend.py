@@ -27,13 +27,13 @@ from ..slurm.request import JobRequest, job_comment, job_name
 from ..slurm.states import JobPhase
 from ..slurm.submit import JOB_SCRIPT
 
-_MARGIN = 30.0  # Seconds that the barrier waits beyond the latest deadline of a Ray cluster, whose own failure says more.
-_TIMEOUT_WITHOUT_RAY = 300.0  # Seconds instead of that deadline if no component has Ray.
+_MARGIN = 30.0  # Seconds that the barrier waits after the last Ray cluster's startup deadline, so that a failed cluster says why.
+_TIMEOUT_WITHOUT_RAY = 300.0  # Stands for the startup deadline, in seconds, if no component has Ray.
 _ROLE = "part"  # The subcommand of the runtime for a component of a heterogeneous job.
 
 
 def check_components(components: Sequence[Component], plans: Plans) -> None:
-    """Raise ValueError, which names the component and the field, if no Slurm job can have these components."""
+    """Raise ValueError, which names the component and the field, if no Slurm job can have these components with these plans."""
     request_for(components, job_name="rayslurm", comment="")
     for each in components:
         try:
@@ -157,7 +157,9 @@ class SeparateBatchBackend(JobBackend):
 
 
 def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """Returns the content of `runtime.json` for each component of a job; its runtime treats the component as a whole job.
+    """Returns the content of `runtime.json` for each component of a job, by the name of the component.
+
+    The runtime of each component treats its component as a whole job.
 
     All Ray clusters share one token, so that a payload may use the clusters of other components. The control keys differ, so that
     nodes join only the cluster of their own component.
@@ -203,7 +205,7 @@ class ComponentJob(BatchJob):
     def _started_at(self, evidence: Evidence) -> float | None:
         """Returns when the latest record of any component began, as Unix time; None before the first.
 
-        From then on Slurm must not cancel the job for a component that starts late.
+        After that time, Slurm must not cancel the job because another component has not started.
         """
         self.shared.started_at = max(self.shared.started_at or 0.0, evidence.started_at or 0.0) or None
         return self.shared.started_at

@@ -44,7 +44,7 @@ class ReportMerger:
 
     handler: Any
     components: Iterable[Any]
-    check: Callable[[Any], object]  # Raises what Dagster's handler would raise for a result, so that it is refused at once.
+    check: Callable[[Any], object]  # Raises what Dagster's handler would raise for a bad result, to refuse the result at once.
     results: dict[str, list[Message]] = field(default_factory=dict)
 
     def of(self, component: str) -> Any:
@@ -61,9 +61,9 @@ class ReportMerger:
         self.results.setdefault(component, []).append(message)
 
     def hand_over(self) -> list[tuple[str, Exception]]:
-        """Merge the stored results of all components and pass them to Dagster; returns the errors of those that Dagster refused.
+        """Merge the stored results of all components and pass them to Dagster; returns the errors of refused results.
 
-        Each error stands after the name of a component that caused it.
+        Each error of Dagster's handler stands after the name of a component that reported the refused result.
         """
         refused: list[tuple[str, Exception]] = []
         reports: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}
@@ -85,7 +85,7 @@ def merge(reports: Reports) -> list[Any]:
     """Merge the components' reports on one asset or check; returns the `params` of each Pipes message to pass to Dagster.
 
     The reports of a single component stay as they are. A check passed if it passed in all components; else it has the worst
-    severity of those that failed. Raises ValueError for reports that contradict each other.
+    severity of the components in which it failed. Raises ValueError for reports that contradict each other.
     """
     by_component, names, first = dict(reports), [component for component, _ in reports], reports[0][1]
     if len(by_component) == 1:
@@ -113,7 +113,11 @@ def merge(reports: Reports) -> list[Any]:
 
 
 def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[str, list[Any]], bool]) -> dict[str, Any]:
-    """Returns the metadata of all components: a value for which `is_shared` is True once, others as "key (component)"."""
+    """Returns the metadata of all components as one dictionary; `own` has the metadata of each component.
+
+    `is_shared` is called with a key and the values of all components that have this key. If it returns True, the first value is
+    stored under the key; otherwise each value is stored under "key (component)".
+    """
     taken = {key for metadata in own.values() for key in metadata}
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metadata in own.values() for key in metadata):
@@ -157,7 +161,7 @@ def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
 
 
 def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
-    """Returns the failures that are the likeliest causes, the earliest first; other failures are consequences of these."""
+    """Returns the failures that are the likeliest causes, the earliest first, without those that are likely consequences."""
 
     def rank(each: Judged) -> int:
         if each.evidence.end is None:
@@ -173,7 +177,10 @@ def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
 
 
 def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], mode: str, job_id: str | None) -> Metadata:
-    """Returns the Dagster metadata of the run, for a success and a failure alike, with a table of all components."""
+    """Returns the Dagster metadata of the run, for a success and a failure alike, with a table of all components.
+
+    `own` has the metadata of each component. A run with a single payload has no table: its metadata is returned unchanged.
+    """
     if None in own:
         return own[None]
     apart = {name: {key: value for key, value in each.items() if key not in _TABLE_COLUMNS} for name, each in own.items()}
@@ -192,7 +199,7 @@ def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], m
 def failures_metadata(judged: Mapping[Any, Judged], run_dir: str | None) -> Metadata:
     """Returns the metadata of a failed run: last output and logs of each payload that failed by itself.
 
-    `run_dir` is the path of the run directory, which is named too; None if the directory was removed.
+    `run_dir` is the path of the run directory, which becomes part of the metadata; None if the directory was removed.
     """
     if None in judged:
         return failure_metadata(judged[None].evidence, run_dir)

@@ -1,7 +1,7 @@
 """Bundles: files of this machine that become directories on the cluster, never changed there, and named by their content.
 
 A scan lists a directory and reads only its ignore files; it leaves out the files that Ray leaves out of a `runtime_env`
-working_dir, and files that no cluster needs, such as caches. The other files are read when the bundle is named.
+working_dir, and files that no cluster needs, such as caches and environments. The other files are read when the bundle is named.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _LEFT_OUT = frozenset(
         *(".pytest_cache", ".ruff_cache", ".svn", ".tox", "node_modules"),
     }
 )
-# Entries of virtual and conda environments, which are left out, as they would not work on another machine.
+# Entries that mark a directory as a virtual or conda environment. A scan leaves environments out, because they would not work on
+# another machine.
 _ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
 # Errors of stat(2) for a link whose target does not exist.
 _DANGLING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -61,11 +62,11 @@ class Entry:
 
     name: str  # The path in the bundle.
     kind: EntryKind
-    source: str  # The path on this machine, links resolved but for the entry itself; "" for a directory only in the bundle.
-    executable: bool = False  # Whether its owner may execute it; no other mode bit is kept.
+    source: str  # The path on this machine, with links resolved except the entry itself; "" for a directory only in the bundle.
+    executable: bool = False  # Whether the file's owner may execute the file; no other mode bit is kept.
     size: int = 0
     target: str = ""  # Target of a link; relative to the link if it is in the bundle.
-    stamp: tuple[int, ...] = ()  # Stat fields of a file that change whenever the file does.
+    stamp: tuple[int, ...] = ()  # Stat fields of a file, some of which change whenever the file changes.
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ class Manifest:
 def scan(directory: str) -> Manifest:
     """Return the manifest of a directory, without the files that its ignore files exclude or that no cluster needs.
 
-    A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces it, as in Ray. Raises
-    ValueError if the files exceed the limits, or a file cannot be read or copied; the sentence says what to do.
+    A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces the link, as in Ray.
+    Virtual and conda environments below the directory, and links to environments, are left out. Raises ValueError if the files
+    exceed the limits, or a file cannot be read or copied; the message says what to do.
     """
     root = os.path.abspath(directory)
     found = _Scan("working_dir", f"list what payloads do not need in {root}/.rayignore", root)
@@ -98,7 +100,7 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Ma
     """Return the manifest of single files and directories; `files` maps paths in the bundle to paths on this machine.
 
     Ignore files are not read; `__pycache__`, `.git` and the like are left out. Raises ValueError like `scan`, and if a path in
-    the bundle is absolute, not normalized, or below another one.
+    the bundle is absolute, not normalized, or below another path in `files`.
     """
     found = _Scan(argument)
     for name, path in sorted(files.items()):
@@ -116,9 +118,10 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Ma
 
 
 def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
-    """Return True if a fixed rule or an ignore file excludes an entry; of all matching ignore files, the deepest decides.
+    """Return True if a fixed rule, the .gitignore files or the .rayignore files exclude the entry `name`.
 
-    Ray treats links to directories as directories.
+    `rules` are the ignore files that count for the entry's directory. Of those of one kind that match, the deepest decides.
+    `is_dir` is True also for a link to a directory, which Ray treats as a directory.
     """
     base = posixpath.basename(name)
     if base in _LEFT_OUT or base.endswith(".pyc"):
@@ -140,7 +143,7 @@ class _Scan:
     root: str = "the files"
     _entries: dict[str, Entry] = field(default_factory=dict)
     _places: dict[str, str] = field(default_factory=dict)  # Names in the bundle by path on this machine, without links.
-    _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)  # Path and name; their directory's rules.
+    _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)  # Path, name; rules of the directory.
 
     def manifest(self, root: str | None) -> Manifest:
         """Return the manifest of all entries that were added; decides first how to include each symbolic link."""
@@ -161,7 +164,10 @@ class _Scan:
             self._check_limits()
 
     def walk(self, top: str, name: str, rules: _Rules | None) -> None:
-        """Add a directory and its entries, without ignored ones; symbolic links are only noted, for `manifest` to add."""
+        """Add the directory `top` as `name`, and its entries except ignored ones and environments; `manifest` adds links later.
+
+        `rules` are the ignore files of the directories above; with None, no ignore file is read.
+        """
         waiting = [(top, name, rules)]
         while waiting:
             path, name, rules = waiting.pop()
@@ -198,7 +204,10 @@ class _Scan:
         self.walk(real, name, rules)
 
     def _resolve(self, path: str, name: str, rules: _Rules | None) -> None:
-        """Add a link as a link if its target is in the bundle or does not exist; else add its target instead."""
+        """Add a link as a link if its target is in the bundle or does not exist; otherwise add the target in place of the link.
+
+        A link to a virtual or conda environment outside the bundle is left out.
+        """
         target = ""
         with self._readable(path):
             try:
@@ -216,7 +225,10 @@ class _Scan:
         self.add(Entry(name, EntryKind.LINK, path, target=target))
 
     def _ignore_file(self, kind: str, directory: str, path: str) -> tuple[str, str, GitIgnoreSpec]:
-        """Read the ignore file `kind` of the directory `path`; returns `kind`, the directory's name, and the patterns."""
+        """Read the ignore file `kind` of the directory `path`; returns `kind`, `directory` and the patterns.
+
+        `directory` is the name of the directory in the bundle. Raises ValueError if a pattern is invalid.
+        """
         file = os.path.join(path, kind)
         lines: list[str] = []
         if os.path.isfile(file):
@@ -257,7 +269,7 @@ class _Scan:
 
     @contextlib.contextmanager
     def _readable(self, path: str) -> Iterator[None]:
-        """Turn an `OSError` inside the block into a `ValueError` that names the file and the argument."""
+        """Turn an `OSError` raised in the block into a `ValueError` that names the file and the argument."""
         try:
             yield
         except OSError as error:
@@ -312,7 +324,7 @@ class Bundle:
         return self.manifest.size
 
     def name_of(self, path: str) -> str | None:
-        """Return the name of a local path in the bundle; "" for the bundled directory, None outside the bundle."""
+        """Return the name in the bundle of a path on this machine; "" for the bundled directory, None for a path outside it."""
         path = os.path.abspath(path)
         if self.manifest.root == os.path.realpath(path):
             return ""
@@ -322,7 +334,10 @@ class Bundle:
         return next(found, None)
 
     def write_archive(self, target: IO[bytes]) -> None:
-        """Write the bundle as a .tar.gz stream; equal content gives equal bytes. Raises `ValueError` if a file changed."""
+        """Write the bundle to `target` as a .tar.gz archive; raises `ValueError` if a file has changed since `make_bundle`.
+
+        Bundles with equal content give equal bytes.
+        """
         # Higher compression levels save a tenth of the bytes and take three times as long.
         with gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=target, mtime=0) as stream:
             for entry in self.manifest.entries:
@@ -339,7 +354,7 @@ class Bundle:
 
 
 def make_bundle(manifest: Manifest) -> Bundle:
-    """Read the files of a manifest and return their bundle; raises `ValueError` if one cannot be read, or changes meanwhile.
+    """Read the files of a manifest and return their bundle; raises `ValueError` if a file is unreadable or its size has changed.
 
     Files that did not change since this process last read them are not read again.
     """
@@ -403,7 +418,7 @@ def _changed(argument: str, entry: Entry) -> ValueError:
 
 
 def _header(entry: Entry) -> bytes:
-    """Return the tar header of an entry; its mode lets only the owner read or execute the unpacked file."""
+    """Return the tar header of an entry; the mode in the header lets only the owner read or execute the unpacked file."""
     info = tarfile.TarInfo(entry.name)
     info.size, info.linkname = entry.size, entry.target
     info.type = _TAR_TYPES[entry.kind]

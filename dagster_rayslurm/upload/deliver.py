@@ -1,6 +1,7 @@
 """Install bundles and the runtime on the Slurm cluster.
 
-Each is sent once, found again by its name, and invisible under that name until it is complete.
+Each bundle, and the runtime, is sent once, and later found by its name. The name does not exist on the cluster before the content
+is complete.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 # Maximum bytes of an archive that is sent in the call of the function that unpacks it; others are uploaded as a file first.
 _SMALL = 1024 * 1024
 _ENTRY = 1024  # Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding.
-_AT_ONCE = 8  # Number of files that are sent at once; most of them are small, so that the time is that of round trips.
+_AT_ONCE = 8  # Number of files that are sent at once: most files are small, so that round trips take most of the time.
 PROGRESS_INTERVAL = 5.0  # Seconds between two log lines about an upload.
 _LOOK_TIMEOUT = 300.0
 _UNPACK_TIMEOUT = 600.0
@@ -36,12 +37,12 @@ _UNPACKED_PER_SECOND = 1024 * 1024
 
 
 def place_of(base: str, bundle: Bundle) -> str:
-    """Return the path of a bundle on the cluster."""
+    """Return the path of a bundle on the cluster, below the base directory `base`."""
     return posixpath.join(base, "bundles", bundle.name)
 
 
 def runtime_place(base: str) -> str:
-    """Return the path of the runtime, a zipapp, on the cluster."""
+    """Return the path of the runtime, a zipapp, on the cluster, below the base directory `base`."""
     return posixpath.join(base, "runtime", runtime_name())
 
 
@@ -54,9 +55,11 @@ def install(
 ) -> None:
     """Install bundles and the runtime on the cluster if they are missing there; only their owner can read them.
 
-    If nothing is missing, this takes one small call. Several processes may install at the same time: those of one machine send a
-    large item once, those of several machines at worst once each. `base` is absolute. `progress` is called with the bytes sent,
-    for each large item, and `warn` with a warning about a base directory that others may write to.
+    `base` is the absolute path of the base directory. `progress` is called during the upload of each large bundle, with the bytes
+    sent and the size. `warn` is called with a sentence if a group may write to the base directory.
+
+    If nothing is missing, the function makes one small remote call. Several processes may install at the same time: the processes
+    of one machine send a large bundle once, and those of several machines at most once for each machine.
 
     Raises ValueError if a file changed since its bundle was named, and OSError if a file cannot be written on this machine or the
     cluster, or another user owns or can change the base directory.
@@ -80,10 +83,10 @@ def install(
 
 
 def send_files(connection: Connection, base: str, files: Mapping[str, str], progress: Progress) -> None:
-    """Send files to the cluster, where only their owner can read them; `files` maps paths there to paths on this machine.
+    """Send files to the cluster, where only this user can read them; `files` maps paths there to paths on this machine.
 
-    `progress` is called with the bytes that have arrived, and the bytes of all files. Raises `OSError` if a file cannot be read,
-    sent or written.
+    `progress` is called with the bytes that have arrived, and with the bytes of all files. Raises `OSError` if a file cannot be
+    read, sent or written.
     """
     sizes = {path: os.path.getsize(local) for path, local in files.items()}
     arrived = dict.fromkeys(files, 0)
@@ -102,7 +105,7 @@ def send_files(connection: Connection, base: str, files: Mapping[str, str], prog
 
 
 def log_progress(log: Any) -> Progress:
-    """Return a callback that logs the progress of an upload every few seconds."""
+    """Return a callback that logs the progress of an upload, at most once in `PROGRESS_INTERVAL` seconds."""
     logged_at = time.monotonic()
 
     def report(done: int, size: int) -> None:
@@ -115,10 +118,10 @@ def log_progress(log: Any) -> Progress:
 
 
 def missing(connection: Connection, base: str, paths: Sequence[str], warn: Callable[[str], object] = lambda _: None) -> list[str]:
-    """Return those of some absolute paths below the base directory that do not exist on the cluster; mark the others as used now.
+    """Return which of `paths` do not exist on the cluster, and mark the others as used now.
 
-    `warn` is called with a sentence if a group may write to the base directory. Raises PermissionError if
-    another user owns or can change the base directory.
+    `paths` are absolute and below the base directory `base`. `warn` is called with a sentence if a group may write to the base
+    directory. Raises PermissionError if another user owns or can change the base directory.
     """
     where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
     look = base_directory.look
@@ -137,7 +140,7 @@ def missing(connection: Connection, base: str, paths: Sequence[str], warn: Calla
 
 
 def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Progress | None) -> str:
-    """Upload the archive of a bundle into a directory of the cluster; returns the name of the file there."""
+    """Upload the archive of a bundle into a directory on the cluster; returns the name of the archive there."""
     name = f".rs-{secrets.token_hex(8)}.tgz"
     with tempfile.NamedTemporaryFile(prefix="rayslurm-") as archive:
         try:
@@ -155,7 +158,8 @@ def _make(
 ) -> None:
     """Create the runtime or a bundle at `path` on the cluster, by `function` of the module `base_directory`.
 
-    `content` are the further arguments of the call; `more` seconds are added to its timeout. Raises `OSError` if it fails.
+    `function` gets the directory and the name in `path`, and then `content`; `more` seconds are added to the call's timeout.
+    Raises `OSError` if the call fails.
     """
     try:
         _call(connection, base, f"making {path}", _UNPACK_TIMEOUT + more, function, *posixpath.split(path), *content)

@@ -18,21 +18,25 @@ _NO_VALUES = (0, 2**32 - 2, 2**64 - 2)  # No measurement yet, and Slurm's NO_VAL
 
 
 def is_measured(config: Optional[str]) -> bool:
-    """Whether Slurm measures energy, according to the output of `scontrol show config`; False if there is no output."""
+    """Return whether Slurm measures energy, according to the output of `scontrol show config`; False if there is no output."""
     match = re.search(r"^AcctGatherEnergyType *= *(?:acct_gather_energy/)?(\S+)", config or "", re.MULTILINE)
     return match is not None and match.group(1) not in ("none", "(null)")
 
 
 def parse_joules(text: Optional[str]) -> Optional[int]:
-    """The joules in the output of `sstat --format=ConsumedEnergyRaw` for one step; None if it has no figure."""
+    """Return the joules in the output of `sstat --format=ConsumedEnergyRaw` for one step; None if it has no figure."""
     match = re.fullmatch(r"\s*([0-9]+)\s*", text or "")
     return int(match.group(1)) if match is not None and int(match.group(1)) not in _NO_VALUES else None
 
 
 def own_step(environ: Mapping[str, str]) -> Optional[str]:
-    """The step of this task, such as "17.0"; None outside of a step, and in a heterogeneous job, whose steps have several ids."""
+    """Return the step of this task, such as "17.0"; None outside of a step, and in jobs that are not asked for their energy.
+
+    Steps of a heterogeneous job have several ids. The thousands of elements of an array would each ask slurmctld.
+    """
     job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
-    return "%s.%s" % (job, step) if job and step and not environ.get("SLURM_HET_SIZE") else None
+    left_out = environ.get("SLURM_HET_SIZE") or environ.get("SLURM_ARRAY_JOB_ID")
+    return "%s.%s" % (job, step) if job and step and not left_out else None
 
 
 @dataclass(eq=False)
