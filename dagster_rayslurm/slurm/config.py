@@ -89,9 +89,9 @@ class SlurmResource(StrictResource):
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:
-    """Returns the signal's name, and the seconds before the time limit, in a value of `signal_before_timeout`.
+    """Returns the name of the signal without "SIG", and the seconds before the time limit, of a value of `signal_before_timeout`.
 
-    "300" means SIGTERM. If no signal is asked for, the seconds are None.
+    The name is "TERM" if the value has only seconds, such as "300". For None, the name is "TERM" and the seconds are None.
     """
     if text is None:
         return "TERM", None
