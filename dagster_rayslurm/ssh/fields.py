@@ -110,10 +110,11 @@ class SSHLogin(StrictModel):
 
 
 def read_variables(prefix: str, read: Callable[[str, bool], Any]) -> dict[str, Any]:
-    """Returns the fields of an SSH connection that environment variables hold; those of a jump host are a dictionary.
+    """Returns the fields of an SSH connection for which environment variables with a prefix are set.
 
-    `read` is called for each variable that is set, and always for that of `host`, with the variable's name and whether it holds
-    an integer; it returns the value of the field.
+    The fields of a jump host are a dictionary in the field `jump_host`. `read` returns the value of a field; its arguments are the
+    variable's name and whether the variable holds an integer. `read` is called for each variable that is set, and always for that
+    of `host`.
     """
     stem = prefix.rstrip("_") + "_"
     jump = f"{stem}JUMP_"
@@ -138,7 +139,10 @@ def _variables() -> dict[str, str]:
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
-    """Warn about environment variables that have the prefix `stem`, but belong to no field; only once for the same ones."""
+    """Warn about those of the environment variables that belong to no field; the same variables cause only one warning.
+
+    `variables` are the names of all variables with the prefix `stem`.
+    """
     unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in _variables()]
     if unknown:
         known = ", ".join(stem + name for name in _variables() if name != "KEY")
@@ -155,7 +159,10 @@ def key_path(ssh: SSHLogin) -> str | None:
 
 
 def certificate_path(ssh: SSHLogin) -> str | None:
-    """Returns the path of the certificate: the configured one, else KEY-cert.pub beside the key, as for OpenSSH; else None."""
+    """Returns the path of the configured certificate, or else of the file KEY-cert.pub beside the key, as OpenSSH does.
+
+    Returns None if there is neither.
+    """
     if ssh.certificate_path:
         return os.path.expanduser(ssh.certificate_path)
     beside = f"{key_path(ssh)}-cert.pub"
