@@ -323,8 +323,8 @@ def relevant_lines(log: str) -> list[str]:
 def failed_tasks(log: str) -> list[tuple[str, int, str]]:
     """Returns the node, the number and the end of each task that srun reports as failed.
 
-    The end is srun's text, such as "Exited with exit code 3" or "Killed". Once a task has failed, srun ends the other tasks, whose
-    end is then "Terminated" or "Killed".
+    The end is srun's text, such as "Exited with exit code 3" or "Killed". Once a task has failed, srun ends the other tasks; the
+    end of those is "Terminated" or "Killed".
     """
     tasks = []
     for match in filter(None, map(_TASKS.fullmatch, map(str.strip, log.splitlines()))):
