@@ -1,4 +1,4 @@
-"""The run directories of job arrays' elements, of which one call reads many. Paths are absolute."""
+"""Reads the run directories of the elements of job arrays, many in one call. Paths are absolute."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-ARRAY = "array-"  # Beginning of the names of the arrays' directories in the run directory of their step, before a number.
+ARRAY = "array-"  # The directories of arrays in the run directory of their step have names of this text and a number.
 _ENDED, _LOG, _NODE_LOG = ".ended", ".log", "node-0.log"
 _JOURNAL, _OUTPUT = "journal.jsonl", "stdio.jsonl"
 _MOST_JOURNAL = 16 * 1024 * 1024  # Most bytes of a journal, and of the output, of one element.
@@ -21,7 +21,11 @@ _MOST_LOG = 16 * 1024
 
 
 def arrays(run_dir: str) -> "list[dict[str, Any]]":
-    """Return the number, job id ("" if it is not known) and partition keys of each array of a step, in order."""
+    """Return the job arrays in the run directory of a step, in the order of their numbers.
+
+    Each array is a dict with `number`, `job_id` ("" if the id is not written) and `keys`, the partition keys of its elements ([]
+    if the keys cannot be read).
+    """
     found = []
     for name in os.listdir(run_dir):
         number = name[len(ARRAY) :]
@@ -38,17 +42,18 @@ def arrays(run_dir: str) -> "list[dict[str, Any]]":
 def ended(
     run_dir: str, wanted: "dict[str, list[list[int]]]", over: "dict[str, list[int]]", limit: int
 ) -> "tuple[list[str], list[list[int]], bytes]":
-    """Return what is there of those elements that have ended.
+    """Return the records of elements that have ended.
 
     Args:
-        run_dir: the run directory of the step, whose arrays have the directories `array-N`.
-        wanted: by the number N of the array, ranges of elements whose records are returned if their ends are marked.
-        over: by the number of the array, elements whose records and logs are returned in any case.
-        limit: bytes after which no more elements are begun.
+        run_dir: the run directory of the step, which has the directory `array-N` of each array.
+        wanted: by the number N of an array, ranges of elements; those whose file `.ended` exists are returned.
+        over: by the number N of each array in `wanted`, elements that are returned in any case, with their logs.
+        limit: number of bytes; once the texts are longer, no more elements are read.
 
-    Returns the names of the files in the run directory; a row for each element with the array's and its own number, the length of
-    its journal, the length of its output, which is cut, the whole size of its output, and the length of its logs; and the bytes
-    of all these texts, one after the other.
+    Returns three values: the names of the files in the run directory; a row for each element; and the texts of all elements, one
+    after the other. An element's texts are its journal, its output up to `MOST_OUTPUT` bytes, and its logs. The row has the
+    number of the array, the number of the element, the length of the journal, the length of the output, the size of the whole
+    output and the length of the logs.
     """
     rows, texts, size = [], [], 0
     for array, spans in wanted.items():
@@ -76,12 +81,15 @@ def ended(
 
 
 def touch(path: str) -> None:
-    """Set the time of the last change of a directory to now."""
+    """Set the modification time of a directory to now."""
     os.utime(path)
 
 
 def _within(numbers: "Sequence[int]", spans: "Sequence[Sequence[int]]") -> "list[int]":
-    """Return those of the numbers that one of the ranges contains; both are sorted."""
+    """Return the numbers that lie in one of the ranges `spans`, each a pair of first and last number.
+
+    Numbers and ranges must be sorted.
+    """
     found, place = [], 0
     for number in numbers:
         while place < len(spans) and spans[place][1] < number:
@@ -92,7 +100,7 @@ def _within(numbers: "Sequence[int]", spans: "Sequence[Sequence[int]]") -> "list
 
 
 def _tail(path: str) -> bytes:
-    """Return the end of a log; b"" if it cannot be read."""
+    """Return the last `_MOST_LOG` bytes of a log; b"" if the log cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_LOG))

@@ -1,7 +1,8 @@
-"""Runs that were submitted and left: one job for each idempotency key, and one listing of all of them. Paths are absolute.
+"""Runs that were submitted without waiting for their end: one job for each idempotency key, and a listing of all such runs.
 
-Each key has a directory with a numbered directory for each claim, which is created complete. A file in it is renamed when it is
-decided whether the claim has a job. Both are atomic, on NFS too, so that all processes see the same decision.
+A claim is the announcement of a process that it submits the job of a key. Each key has a directory, and each claim a numbered
+directory in there, which appears complete. A file in the claim's directory is renamed once it is decided whether the claim has a
+job. Both steps are atomic, on NFS too, so that all processes see the same decision. Paths are absolute.
 """
 
 import contextlib
@@ -18,15 +19,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 HANDLE = "handle.json"  # File in a run directory: the handle, without the job id.
-FETCHED = "fetched"  # File in a run directory: nobody needs its outputs any more.
-REPORTER = "reporter"  # Beginning of a file name in a run directory: the sensor that reports the end of the run.
+FETCHED = "fetched"  # File in a run directory whose outputs nobody needs any more.
+REPORTER = "reporter"  # File in a run directory; renamed to `reporter.SENSOR` for the sensor that reports the end of the run.
 UNDECIDED, SUBMITTED, ABANDONED = "undecided", "submitted", "abandoned"
 _TEXT = "claim.json"
 _MOST_BYTES = 1024 * 1024
 
 
 def claim(directory: str, after: int, text: str) -> "tuple[int, str, str, float]":
-    """Return the newest claim of a key: its number, state, text and age in seconds; makes one if none is newer than `after`."""
+    """Return the number, state, text and age in seconds of the newest claim in `directory`, the directory of a key.
+
+    If no claim has a number above `after`, first creates one with the text `text`. Raises OSError if that fails.
+    """
     files.make_dir(directory)
     while True:
         number = max([after, *(int(name) for name in os.listdir(directory) if re.fullmatch("[1-9][0-9]{0,8}", name))])
@@ -48,7 +52,10 @@ def claim(directory: str, after: int, text: str) -> "tuple[int, str, str, float]
 
 
 def decide(path: str, state: str) -> str:
-    """Decide whether the claim `path` is `SUBMITTED` or `ABANDONED`, unless that is decided; return what is decided."""
+    """Set the state of the claim with the directory `path` to `state`, unless another state was set before; return its state.
+
+    The states to set are `SUBMITTED` and `ABANDONED`.
+    """
     with contextlib.suppress(FileNotFoundError):
         os.rename(os.path.join(path, UNDECIDED), os.path.join(path, state))
     return _state(path)
@@ -60,7 +67,12 @@ def _state(path: str) -> str:
 
 
 def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence[str]") -> "dict[str, Any]":
-    """Return the submitted runs below `base` except those in `known`, and the exit code and output of the command `squeue`."""
+    """Return the submitted runs below the directory `base`, and the result of the command `squeue`, as a dict.
+
+    The dict has `runs`, a dict for each run, and `queue`, the exit code, output and error output of the command. For runs whose
+    names are in `known`, only `name` and `known` are returned. The command is not run if there are no other runs; it gets
+    `timeout` seconds.
+    """
     runs, skip = [], set(known)
     directory = os.path.join(base, "runs")
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
@@ -77,13 +89,16 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence
             found["reporter"] = reporters[0][len(REPORTER) + 1 :] if reporters else ""
         runs.append(found)
     if not any(not each["known"] for each in runs):
-        return {"runs": runs, "queue": [0, "", ""]}  # Nothing to ask Slurm for.
+        return {"runs": runs, "queue": [0, "", ""]}  # There is no run to look for in the queue.
     code, out, error = slurm.run(list(squeue), b"", timeout, [])
     return {"runs": runs, "queue": [code, out.decode("utf-8", "replace"), error.decode("utf-8", "replace")]}
 
 
 def take_report(run_dir: str, sensor: str) -> str:
-    """Make `sensor` the one that reports the end of a run, unless there is one; return the one that does."""
+    """Make `sensor` the sensor that reports the end of a run, unless the run has such a sensor; return the name of that sensor.
+
+    Returns "" if no sensor is to report the end of the run.
+    """
     with contextlib.suppress(FileNotFoundError):  # The file that is renamed exists once, so that one sensor alone succeeds.
         os.rename(os.path.join(run_dir, REPORTER), os.path.join(run_dir, REPORTER + "." + sensor))
     names = [each for each in os.listdir(run_dir) if each.startswith(REPORTER + ".")]

@@ -84,7 +84,8 @@ class JobFacts:
     # Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself.
     cancelled_by: int | None = None
     reason: str = ""
-    exit_code: int | None = None  # The batch script's. sacct alone shows an exit code above 128 less 128.
+    # Exit code of the batch script. If only sacct knows the job, an exit code above 128 is shown less 128.
+    exit_code: int | None = None
     signal: int | None = None
     elapsed: float | None = None
     time_limit: float | None = None
@@ -100,7 +101,7 @@ class JobFacts:
     component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
 
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
-        """Returns the same job with the user's names for its components; unchanged if there are not as many names."""
+        """Returns the same job with the user's names for its components, in order; unchanged if the numbers of both differ."""
         if len(self.components) != len(component_ids):
             return self
         pairs = zip(self.components, component_ids, strict=True)
@@ -108,9 +109,9 @@ class JobFacts:
 
     @property
     def final_state(self) -> str | None:
-        """The terminal state that the job has, or will have, as far as Slurm knows; None if it is still open.
+        """The terminal state that the job has, or will have, as far as Slurm knows; None if this state is not known yet.
 
-        While an epilog runs slurmctld shows COMPLETING, and only the reason tells the terminal state.
+        While an epilog runs, slurmctld shows COMPLETING, and only the reason tells the terminal state.
         """
         if self.state in TERMINAL:
             return self.state
@@ -131,7 +132,7 @@ class JobFacts:
 def severity(component: JobFacts) -> int:
     """Returns a rank for the end of a component: the component with the highest rank explains the end of its job.
 
-    A component that is cancelled or killed ends the others too, and the one with the batch script may then show only FAILED.
+    A component that is cancelled or killed ends the others too. The component with the batch script may then show only FAILED.
     """
     final = component.final_state if component.final_state in _BY_SEVERITY else "UNKNOWN"
     return len(_BY_SEVERITY) if component.out_of_memory else _BY_SEVERITY.index(final or "UNKNOWN")
@@ -195,8 +196,8 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
 def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tuple[int, int], JobFacts]:
     """Queries the accounting, in one call, for the facts of elements of job arrays.
 
-    `jobs` are arrays and elements, such as "12" and "13_7". Returns the facts by array id and number, and none where there is no
-    accounting. Raises OSError for a failed connection.
+    `jobs` are the ids of arrays and elements, such as "12" and "13_7". Returns the facts by array id and element number; an empty
+    dict if sacct fails, as it does without accounting. Raises OSError for a failed connection.
     """
     command = ["sacct", f"--jobs={','.join(jobs)}", "--noheader", "--parsable2", "--duplicates", f"--format={_SACCT_FORMAT}"]
     done = run_slurm(connection, ["env", "LC_ALL=C", *command], timeout=_TIMEOUT)
@@ -204,7 +205,10 @@ def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tup
 
 
 def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
-    """Returns the facts of all elements of arrays, after their last requeue, from `sacct --duplicates` with `SACCT_FIELDS`."""
+    """Returns the facts of all elements of arrays, by array id and element number, after the last requeue of each.
+
+    `text` is the output of `sacct --duplicates` with `SACCT_FIELDS`.
+    """
     attempts: dict[str, list[list[dict[str, str]]]] = {}
     for line in text.splitlines():
         fields = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
@@ -219,14 +223,17 @@ def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
     for label, rows in attempts.items():
         array, numbers = elements_of(label) or (0, [])
         for number in numbers:
-            # Elements that were cancelled while they waited are in one row; one of its own says more.
+            # Elements that were cancelled while they waited share one row; an element's own row says more.
             if "[" not in label or (array, number) not in found:
                 found[array, number] = _from_sacct(f"{array}_{number}", rows)
     return found
 
 
 def _from_sacct(number: int | str, attempts: list[list[dict[str, str]]]) -> JobFacts:
-    """Returns the facts of a job, or of a component, from its last run: `attempts` has its sacct rows for each (re)queued run."""
+    """Returns the facts of the last run of a job, component or element with the id `number`.
+
+    `attempts` has sacct's rows for each run, the first one and one for each requeue: the row of the job, then those of its steps.
+    """
     job, *steps = attempts[-1]
     facts = _facts(number, job["State"], job["Reason"], job["ExitCode"], job["NodeList"], job["NNodes"])
     return replace(
@@ -241,9 +248,9 @@ def _from_sacct(number: int | str, attempts: list[list[dict[str, str]]]) -> JobF
 
 
 def _facts(number: int | str, state: str, reason: str, exit_code: str, nodes: str, num_nodes: str) -> JobFacts:
-    """Returns the facts made of those fields that scontrol and sacct print in the same form.
+    """Returns the facts in those fields that scontrol and sacct print in the same form.
 
-    After a node failure the facts have no exit code, as Slurm then shows a wrong one.
+    After a node failure the facts have no exit code, because Slurm then shows a wrong exit code.
     """
     word, cancelled_by = state_word(state)
     ended = None if word == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", exit_code)
@@ -275,6 +282,7 @@ def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> Job
 
 
 def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
+    """Returns slurmctld's facts of a job or component, completed by the accounting's facts of the same job or component."""
     if accounting.restarts != controller.restarts:
         return replace(controller, cancelled_by=accounting.cancelled_by, max_rss=accounting.max_rss)
     merged = replace(
@@ -299,7 +307,7 @@ def state_word(text: str) -> tuple[str, int | None]:
 
 
 def parse_size(text: str) -> int | None:
-    """The number of bytes that a text such as "309816K", "2G" or "1.50G" stands for; None for any other text."""
+    """Returns the number of bytes for a text such as "309816K", "2G" or "1.50G"; None for any other text."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]?)", text)
     return int(float(match[1]) * 1024 ** " KMGTPE".index(match[2] or " ")) if match else None
 
@@ -308,15 +316,15 @@ def parse_size(text: str) -> int | None:
 
 
 def relevant_lines(log: str) -> list[str]:
-    """The lines of a log without empty ones and without Slurm's comments on its own actions."""
+    """Returns the lines of a log without empty lines and without Slurm's comments on its own actions."""
     return [line for line in map(str.strip, log.splitlines()) if line and not _NOISE.match(line)]
 
 
 def failed_tasks(log: str) -> list[tuple[str, int, str]]:
     """Returns the node, the number and the end of each task that srun reports as failed.
 
-    The end is srun's text, such as "Exited with exit code 3" or "Killed". Once a task has failed, srun ends the others, which
-    follow as "Terminated" or "Killed".
+    The end is srun's text, such as "Exited with exit code 3" or "Killed". Once a task has failed, srun ends the other tasks; the
+    end of those is "Terminated" or "Killed".
     """
     tasks = []
     for match in filter(None, map(_TASKS.fullmatch, map(str.strip, log.splitlines()))):
@@ -332,7 +340,7 @@ def failed_tasks(log: str) -> list[tuple[str, int, str]]:
 
 
 def memory_kill(output: str) -> str | None:
-    """The line of a job's output in which slurmstepd reports a kill for memory; None if there is none."""
+    """Returns the line of a job's output in which slurmstepd reports a kill for memory; None without such a line."""
     lines = (line.strip() for line in output.splitlines())
     return next((line for line in lines if "slurmstepd" in line and _MEMORY_KILL.search(line)), None)
 
@@ -349,10 +357,11 @@ class JobVerdict(NamedTuple):
 
 
 def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
-    """Returns the failure of a run as the facts of its job explain it; None if they explain nothing. Pure.
+    """Returns the failure of a run as the facts of its job explain it; None if the facts explain nothing. Pure.
 
-    Call it if the record of the run has no end, or says that a signal from outside ended the runtime (then `terminated` is True).
-    `log` is the output of batch script, slurmstepd and runtime; `silent` is True if nothing was written into the run directory.
+    The record of the run has no end, or says that a signal from outside ended the runtime; in the second case `terminated` is
+    True. `log` is the output of batch script, slurmstepd and runtime. `silent` is True if nothing was written into the run
+    directory.
     """
     killed = memory_kill(log)
     part = _explaining_part(job, killed)
@@ -404,7 +413,10 @@ def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> 
 
 
 def _explaining_part(job: JobFacts, killed: str | None) -> JobFacts:
-    """Returns the facts of the component that explains the job's end, or of the whole job if all components ended alike."""
+    """Returns the facts of the component that explains the job's end, or of the whole job if all components ended alike.
+
+    `killed` is the result of `memory_kill`.
+    """
     if not job.components:
         return job
     step = _STEP.search(killed or "")
@@ -419,7 +431,7 @@ def _mebibytes(amount: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """A duration as Slurm writes it: "[D-]HH:MM:SS"."""
+    """Returns a duration as Slurm writes it: "[D-]HH:MM:SS"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -1,7 +1,7 @@
 """Job arrays: how Slurm names their elements, how many a site takes, and how large the next array of a step is. Pure.
 
-squeue and sacct list elements that wait in one row, "12_[4,6-11%2]", and each other one in a row of its own, "12_3". An element
-that is cancelled while it waits alone leaves both lists (tried on 22.05).
+squeue and sacct list the waiting elements of an array in one row, "12_[4,6-11%2]", and each other element in a row of its own,
+"12_3". If the only waiting element is cancelled, it disappears from both lists (tried on 22.05).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DEFAULT_SIZE = 1001  # MaxArraySize unless slurm.conf sets it.
 
 
 def elements_of(label: str) -> tuple[int, list[int]] | None:
-    """Returns the id of an array, and the numbers of its elements, in a label such as "12_3" or "12_[4,6-11%2]"; else None."""
+    """Returns the array id and the element numbers in a label such as "12_3" or "12_[4,6-11%2]"; None for any other label."""
     match = _LABEL.fullmatch(label)
     if match is None:
         return None
@@ -30,17 +30,17 @@ def elements_of(label: str) -> tuple[int, list[int]] | None:
 
 
 def waits(row: QueueRow) -> bool:
-    """Whether the row is that of elements that have not started: they may wait, or have been cancelled while they waited."""
+    """Whether a row stands for elements that have not started: elements that wait, or were cancelled while they waited."""
     return "[" in row.label
 
 
 def rows_by_element(rows: Iterable[QueueRow]) -> dict[tuple[int, int], QueueRow]:
-    """Returns the row of each element of all arrays, by array id and number."""
+    """Returns the row of each element of all arrays, by array id and element number."""
     found: dict[tuple[int, int], QueueRow] = {}
     for row in rows:
         array, numbers = elements_of(row.label) or (0, [])
         for number in numbers:
-            # An element that Slurm runs again may be in two rows; the one of its own says more.
+            # An element that Slurm runs again may be in two rows; the element's own row says more.
             if not waits(row) or (array, number) not in found:
                 found[array, number] = row
     return found
@@ -53,7 +53,7 @@ def count_jobs(rows: Iterable[QueueRow]) -> int:
 
 
 def ranges(numbers: Collection[int]) -> list[list[int]]:
-    """Returns the numbers as ranges, each with its first and last number, in order."""
+    """Returns ranges that contain exactly the given numbers: a list [first, last] for each range, in order."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][1] == number - 1:
@@ -64,7 +64,7 @@ def ranges(numbers: Collection[int]) -> list[list[int]]:
 
 
 def parse_largest(config: str) -> int:
-    """Returns the most elements that an array may have, from the output of `scontrol show config`."""
+    """Returns the largest number of elements that an array may have, from the output of `scontrol show config`."""
     found = dict(re.findall(r"(?m)^(\w+)\s*= *(.*)$", config))
     sizes = [parse_count(found.get("MaxArraySize", "")) or _DEFAULT_SIZE]
     if match := re.search(r"max_array_tasks=([0-9]+)", found.get("SchedulerParameters", "")):
@@ -73,7 +73,11 @@ def parse_largest(config: str) -> int:
 
 
 def parse_submit_limit(associations: str, account: str | None, partition: str | None) -> int | None:
-    """Returns how many jobs a user may have submitted, from lines "ACCOUNT|PARTITION|LIMIT" of sacctmgr; None for any number."""
+    """Returns how many jobs a user may have in the queue at a time, from lines "ACCOUNT|PARTITION|LIMIT" of sacctmgr.
+
+    Only lines that apply to the account and partition of the next job count; None for the account stands for all accounts. The
+    largest limit is returned, or None if there is no limit.
+    """
     limits = []
     for line in associations.splitlines():
         own_account, own_partition, limit, *_ = [*line.split("|"), "", "", ""]
@@ -85,20 +89,21 @@ def parse_submit_limit(associations: str, account: str | None, partition: str | 
 
 @dataclass(frozen=True)
 class Room:
-    """How many elements Slurm takes at a time, as far as is known.
+    """What is known of the number of job array elements that Slurm accepts at a time.
 
-    `refused` and `taken` return a copy that knows the answer to a submission.
+    `refused` and `taken` return a copy that takes Slurm's answer to a submission into account.
     """
 
     largest: int  # Most elements of one array.
-    limit: int | None = None  # Most jobs that the user may have submitted; None for no limit, or an unknown one.
-    attempt: int | None = None  # Most elements of the next attempt, after a refusal.
+    limit: int | None = None  # Most jobs that the user may have in the queue; None for no limit, or an unknown limit.
+    attempt: int | None = None  # Most elements of the next array, after a refusal; None before the first refusal.
 
     def next_size(self, waiting: int, own: int, all_jobs: int) -> int:
-        """Returns how many of the `waiting` elements the next array gets; 0 to wait until more of the others have ended.
+        """Returns how many of the `waiting` elements the next array gets; 0 if it is better to wait until jobs have ended.
 
-        `own` counts the elements of this step, and `all_jobs` the jobs of this user, that are not over. While elements of this
-        step are there, a small array waits, so that there are few arrays.
+        `own` is the number of this step's elements in the queue, and `all_jobs` the number of all jobs of this user there; jobs
+        that are over do not count. While elements of this step are in the queue, the result is 0 instead of a small number, so
+        that a step has few arrays.
         """
         size = min(waiting, self.largest)
         if self.limit is not None:
@@ -110,14 +115,20 @@ class Room:
         return size
 
     def refused(self, size: int) -> Room:
-        """Returns a copy that tries half of the size that was refused."""
+        """Returns a copy whose next array has at most half of the elements of an array that Slurm refused."""
         return replace(self, attempt=max(1, size // 2))
 
     def taken(self, size: int) -> Room:
-        """Returns a copy that tries twice the size that was taken, if a refusal had lowered it."""
+        """Returns a copy whose next array has at most twice the elements of an array that Slurm accepted.
+
+        Returns `self` if there was no refusal before.
+        """
         return self if self.attempt is None else replace(self, attempt=2 * size)
 
 
 def array_option(size: int, max_concurrent: int | None) -> str:
-    """Returns the value of sbatch's `--array` for elements numbered from 0."""
+    """Returns the value of sbatch's `--array` for `size` elements, numbered from 0.
+
+    At most `max_concurrent` elements run at once; None for no limit.
+    """
     return f"0-{size - 1}" + (f"%{max_concurrent}" if max_concurrent is not None else "")

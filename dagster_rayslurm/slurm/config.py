@@ -39,10 +39,10 @@ class SlurmQueueConfig(StrictConfig):
     num_nodes: Annotated[int, at_least(1)] = 1
     """Number of nodes (`--nodes`)."""
     cpus_per_node: Annotated[Optional[int], at_least(1)] = None
-    """CPUs on each node (`--cpus-per-task` of the one task per node); None asks for what the launcher names, and if that names
-    none, leaves it to Slurm (usually 1)."""
+    """CPUs on each node (`--cpus-per-task` of the one task per node); None requests the number that the launcher names, or if
+    the launcher names none, leaves the number to Slurm (usually 1)."""
     gpus_per_node: Annotated[Optional[int], checked(_check_gpus)] = None
-    """GPUs on each node (`--gpus-per-node`); None asks for what the launcher names."""
+    """GPUs on each node (`--gpus-per-node`); None requests the number that the launcher names."""
     gpu_type: Annotated[Optional[str], plain_text] = None
     """Type of GPU as the cluster names it, such as "a100"."""
     mem: Annotated[Optional[str], slurm_memory] = None
@@ -62,8 +62,8 @@ class SlurmQueueConfig(StrictConfig):
     requeue: bool = False
     """Let Slurm requeue the job after a node failure or preemption (`--requeue`); never done with a session."""
     signal_before_timeout: Annotated[Optional[str], checked(check_signal)] = None
-    """Signal to the payload ahead of the time limit, as SECONDS or SIGNAL@SECONDS ("USR1@300"); the runtime's own clock sends
-    it, so Ray is not hit."""
+    """Signal to the payload ahead of the time limit, as SECONDS or SIGNAL@SECONDS ("USR1@300"); the runtime sends the signal
+    itself, so that Ray's processes do not get it."""
     extra_sbatch: Annotated[list[str], checked(check_sbatch_options)] = []
     """Long options of sbatch that have no field, as --NAME or --NAME=VALUE, such as ["--licenses=matlab:1"]; those on which the
     runtime depends (--job-name, --output, --chdir, --array, --ntasks and such) are refused."""
@@ -85,13 +85,13 @@ class SlurmResource(StrictResource):
     site: dict[str, str] = {}
     """Environment variables that every job at this site gets, such as proxies or NCCL settings."""
     poll_interval: Annotated[int, at_least(1, "seconds")] = 30
-    """Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it."""
+    """Seconds between two queries of the queue, for pending reasons and lost jobs; results never wait for a query."""
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:
-    """Returns the signal's name, and the seconds before the time limit, in a value of `signal_before_timeout`.
+    """Returns the name of the signal without "SIG", and the seconds before the time limit, of a value of `signal_before_timeout`.
 
-    "300" means SIGTERM. If no signal is asked for, the seconds are None.
+    The name is "TERM" if the value has only seconds, such as "300". For None, the name is "TERM" and the seconds are None.
     """
     if text is None:
         return "TERM", None
@@ -107,6 +107,7 @@ class HetComponent(StrictConfig):
     queue: SlurmQueueConfig
     """What the component asks Slurm for."""
     launcher: Union[RayLauncher, BashLauncher] = Field(default=RayLauncher(), discriminator="kind")
-    """What its nodes are to the one Ray cluster (a RayLauncher); with topology "separate" what starts its own payload."""
+    """Settings of the component's nodes in the one Ray cluster (a RayLauncher); with topology "separate", the launcher of the
+    component's own payload."""
     head: bool = False
-    """Whether the Ray head sits in this component; otherwise it is the first one's."""
+    """Whether the Ray head runs in this component; by default it runs in the first component."""

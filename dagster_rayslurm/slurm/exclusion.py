@@ -40,7 +40,10 @@ class Exclusion:
 
 
 def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
-    """Returns which unhealthy nodes in the job's partitions to exclude: as many as leave enough other nodes for the job."""
+    """Returns the exclusion for a job: of the unhealthy nodes in its partitions, as many as leave enough other nodes.
+
+    Nodes that the job itself asks for by `nodelist` are not excluded.
+    """
     exclusion = Exclusion()
     for each in unhealthy:
         if not any(
@@ -59,7 +62,7 @@ def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: 
 
 
 def excluding(request: JobRequest, nodes: Sequence[str]) -> JobRequest:
-    """Returns the request with further nodes that no component may get, in addition to those that the user excludes."""
+    """Returns a copy of the request in which each component also excludes `nodes`, besides the nodes that the user excludes."""
 
     def one(part: JobRequest) -> JobRequest:
         own = listed(part.queue.exclude)
@@ -83,9 +86,9 @@ def parse_partitions(text: str) -> Partitions:
 
 
 def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: Partitions) -> str | None:
-    """Returns a sentence if a component's partitions have too few nodes left without the nodes `out`; else None.
+    """Returns a sentence if the partitions of the component `part` have too few nodes without the nodes `out`; otherwise None.
 
-    Each component gets nodes of its own, so the components in one partition count together.
+    Slurm gives each component nodes of its own, so the nodes that all components want in one partition are added up.
     """
     wanted = sum(each.queue.num_nodes for each in request.components if each.queue.partition == part.queue.partition)
     out = out | set(listed(part.queue.exclude))
@@ -102,15 +105,15 @@ def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: P
 
 
 def _partitions(part: JobRequest, partitions: Partitions) -> Sequence[str]:
-    """Returns the partitions in which a component may run; "" stands for the default one."""
+    """Returns the names of the partitions in which a component may run; "" stands for the default partition."""
     return list(partitions) if part.queue.partition == AUTO else (part.queue.partition or "").split(",")
 
 
 def listed(nodes: str | None) -> list[str]:
-    """Returns the names of the nodes in a list as Slurm writes it; an empty list for None, or a list that Slurm would refuse."""
+    """Returns the names of the nodes in a text such as "node[1-3,7]"; an empty list for None, or for a text that is not valid."""
     try:
         return expand_nodelist(nodes or "")
-    except ValueError:  # Slurm says what is wrong with it.
+    except ValueError:  # Slurm reports what is wrong with the text when the job is submitted.
         return []
 
 
@@ -118,12 +121,18 @@ def listed(nodes: str | None) -> list[str]:
 
 
 def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) -> None:
-    """Records nodes that failed a health check below the base directory, for all runs of this user."""
+    """Records, in a file below the directory `base`, nodes that failed a health check, so that later jobs exclude them.
+
+    `base` is on the cluster, and all runs of this user share it.
+    """
     connection.call(note, base, [each._asdict() for each in nodes], repeat=True, timeout=_TIMEOUT)
 
 
 def exclusion_for(connection: Connection, base: str, request: JobRequest) -> Exclusion:
-    """Returns the unhealthy nodes of this cluster that a job must avoid; raises OSError if the cluster does not answer."""
+    """Returns which of the nodes recorded below `base` a job excludes, among those recorded in the last `MEMORY` seconds.
+
+    Raises OSError if the cluster does not answer.
+    """
     found = connection.call(known, base, MEMORY, repeat=True, timeout=_TIMEOUT)
     if not found:
         return Exclusion()

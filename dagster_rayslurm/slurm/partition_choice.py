@@ -57,7 +57,11 @@ def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
 
 
 def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken: Counter[str], alone: bool) -> tuple[str, str]:
-    """Returns the partition for a job or component, or with `alone` several with commas, and the reason as a sentence."""
+    """Returns the name of the partition for a job or component, and a sentence with the reason.
+
+    If no partition has enough free nodes, and `alone` is True, the name lists all partitions that fit, separated by commas.
+    `taken` has the number of nodes that earlier components of the job take, by partition. Raises `ValueError` if none fits.
+    """
     busy: dict[str, str] = {}
     passed_over: list[str] = []
     for each in sorted(partitions, key=lambda one: (bool(one.gpus) and not _gpus(queue), not one.is_default)):
@@ -81,7 +85,10 @@ def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken:
 
 
 def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfig, taken: int) -> str | None:
-    """Returns why a partition cannot run a job on `nodes`, those of its nodes that fit, less `taken` ones; None if it can."""
+    """Returns why a partition cannot run a job with this queue; None if it can.
+
+    `nodes` are the partition's nodes that fit; earlier components of the job take `taken` of these nodes.
+    """
     objection = next(objections(partition, queue), None)
     if objection is not None:
         return objection
@@ -97,7 +104,7 @@ def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfi
 
 
 def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
-    """Returns whether a node is as large as a queue asks, and is not excluded."""
+    """Returns whether a node has the size and the features that a queue asks for, and is not excluded by the queue."""
     cpus = queue.cpus_per_node or 1
     memory = mebibytes(queue.mem) if queue.mem else mebibytes(queue.mem_per_cpu) * cpus if queue.mem_per_cpu else 0.0
     gpus = node.gpus[queue.gpu_type] if queue.gpu_type else node.gpus.total()
@@ -113,7 +120,10 @@ def _gpus(queue: SlurmQueueConfig) -> int:
 
 
 def _is_free(node: Node, queue: SlurmQueueConfig) -> bool:
-    """Returns whether a node could start the job now; of a node that runs others, sinfo shows the idle CPUs but no idle GPUs."""
+    """Returns whether a node could start the job now.
+
+    A node that runs other jobs counts as free for jobs without GPUs only, because sinfo shows its idle CPUs but no idle GPUs.
+    """
     shared = node.state.startswith("mix") and not queue.exclusive and not _gpus(queue)
     return node.idle or (shared and node.idle_cpus >= (queue.cpus_per_node or 1))
 
@@ -123,7 +133,7 @@ def _count(nodes: int) -> str:
 
 
 def placement_for(connection: Connection, request: JobRequest) -> Placement:
-    """Returns the placement of a job by what Slurm says of its partitions now.
+    """Queries Slurm for its partitions and nodes, and returns the placement that `choose` selects for a job.
 
     Raises `ValueError` if no partition fits, and OSError if the cluster does not answer.
     """

@@ -105,7 +105,7 @@ class Partition:
 
 
 def objections(partition: Partition, queue: SlurmQueueConfig) -> Iterator[str]:
-    """Yields each reason in a partition's settings why it takes no job with this queue; nothing if the partition takes it."""
+    """Yields each reason why a partition's settings forbid a job with this queue; nothing if the settings allow the job."""
     accounts, qos = partition.names("AllowAccounts"), partition.names("AllowQos")
     if partition.state != "UP":
         yield f"its state is {partition.state}"

@@ -1,6 +1,6 @@
-"""What Slurm's reason for a job that waits says to the user. Pure.
+"""Explains to users the reason that Slurm shows for a job that waits. Pure.
 
-Limits of a QOS let a job wait unless the QOS has DenyOnLimit. Tried on Slurm 22.05 and 24.11.
+A job beyond a limit of its QOS waits, unless the QOS has DenyOnLimit. Tried on Slurm 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time
 def impossible(reason: str, partition: str | None = None) -> str | None:
     """Returns a sentence if a pending job can never start for this `reason` of Slurm; None if the job may start later.
 
-    The reason is that of squeue, or of scontrol with its underscores. If `partition` names several, separated by commas, the
-    reason is that of the last one tried, and the job may start in another one.
+    The reason is the text of squeue, or that of scontrol with its underscores. The result is also None if `partition` names
+    several partitions, separated by commas: the reason then concerns only the last partition that Slurm tried.
     """
     if partition is not None and "," in partition:
         return None

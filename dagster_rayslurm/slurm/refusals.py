@@ -2,7 +2,8 @@
 
 A request that cannot be granted is refused by sbatch or stays pending for ever, depending on the version and on
 `EnforcePartLimits` (slurm.conf(5)). By default 22.05 lets a job wait that asks for more nodes than its partition has, or for more
-time; 24.11 refuses too many nodes. Limits of a QOS let it wait unless the QOS has DenyOnLimit. Tried on 22.05 and 24.11.
+time; 24.11 refuses too many nodes. A job beyond a limit of its QOS waits, unless the QOS has DenyOnLimit. Tried on Slurm 22.05
+and 24.11.
 """
 
 from __future__ import annotations
@@ -105,7 +106,10 @@ def is_temporary(stderr: str) -> bool:
 
 
 def lacks_room(stderr: str) -> bool:
-    """Whether sbatch refused a job array only for its number of elements, or that of the user's other jobs."""
+    """Whether sbatch refused a job array only because the array has too many elements, or the user too many other jobs.
+
+    `stderr` is the error output of sbatch.
+    """
     return bool(_NO_ROOM.search(stderr))
 
 
@@ -132,7 +136,10 @@ def _values(sentence: str, request: JobRequest) -> str:
 
 
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
-    """Returns the request for the component that a row of the queue shows; if unknown, one with label and partition only."""
+    """Returns the request for the component that a row of the queue shows; for a job without components, `request` itself.
+
+    For a component that `request` does not have, returns a request with the label and partition of the row only.
+    """
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
         return replace(request.components[int(number)], further_components=())
@@ -142,7 +149,10 @@ def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
 
 
 def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
-    """Returns Slurm's reason why a job waits; of several components, the reason and name of the one that delays the job most."""
+    """Returns Slurm's reason why a job waits, `reason`, unless the job's components wait for different reasons.
+
+    In that case, returns the reason and the name of the component that delays the job most.
+    """
     row = most_informative_row(rows)
     return reason if row is None else f"{row.reason or row.state} (component {component_request(row, request).component_id})"
 
@@ -159,9 +169,10 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
 
 
 def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Returns a sentence if a job requests more nodes of a partition than the partition has, by `sizes`; None if it does not.
+    """Returns a sentence if a job requests more nodes of a partition than the partition has; None if it does not.
 
-    Slurm's reason for a job without components is `PartitionNodeLimit`, which also stands for nodes that are down.
+    `sizes` has the number of nodes by partition. Slurm's own reason for a job without components is `PartitionNodeLimit`, which
+    also stands for nodes that are down.
     """
     for partition in dict.fromkeys(row.partition for row in rows):
         here = [row for row in rows if row.partition == partition]

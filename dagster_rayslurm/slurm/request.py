@@ -55,7 +55,7 @@ def requests_gpus(option: str) -> bool:
 
 
 def granted_gpus(queue: Mapping[str, Any]) -> int | None:
-    """The number of GPUs on each node that a queue requests; None if only `extra_sbatch` says how many."""
+    """Returns the number of GPUs on each node that a queue requests; None if the GPUs are requested by `extra_sbatch`."""
     if queue["gpus_per_node"] is None and any(map(requests_gpus, queue["extra_sbatch"])):
         return None
     return queue["gpus_per_node"] or 0
@@ -202,7 +202,11 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
 
 
 def gibibytes_for_ray(mem: str | None, mem_per_cpu: str | None, cpus: int | None) -> float | None:
-    """Returns the part of a node's memory that Ray may use, in GiB; None if Slurm chooses the memory, as it does for 0."""
+    """Returns the part of a node's memory that Ray may use, in GiB; None if the amount is not known before the job starts.
+
+    `mem`, `mem_per_cpu` and `cpus` are values of a `SlurmQueueConfig`. The amount is not known if Slurm chooses the memory, as it
+    does for "0", or if `cpus` is None and only `mem_per_cpu` is given.
+    """
     memory = mebibytes(mem) if mem is not None else mebibytes(mem_per_cpu) * cpus if mem_per_cpu is not None and cpus else 0
     return memory * SHARE_FOR_RAY / 1024 or None
 
@@ -219,9 +223,10 @@ def _check_memory(queue: SlurmQueueConfig, cpus: int | None, footprint: Footprin
 
 
 def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) -> int | None:
-    """Returns the CPUs or GPUs to request on each node: `granted`, or else the most that the launcher wants; None without both.
+    """Returns the number of CPUs or GPUs to request on each node: `granted`, or if that is None, the most in `footprint`.
 
-    Raises ValueError if the launcher wants more than `granted`.
+    Returns None if neither has a number. Raises ValueError if the footprint has more than `granted`. `field` is the name of the
+    field for `granted`, and `unit` is "CPUs" or "GPUs".
     """
     wants = [want for want in footprint if want.unit == unit and want.amount]
     if granted is None:
@@ -299,9 +304,10 @@ _SRUN = 'exec srun {} "$@"'
 
 
 def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
-    """Returns an srun command that runs a command appended to it, on one CPU of a node on which jobs of the queue may run.
+    """Returns the beginning of an srun command, to which the command to run is appended.
 
-    srun fails if Slurm has no such CPU within `patience` seconds; None lets it wait without limit.
+    The command runs on one CPU of a node on which jobs of the queue may run. srun fails if Slurm has no such CPU within
+    `patience` seconds; if `patience` is None, srun waits without limit.
     """
     fields = [each for each in SBATCH_FIELDS if each.name in _PLACE]
     queue = queue.having(partition=None) if queue.partition == AUTO else queue
@@ -352,7 +358,7 @@ _ELEMENT_ENDED = f': >"../$SLURM_ARRAY_TASK_ID{ENDED}"\n'
 
 
 def sbatch_quote(text: str) -> str:
-    """Returns a value quoted for an #SBATCH line; raises ValueError for a control character, as a newline would end the line.
+    """Returns a value quoted for an #SBATCH line; raises ValueError if the value contains a control character.
 
     sbatch takes a backslash as an escape everywhere, also within single quotes, and a `#` outside quotes as the beginning of
     a comment.
@@ -375,10 +381,9 @@ def render_script(
 ) -> str:
     """Returns the text of the batch script of a job.
 
-    The script appends the exit code of srun to the file `exit` in the run directory (see `parse_exit`). Messages of Slurm go
-    to `slurm.log` there, those of element 7 of a job array to `7.log`, and the output of each node's runtime to
-    `node-<number>.log`. A requeued job runs the script again
-    and appends to the same files.
+    The script appends the exit code of srun to the file `exit` in the run directory (see `parse_exit`). Messages of Slurm go to
+    `slurm.log` there, those for element 7 of a job array to `7.log`, and the output of each node's runtime goes to
+    `node-<number>.log`. A requeued job runs the script again and appends to the same files.
 
     `command` is the runtime, started once on each node, and `site` are environment variables; `srun_options` are further options
     of srun, such as those of a plugin. Raises ValueError if a value contains a control character, or a variable cannot be set.
@@ -409,7 +414,7 @@ def render_script(
 
 
 def sbatch_options(request: JobRequest) -> Iterator[str]:
-    """Yields the sbatch options of a job or of one component; sbatch does not pass most of them on to further components."""
+    """Yields the sbatch options of a job, or of one component of a heterogeneous job."""
     yield "--ntasks-per-node=1"
     for each in SBATCH_FIELDS:
         value = getattr(request.queue, each.name)
@@ -436,10 +441,10 @@ def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
 def _srun(request: JobRequest, command: Sequence[str], more: Sequence[str]) -> str:
     """Returns shell text that runs `command` with srun, as one task on each node; the task numbers follow the order of nodes.
 
-    The output is relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know. With
-    components `--output` counts tasks anew in each (22.05), so the shell chooses the log by the task's own SLURM_NODEID. Without
-    --cpus-per-task the step gets all of the job's CPUs (22.05 and later, --exact). The batch script's variables for devices and
-    tasks are those of the first component; srun would pass them to the other components, or compute with them (24.11).
+    The path of the log is relative, because srun replaces patterns in an absolute path, and no escape works in all versions. In
+    a heterogeneous job `--output` counts the tasks of each component from 0 (22.05), so a shell chooses the log by SLURM_NODEID.
+    Without --cpus-per-task the step gets all of the job's CPUs (22.05 and later, --exact). The batch script's variables for
+    devices and tasks hold for the first component only; srun would pass them to the other components, or use them (24.11).
     """
     words, number, nodes = shlex.join(check_text(word) for word in command), len(request.components), request.queue.num_nodes
     before, which, output = "", f"--nodes={nodes} --ntasks={nodes}", " --output=node-%t.log --open-mode=append"

@@ -53,17 +53,21 @@ def run_slurm(
     function: Callable[..., Any] = slurm.run,
     options: Sequence[Any] = (),
 ) -> Completed:
-    """Runs a program of Slurm, or a command that calls one, by `Connection.run`; the program sees the variables in `keep`."""
+    """Runs a command that calls a program of Slurm, and returns its exit code and output. Raises what `Connection.run` raises.
+
+    The command does not see environment variables that stand for options of Slurm's programs, except those named in `keep`.
+    `function` is the function of `edge` that runs the command; its arguments after the timeout are `keep` and `options`.
+    """
     return connection.run(command, stdin, timeout, function, (list(keep), *options))
 
 
 def stderr_of(done: Completed) -> str:
-    """The error output of a command, as text."""
+    """Returns the error output of a command as text, without white space at both ends."""
     return done.stderr.decode("utf-8", "replace").strip()
 
 
 def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
-    """The error to raise for a program of Slurm that gave no answer; `place` names the host."""
+    """Returns the exception to raise for a program of Slurm that failed with the result `done`; `place` names the host."""
     said = " ".join(stderr_of(done).split())[-500:]
     if done.returncode == 127:
         return SlurmUnanswered(f"{place}: {program} is not on the PATH that a non-interactive login has; add it there ({said})")
@@ -75,8 +79,9 @@ def ask_patiently(
 ) -> T:
     """Calls `ask` and returns its result; repeats the call for up to `patience` seconds while the edge node is out of reach.
 
-    If `unanswered_too`, the call is also repeated while Slurm, or the file system there, gives no answer. `warn` is called once
-    with a message, before the first repetition.
+    If `unanswered_too`, the call is also repeated after any other OSError, for instance while Slurm or the file system of the
+    edge node gives no answer. `warn` is called once with a message, before the first repetition. Raises the OSError of the last
+    call.
     """
     outage, warned = Backoff(), False
     while True:
@@ -94,17 +99,17 @@ def ask_patiently(
 
 @dataclass(frozen=True)
 class QueueRow:
-    """A job, or one component of a heterogeneous job, in the queue. Times are in seconds of the epoch."""
+    """A row of squeue: a job, a component of a heterogeneous job, or elements of a job array. Times are seconds of the epoch."""
 
-    job_id: int  # The number of the job, or the own number of a component or array task.
+    job_id: int  # Number of the job; a component, or an element that has started, has a number of its own.
     label: str  # The number that users know, such as "12+1" or "12_[1-5]".
     state: str
-    reason: str  # Why it waits, or why it ended; "None" for none.
-    start: float | None  # When it started, or is expected to; None if Slurm does not know.
-    submit: float | None  # When it was submitted or requeued.
+    reason: str  # Why the job waits, or why it ended; "None" for none.
+    start: float | None  # When the job started, or is expected to start; None if Slurm does not know.
+    submit: float | None  # When the job was submitted or requeued.
     num_nodes: int
-    nodes: str  # Its nodes in Slurm's short form; "" while it has none.
-    partition: str  # One partition, or several separated by commas while it is pending.
+    nodes: str  # The job's nodes in Slurm's short form; "" while the job has none.
+    partition: str  # One partition, or several separated by commas while the job is pending.
     name: str
 
     @property
@@ -151,7 +156,7 @@ class QueueSnapshot:
         return tuple(sorted(own, key=lambda each: each.job_id))
 
     def elements(self, array_id: int) -> tuple[QueueRow, ...]:
-        """The rows of a job array's elements; one row for all that wait. Empty for other jobs."""
+        """The rows of a job array's elements, with one row for all elements that wait; empty if the job is no array."""
         return tuple(row for row in self.rows if row.label.startswith(f"{array_id}_"))
 
     def named(self, name: str) -> tuple[QueueRow, ...]:
@@ -198,7 +203,7 @@ def parse_count(text: str) -> int:
 class ClusterClock:
     """Computes the time on the edge node from this machine's clock, for comparison with other times on the cluster.
 
-    `local` is this machine's clock, in seconds; it may stand still while the machine sleeps.
+    `local` is this machine's clock, in seconds; this clock may stand still while the machine sleeps.
     """
 
     connection: Connection
@@ -214,9 +219,10 @@ class ClusterClock:
         return self.local() + self._offset
 
     def observe(self, stamp: float, asked: float, answered: float) -> float:
-        """Corrects the clock by the edge node's time `stamp`, which was requested and received at two times of `local()`.
+        """Corrects this clock by `stamp`, a time that the edge node has reported.
 
-        Returns the seconds to add to a `local()` time for the time on the edge node.
+        `asked` and `answered` are the times of `local()` before the request and after the answer. Returns the seconds to add to a
+        time of `local()` to get the time on the edge node.
         """
         low, high = stamp - answered, stamp - asked
         before = (low + high) / 2 if self._offset is None else self._offset
@@ -233,9 +239,9 @@ class SharedQueue:
     """Access to the one answer of squeue that all processes and hosts of a user share."""
 
     connection: Connection
-    directory: str  # For the answer, on a file system that all edge nodes share.
-    poll_interval: float  # Seconds for which an answer is good.
-    start: Callable[[Callable[[], None]], None] = _in_background  # Runs a query, which takes time.
+    directory: str  # Directory of the shared answer, on a file system that all edge nodes share.
+    poll_interval: float  # Seconds after which an answer is too old.
+    start: Callable[[Callable[[], None]], None] = _in_background  # Calls a function in the background.
     clock: ClusterClock = None  # type: ignore[assignment] # The cluster's clock, which learns from every answer.
     error: str | None = None  # Why the last query failed, in one sentence; None after one that succeeded.
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -249,9 +255,9 @@ class SharedQueue:
         self.clock = self.clock or ClusterClock(self.connection)
 
     def latest(self, now: float) -> QueueSnapshot | None:
-        """Returns the newest known snapshot at once, None if there is none yet; starts a query of the queue if that is due.
+        """Returns the newest known snapshot at once; None if there is none yet. `now` is the time on the cluster.
 
-        If the snapshot is too old, a query starts, and a later call returns the new snapshot.
+        If the snapshot is too old, a query of the queue starts in the background, and a later call returns its result.
         """
         with self._lock:
             newest = self._snapshot
@@ -269,9 +275,10 @@ class SharedQueue:
         return self._snapshot
 
     def recent(self) -> QueueSnapshot | None:
-        """Returns a snapshot that this process asked Slurm for less than an interval ago; waits for the answer.
+        """Returns a snapshot that this process itself has queried in the last `poll_interval` seconds; queries one if necessary.
 
-        So it has all jobs that were submitted before this process began. Returns None if the cluster or Slurm does not answer.
+        The snapshot has all jobs that were submitted before this process began. Returns None if the cluster or Slurm does not
+        answer.
         """
         with self._recent, contextlib.suppress(OSError):
             if self._own is None or abs(self.clock.now() - self._own.began) >= self.poll_interval:
@@ -298,16 +305,20 @@ def squeue_command() -> list[str]:
 
 
 def fetch_queue(connection: Connection) -> QueueSnapshot:
-    """Returns the queue now, by a `squeue` of its own, for the few decisions that must not rest on the shared snapshot."""
+    """Runs squeue and returns a snapshot of the queue now. Raises OSError if the cluster or Slurm does not answer.
+
+    For the few decisions that must not rest on the shared snapshot.
+    """
     _, snapshot = _ask(connection)
     assert snapshot
     return snapshot
 
 
 def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
-    """Returns the time on the cluster, and the queue or, if the shared answer has not changed, None.
+    """Returns the time on the cluster, and a snapshot of the queue, or None if the shared answer has not changed.
 
-    `shared` are the path, interval and time of the shared answer, as for `edge.slurm.queue`; without them squeue is run.
+    `shared` are the path, interval and time of the shared answer, as for `edge.slurm.queue`; without these arguments squeue is
+    run. Raises SlurmUnanswered or another OSError.
     """
     try:
         done = run_slurm(connection, squeue_command(), timeout=_TIMEOUT, function=slurm.queue, options=shared)
@@ -326,7 +337,10 @@ _queues: weakref.WeakValueDictionary[tuple[int, int, str, float], SharedQueue] =
 
 
 def shared_queue(connection: Connection, directory: str, poll_interval: float) -> SharedQueue:
-    """Returns the `SharedQueue` for a connection, directory and interval, one per process; this sends no command yet."""
+    """Returns the `SharedQueue` for a connection, directory and interval: the same object for each call in a process.
+
+    Sends no command.
+    """
     # A queue keeps its connection alive, so no other connection has the same id. A forked child has no thread that renews.
     key = (os.getpid(), 0 if isinstance(connection, LocalConnection) else id(connection), directory, poll_interval)
     return _queues.get(key) or _queues.setdefault(key, SharedQueue(connection, directory, poll_interval))

@@ -94,8 +94,8 @@ class JobWatch:
     def seen(self, at: float, row: QueueRow | None) -> JobWatch:
         """Returns a copy that includes the queue snapshot begun at `at`; `row` is the job's row in it, None if there is none.
 
-        A snapshot that is not newer than the last one changes nothing, nor does one from before the submission, which may show
-        another job with this id.
+        A snapshot that is not newer than the last one changes nothing. Nor does a snapshot from before the submission, which may
+        show another job with the same id.
         """
         if self.final or at < self.submitted or at <= self.newest:
             return self
@@ -111,14 +111,17 @@ class JobWatch:
         return watch._absent(at) if row.state in TERMINAL else replace(watch, absent_since=None, absent_snapshots=0)
 
     def started(self, at: float) -> JobWatch:
-        """Returns a copy that knows that the run record began at `at`, so that the job has started."""
+        """Returns a copy that includes the start of the run record at the time `at`, which shows that the job has started."""
         return self if self.final else replace(self, started_at=min(at, self.started_at or math.inf))
 
     def exited(self, exit_code: int) -> JobWatch:
-        """Returns a copy with the exit code of `srun` from the batch script; it may arrive after Slurm has reported the end."""
+        """Returns a copy with the exit code of `srun`, which the batch script has written.
+
+        The job has then ended, unless Slurm may requeue it. The exit code may arrive after Slurm has reported the end.
+        """
         watch = replace(self, exit_code=exit_code)
         if self.final:
-            known = self.exit_code is not None and not self.requeue  # That of the run before the requeue may be known.
+            known = self.exit_code is not None and not self.requeue  # A known exit code may be that of the run before a requeue.
             return self if known else replace(watch, final=replace(self.final, exit_code=exit_code))
         # Slurm may have ended srun in order to requeue the job. srun exits with 0 even then if no task has told it how it ended
         # (`global_rc` of Slurm's src/srun/srun.c).

@@ -8,7 +8,10 @@ _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")  # A line of the file `exit`:
 
 
 def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str]:
-    """Returns an srun command that starts a task on the head node of a running job: on `node`, or if None on the first node."""
+    """Returns the beginning of an srun command that starts a task on a node of a running job; the task's command is appended.
+
+    The node is `node`, or if `node` is None, the first node of the job. `heterogeneous` is True for a heterogeneous job.
+    """
     # Without --overlap the step would wait for the CPUs that the job's own step holds. Without --mem=0 it would request
     # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
     # (tried on Slurm 22.05 and 24.11).
@@ -20,9 +23,10 @@ def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str
 
 
 def parse_exit(data: bytes, job_id: int) -> int | None:
-    """Returns srun's exit code from the content of the file `exit`, if srun has ended since the job's last requeue; else None.
+    """Returns the exit code of srun from `data`, the content of the file `exit` of a job; None if the job has no line there.
 
-    The batch script writes the file. Another job may have left lines too, if a submission was repeated after a lost answer.
+    The batch script appends a line each time srun has ended; after a requeue, the last run with a line counts. Another job may
+    have written lines too, if a submission was repeated after a lost answer.
     """
     lines = map(_EXIT.fullmatch, data.split(b"\n")[:-1])
     ends = [(int(line[2]), int(line[3])) for line in lines if line and int(line[1]) == job_id]

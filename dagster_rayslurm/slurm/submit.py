@@ -40,7 +40,7 @@ _LATE_SUBMISSION = 2.0  # Seconds for which a job may still appear in the queue 
 class SubmissionRefused(StartError):
     """Raised when Slurm does not take the job, or the run directory cannot be made; nothing was submitted.
 
-    With `lacks_room` the job is an array, of which Slurm may take a smaller one, or the same one later.
+    If `lacks_room` is True, the job is an array: Slurm may accept a smaller array, or the same array later.
     """
 
     lacks_room = False
@@ -108,7 +108,8 @@ def submit(
     Raises:
         ClaimTaken: another process has made the directory and submits the job.
         SubmissionRefused: Slurm refuses the job or does not answer, or the run directory cannot be made.
-        ConnectionFailed: the edge node cannot be reached; as far as is known, nothing was submitted.
+        ConnectionFailed: the edge node cannot be reached, or a submission was cut off and the search for its job finds none or
+            gets no answer.
     """
     name = request.job_name
     texts = {each: content.decode("latin-1") for each, content in files.items()}
@@ -177,7 +178,11 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
 
 
 def find_job(connection: Connection, job_name: str, patience: float = 0.0) -> str | None:
-    """Searches twice for a job by its unique name; returns its id or None. Raises ConnectionFailed if Slurm does not answer."""
+    """Searches twice for a job by its unique name, and returns its id; None if there is no such job.
+
+    A search is repeated for up to `patience` seconds while the edge node is out of reach. Raises ConnectionFailed if the edge
+    node or Slurm does not answer.
+    """
     for attempt in range(2):
         time.sleep(_PAUSE * attempt)
         try:
@@ -213,8 +218,8 @@ def parse_jobs_found(text: str) -> list[str]:
 def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.0) -> bool:
     """Cancels a job repeatedly until Slurm shows it as over or no longer knows it; returns False if that takes over a minute.
 
-    `job` is the id of a job, or the label of one element of an array ("17_3") or of the elements that wait ("17_[3-5]"). The job
-    may end by itself for `patience` seconds before the first cancellation.
+    `job` is the id of a job, the label of one element of an array ("17_3"), or the label of the elements that wait ("17_[3-5]").
+    The first cancellation follows after `patience` seconds, in which the job may end by itself.
     """
     began = time.monotonic()
     pause = 0.1
@@ -232,7 +237,7 @@ def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.
 
 
 def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
-    """Returns the rows of a job that is not over, and the arguments of scancel that end the job."""
+    """Returns those rows of a job that show it as not over, and the arguments of scancel that end the job."""
     number, _, element = job.partition("_")
     array = queue.elements(int(number))
     # The last element of an array has the number of the array, which stands for all elements (tried on 22.05).
@@ -249,7 +254,10 @@ def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
 
 
 def cancel_named(connection: Connection, name: str, log: Any) -> None:
-    """Cancels the job `name`, if there is one; used after an interrupted submission, when the job's id is not known."""
+    """Cancels the job `name`, if there is one, and waits until Slurm confirms the job's end; logs an error if Slurm does not.
+
+    For use after an interrupted submission, when the job's id is not known.
+    """
     reason, began = "Slurm has not confirmed its end", time.monotonic()
     try:
         while time.monotonic() - began < _GONE_DEADLINE:

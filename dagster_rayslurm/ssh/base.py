@@ -75,9 +75,9 @@ class Connection(ABC):
 
     All paths are absolute. All methods may be called from several threads at once.
 
-    A connection logs in at its first use, and again when it was lost. A file operation is repeated after a loss for up to
-    `connect_timeout` seconds, and then raises `ConnectionFailed`. A command that may have run is never repeated. An error
-    of the machine itself, such as a missing permission, raises an `OSError` of the matching class.
+    A connection logs in at its first use, and again after the login was lost. After a loss, a file operation is repeated for up
+    to `connect_timeout` seconds, and then raises `ConnectionFailed`. A command that may have run is never repeated. An error of
+    the machine itself, such as a missing permission, raises an `OSError` of the matching class.
     """
 
     _ahead: dict[Read, bytes | OSError] | None = None  # The answers of `read_ahead`, inside its block.
@@ -97,7 +97,10 @@ class Connection(ABC):
 
     @abstractmethod
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """Returns a stream to `host:port`, an address that the machine can reach. By SSH it ends if nothing listens there."""
+        """Returns a socket that is connected, by the machine, to `host:port`; `timeout` is the socket's timeout in seconds.
+
+        If nothing listens there, the socket ends at once (by SSH), or `OSError` is raised (on this machine).
+        """
 
     @abstractmethod
     def stream(self, command: Sequence[str]) -> socket.socket:
@@ -157,7 +160,10 @@ class Connection(ABC):
         return Completed(code, out, err)
 
     def interact(self, command: Sequence[str]) -> int:
-        """Run a command with this process's terminal, or its standard input and output, and return its exit code."""
+        """Run a command with this process's terminal, or its standard input and output; returns the command's exit code.
+
+        Raises `OSError` if the connection has no terminals.
+        """
         raise OSError(f"{self.place}: this connection has no terminals; {shlex.join(command)[:200]} cannot be run")
 
     def home(self) -> str:
@@ -176,7 +182,7 @@ class Connection(ABC):
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         """Returns at most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist."""
-        answers = self._ahead  # Another thread may forget them meanwhile.
+        answers = self._ahead  # Another thread may set the attribute to None meanwhile.
         answer = answers.pop((path, offset, limit), None) if answers else None
         if isinstance(answer, OSError):
             raise answer.with_traceback(None)
@@ -186,9 +192,9 @@ class Connection(ABC):
 
     @contextlib.contextmanager
     def read_ahead(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Do many reads by one call; inside the block, `read` returns the answer to each of them once, or raises why it failed.
+        """Do all `reads` by one call; inside the block, `read` returns the answer to each of them once, or raises the error.
 
-        An answer may be shorter than `read` would make it. Only one thread at a time may use this.
+        An answer may be shorter than that of `read` without this block. Only one thread at a time may use this method.
         """
         limit = min(max(_LEAST_READ, _READ_AHEAD // max(1, len(reads))), max((each[2] for each in reads), default=0))
         try:
@@ -297,7 +303,10 @@ class Connection(ABC):
 
 
 def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Starts calls, up to `_WINDOW` ahead, and yields their results in order; each item of `calls` waits for one result."""
+    """Yields the results of calls in order, while up to `_WINDOW` calls are in progress.
+
+    Taking an item from `calls` starts a call; the item is a function that waits for the result of this call.
+    """
     waiting = deque[Callable[[], T]]()
     try:
         for call in calls:
@@ -307,7 +316,7 @@ def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
         while waiting:
             yield waiting.popleft()()
     except OSError:
-        for call in waiting:  # The caller closes the file that they are about, and its number may be given to another one.
+        for call in waiting:  # The caller closes the file that the calls use, and another file may then get the same number.
             with contextlib.suppress(OSError):
                 call()
         raise
@@ -322,7 +331,10 @@ def _report(progress: Progress | None, done: int, size: int) -> None:
 
 
 def check_no_variable(path: str, field: str) -> None:
-    """Raise `ValueError` if a path of a configuration field contains a shell variable, because nothing expands it."""
+    """Raise `ValueError` if `path`, the value of the configuration field `field`, contains a shell variable.
+
+    Nothing would expand the variable.
+    """
     if found := _VARIABLE.search(path):
         raise ValueError(
             f'{field}: {path!r}: variables such as ${found[2]} are not expanded; write the value, or begin with "~/"'
@@ -340,9 +352,10 @@ def expand_home(connection: Connection, path: str) -> str:
 
 
 class Backoff:
-    """Computes the pauses between retries while a machine is out of reach, which it is since the monotonic time `since`.
+    """Computes the pauses between retries while a machine is out of reach.
 
-    Each pause is twice the last one, but at most 30 s, and at most 1.5 s or a twentieth of the outage, whichever is longer.
+    Each pause is twice the last pause, but at most 30 s, and at most 1.5 s or a twentieth of the outage, whichever is longer.
+    `since` is the start of the outage, as a value of `time.monotonic()`; by default now.
     """
 
     def __init__(self, since: float | None = None) -> None:
@@ -355,7 +368,10 @@ class Backoff:
         return time.monotonic() - self._since
 
     def pause(self) -> float:
-        """Returns the seconds to sleep before the next retry, with jitter, so that many processes do not retry all at once."""
+        """Returns the seconds to sleep before the next retry.
+
+        The pause has a random part, so that many processes do not retry at the same time.
+        """
         pause = min(self._next, max(1.5, 0.05 * self.seconds), 30.0)
         self._next *= 2
         return pause * random.uniform(0.5, 1.0)

@@ -38,7 +38,10 @@ class SSHConnectionResource(SSHLogin, StrictResource):
 
 
 def _reference(variable: str, integer: bool) -> Any:
-    """Returns an `EnvVar` reference. It is made for a missing host as well, so that an error at its first use names HOST."""
+    """Returns an `EnvVar` reference to an environment variable, which holds an integer if `integer` is True.
+
+    The variable may be missing; then the first use of the reference raises an error that names the variable.
+    """
     return dg.EnvVar.int(variable) if integer else dg.EnvVar(variable)
 
 

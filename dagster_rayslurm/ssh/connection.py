@@ -67,14 +67,18 @@ class Transport(Protocol):
         ...
 
     def start(self, command: str) -> Iterator[Stream]:
-        """Start a command in the login shell; yields its channel and, if the server refused this and the caller goes on, others.
+        """Start a command in the login shell, and yield the command's stream.
 
-        Raises `Refused` or `ConnectionFailed`.
+        If the server has refused the command, the caller may ask for the next item: an implementation that can open a further
+        connection then starts the command there. Raises `Refused` or `ConnectionFailed`.
         """
         ...
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Copy bytes between `client` and an address that the server reaches; raises `ConnectionGone` if none were copied."""
+        """Copy bytes between `client` and an address that the server can reach, until both sides have closed.
+
+        Raises `ConnectionGone` if the login had ended before any bytes were copied.
+        """
         ...
 
     def interact(self, command: str) -> int:
@@ -96,9 +100,10 @@ def _program() -> bytes:
 
 
 class Answer:
-    """The result or the exception of a call, for which one thread waits while another one has it.
+    """The result or the exception of a call, which one thread sets and another thread waits for.
 
-    In place of a `Future`, whose lock an interrupt in the main thread could leave held, so that the other thread waits for ever.
+    A `Future` is not used, because an interrupt in the main thread could leave its lock held; the other thread would then wait
+    for ever.
     """
 
     def __init__(self) -> None:
@@ -108,18 +113,18 @@ class Answer:
         self._failure: BaseException | None = None
 
     def put(self, value: Any, failure: BaseException | None = None) -> None:
-        """Give the result, or an exception; to be called once."""
+        """Set the result, or the exception `failure`; to be called only once."""
         self._value, self._failure = value, failure
         self._come.release()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until there is a result or an exception; raises `TimeoutError`."""
+        """Wait until there is a result or an exception; raises `TimeoutError` after `timeout` seconds."""
         if not self._come.acquire(timeout=-1 if timeout is None else timeout):
             raise TimeoutError
         self._come.release()
 
     def get(self) -> Any:
-        """Returns the result, after `wait`; raises the exception that was given instead."""
+        """Returns the result, or raises the exception; to be called only after `wait`."""
         if self._failure is not None:
             raise self._failure
         return self._value
@@ -128,8 +133,8 @@ class Answer:
 class AgentClient:
     """Calls functions of `edge` on a server, for many threads at once, by an agent that runs there.
 
-    Starts the agent on `stream`, a channel with the command of `agent_command`; `hello` is the beginning of the agent's hello.
-    Raises `Refused` or `ConnectionFailed` if the agent does not start; then no function was called.
+    The constructor starts the agent. `stream` is the stream of the command from `agent_command`, and `hello` the beginning of the
+    agent's hello. Raises `Refused` or `ConnectionFailed` if the agent does not start; then no function was called.
     """
 
     def __init__(self, ssh: SSHLogin, stream: Stream, hello: bytes) -> None:
@@ -154,7 +159,11 @@ class AgentClient:
         threading.Thread(target=self._receive, name="rayslurm-agent", daemon=True).start()
 
     def submit(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-        """Start a call; returns a function that waits for its result. Raises `ConnectionGone` if the agent had ended before."""
+        """Start a call of a function of `edge`, and return a function that waits for the call's result.
+
+        The returned function waits until a few seconds after `deadline`, a value of `time.monotonic()`, or without a limit if
+        None, and then raises `TimeoutError`. `submit` raises `ConnectionGone` if the agent had ended before the call.
+        """
         number, answer = next(self._numbers), Answer()
         self._waiting[number] = answer
         if self.lost:
@@ -170,7 +179,7 @@ class AgentClient:
         def result_of(given: Answer, timeout: float | None = None) -> Any:
             try:
                 given.wait(timeout)
-            except BaseException:  # Nobody waits any more. A broken link may hold up the messages.
+            except BaseException:  # Nobody waits for the call any more. Sending may block on a broken link.
                 _thread.start_new_thread(cancel, ())
                 raise
             return given.get()
@@ -234,17 +243,17 @@ def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception |
 
 
 def _in_thread(work: Callable[[], T]) -> Answer:
-    """Start `work` in a thread of its own, where Python raises no interrupts, and return its answer.
+    """Start `work` in a thread of its own, where Python raises no interrupts, and return the answer that will have its result.
 
-    An interrupt is raised between any two instructions of the main thread, also where paramiko or `Sender` have just taken a
-    lock. The lock would never be released, and whoever cleans up after the interrupt would wait for ever.
+    An interrupt may be raised between any two instructions of the main thread, also where paramiko or `Sender` has just taken a
+    lock. The lock would never be released, and the code that cleans up after the interrupt would wait for ever.
     """
     answer = Answer()
 
     def run() -> None:
         try:
             answer.put(work())
-        except BaseException as error:  # noqa: BLE001 - who waits gets it
+        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
             answer.put(None, error)
 
     # The start of a `threading.Thread` waits under a lock, and its end runs code in which Python ignores exceptions.
@@ -263,7 +272,7 @@ def _pump(client: socket.socket, channel: Stream) -> None:
 class SSHConnection(Connection):
     """Files and commands of an edge node, by SSH. All threads share one login and one agent.
 
-    `log_in` is the function of an SSH client that logs in to a server; it raises `ConnectionFailed`.
+    `log_in` is the function of an SSH client that logs in to a server, and raises `ConnectionFailed` if the login fails.
     """
 
     def __init__(self, ssh: SSHLogin, log_in: Callable[[SSHLogin], Transport]) -> None:
@@ -309,7 +318,7 @@ class SSHConnection(Connection):
             time.sleep(pause)
 
     def _named(self, error: OSError, doing: str) -> OSError:
-        """Returns a copy of an error from the edge node whose message names the node, and the operation `doing` or the file."""
+        """Returns an error from the edge node with a new message, which names the node and the operation `doing`, or the file."""
         if isinstance(error, TimeoutError) and error.errno is None:
             return error
         what = f"{doing} failed: " if doing else f"{error.filename}: " if error.filename else ""
@@ -327,7 +336,10 @@ class SSHConnection(Connection):
         return answer.get()  # type: ignore[no-any-return]
 
     def _connect(self, called_at: float) -> AgentClient:
-        """As `_connected`; a failure of another thread since `called_at` counts for this one too."""
+        """Returns a running agent, as `_connected` does; one thread at a time logs in.
+
+        If the attempt of another thread has failed since `called_at`, raises the exception of that attempt.
+        """
         with self._lock:
             if self._agent is not None and not self._agent.lost:
                 return self._agent

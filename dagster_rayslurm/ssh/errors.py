@@ -1,7 +1,7 @@
-"""The exceptions for failed SSH connections, whose messages name the remedy. Each name here is a function that returns one.
+"""Functions that return the exceptions for failed SSH connections. The messages name the remedy.
 
-Both SSH clients use these functions, so the same mistake gives the same message with either client. A function of `_failure`
-takes the server and `detail`, more text for the message, which may be empty.
+Both SSH clients use these functions, so the same mistake gives the same message with either client. The functions that `_failure`
+creates take the server and `detail`, further text for the message, which may be empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ def failed(ssh: SSHLogin, sentence: str, temporary: bool = False, subject: str =
 def _failure(
     sentence: str, temporary: bool = False, kind: type[ConnectionFailed] = ConnectionFailed, subject: str = "network"
 ) -> Callable[..., ConnectionFailed]:
-    """Returns a function that creates an exception with the message `sentence`, in which it replaces names in braces."""
+    """Returns a function that returns an exception of the class `kind` with the message `sentence`.
+
+    The function replaces the names in braces in the sentence. `temporary` and `subject` are those of `ConnectionFailed`.
+    """
 
     def make(ssh: SSHLogin, detail: str = "", **more: str) -> ConnectionFailed:
         jump = address(ssh.jump_host or ssh)

@@ -69,9 +69,9 @@ class SSHLogin(StrictModel):
     host: Annotated[str, checked(check_host)]
     """Name or address of the edge (login) node."""
     port: Annotated[int, checked(check_port)] = 22
-    """Port of its SSH server."""
+    """Port of the SSH server there."""
     user: Annotated[Optional[str], checked(check_name)] = None
-    """User to log in as; None for the user that runs Dagster, or with client=openssh what its configuration says."""
+    """User to log in as; None for the user that runs Dagster, or with client="openssh" the user in OpenSSH's configuration."""
     key_path: Annotated[Optional[str], plain_text] = None
     """Private key file; None for the agent and the default keys."""
     key_passphrase: Optional[str] = Field(default=None, repr=False)
@@ -83,18 +83,18 @@ class SSHLogin(StrictModel):
     jump_host: Optional[SSHLogin] = None
     """Host to go through, itself an SSH connection, which may have a jump host of its own."""
     host_key_checking: Annotated[str, choice("accept-new", "strict", "off")] = "accept-new"
-    """"accept-new" learns the key of an unknown host and refuses a changed one, "strict" knows all hosts beforehand, "off"
-    checks nothing."""
+    """"accept-new" accepts and stores the key of an unknown host and refuses a changed key, "strict" refuses unknown hosts too,
+    "off" checks nothing."""
     host_key: Annotated[Optional[str], checked(check_host_key)] = None
-    """The only host key to accept, as "ssh-ed25519 AAAA…"; then no file of host keys is looked at."""
+    """The only host key to accept, as "ssh-ed25519 AAAA…"; then no file of host keys is read."""
     known_hosts_file: Annotated[Optional[str], plain_text] = None
-    """Host keys; None for those of OpenSSH: `~/.ssh/known_hosts`, `/etc/ssh/ssh_known_hosts`."""
+    """File of known host keys; None for the files of OpenSSH: `~/.ssh/known_hosts`, `/etc/ssh/ssh_known_hosts`."""
     client: Annotated[str, choice("paramiko", "openssh")] = "paramiko"
     """SSH implementation: "paramiko", or "openssh" for the `ssh` program with its own configuration."""
     require_existing_master: bool = False
     """Only use an OpenSSH master connection that a person opened (two-factor sites); never log in."""
     connect_timeout: Annotated[int, at_least(1, "seconds")] = 30
-    """Seconds until a login that hangs has failed, at each host on the way."""
+    """Seconds after which a login that hangs counts as failed, at each host on the way."""
     keepalive: Annotated[int, at_least(0, "seconds")] = 15
     """Seconds between keepalive messages; 0 for none."""
 
@@ -110,10 +110,11 @@ class SSHLogin(StrictModel):
 
 
 def read_variables(prefix: str, read: Callable[[str, bool], Any]) -> dict[str, Any]:
-    """Returns the fields of an SSH connection that environment variables hold; those of a jump host are a dictionary.
+    """Returns the fields of an SSH connection for which environment variables with a prefix are set.
 
-    `read` is called for each variable that is set, and always for that of `host`, with the variable's name and whether it holds
-    an integer; it returns the value of the field.
+    The fields of a jump host are a dictionary in the field `jump_host`. `read` returns the value of a field; its arguments are
+    the variable's name and whether the variable holds an integer. `read` is called for each variable that is set, and always for
+    that of `host`.
     """
     stem = prefix.rstrip("_") + "_"
     jump = f"{stem}JUMP_"
@@ -138,7 +139,10 @@ def _variables() -> dict[str, str]:
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
-    """Warn about environment variables that have the prefix `stem`, but belong to no field; only once for the same ones."""
+    """Warn about those of the environment variables that belong to no field; the same variables cause only one warning.
+
+    `variables` are the names of all variables with the prefix `stem`.
+    """
     unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in _variables()]
     if unknown:
         known = ", ".join(stem + name for name in _variables() if name != "KEY")
@@ -155,7 +159,10 @@ def key_path(ssh: SSHLogin) -> str | None:
 
 
 def certificate_path(ssh: SSHLogin) -> str | None:
-    """Returns the path of the certificate: the configured one, else KEY-cert.pub beside the key, as for OpenSSH; else None."""
+    """Returns the path of the configured certificate, or else of the file KEY-cert.pub beside the key, as OpenSSH does.
+
+    Returns None if there is neither.
+    """
     if ssh.certificate_path:
         return os.path.expanduser(ssh.certificate_path)
     beside = f"{key_path(ssh)}-cert.pub"

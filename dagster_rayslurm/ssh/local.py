@@ -59,7 +59,7 @@ def _submit(function: Callable[..., T], *arguments: object) -> Callable[[], T]:
 
 
 def private_dir() -> str:
-    """Returns the directory for sockets and locks that only this user's processes can access. It is created at the first use.
+    """Returns the directory for sockets and locks that only this user's processes can access; creates the directory if missing.
 
     The path is short, because the path of a control socket in it may not exceed 107 bytes (unix(7)). Raises `OSError` if the
     directory cannot be made, or other users can access it.

@@ -40,7 +40,10 @@ _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b"
 
 @contextlib.contextmanager
 def login_slot(ssh: SSHLogin) -> Iterator[None]:
-    """Inside the block, hold one of `SLOTS` slots for logins to a server; raises `ConnectionFailed` if none is free in time."""
+    """Inside the block, hold one of the `SLOTS` slots for logins to a server, which all processes of this user share.
+
+    Raises `ConnectionFailed` if no slot is free within `WAIT_FACTOR` times the `connect_timeout`.
+    """
     target, limit = f"{ssh.host}:{ssh.port}", WAIT_FACTOR * ssh.connect_timeout
     with contextlib.ExitStack() as slot:
         try:
@@ -60,9 +63,9 @@ def asks_password(prompt: str) -> bool:
 class Prompts:
     """Answers prompts of SSH servers, and prompts of `ssh` for passphrases.
 
-    Each secret is given only once, because repeated wrong ones lock accounts. A prompt names the login, as
+    Each secret is given only once, because repeated wrong secrets lock accounts. A prompt names the login, as
     "dev@edge's password: " or "(dev@edge) Password: " do. OpenSSH before 8.5 leaves the login out of a server's own prompt; if
-    there is a single server, the prompt is answered all the same. `unanswered` is the first prompt that got no answer.
+    there is a single server, such a prompt is answered too. `unanswered` is the first prompt that got no answer.
     """
 
     servers: Sequence[SSHLogin]
@@ -70,7 +73,7 @@ class Prompts:
     _given: set[tuple[int, str]] = field(default_factory=set)
 
     def answer(self, prompt: str) -> str | None:
-        """Returns the configured secret for a prompt; None if there is none, or if an earlier prompt got the same secret."""
+        """Returns the configured secret for a prompt; None if no secret fits, or if an earlier prompt got the same secret."""
         for number, ssh in enumerate(self.servers):
             if secret := self._secret(ssh, prompt):
                 if (number, secret) not in self._given:
@@ -184,7 +187,10 @@ def _unlock(ssh: SSHLogin, path: str, passphrase: str | None) -> Any | None:
 
 
 def check_keys(ssh: SSHLogin) -> None:
-    """Raise `ConnectionFailed` if a key of the server or a jump host cannot be used; `ssh` itself says little about the cause."""
+    """Raise `ConnectionFailed` if the private key for the server or for a jump host cannot be used.
+
+    Called before the `ssh` program is started, which says little about the cause.
+    """
     for hop in ssh.hops():
         path = key_path(hop)
         if path and not _text(path).startswith(("ssh-", "ecdsa-", "sk-")):  # A public key file selects a key of the agent.
@@ -234,7 +240,7 @@ def _host_name(host: str, port: int) -> str:
 
 
 def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
-    """Returns the keys of a host in the text of a known hosts file, without those of certificate authorities."""
+    """Returns the keys of a host in the text of a known hosts file, without the keys of certificate authorities."""
     name, keys = _host_name(host, port).lower(), []
     for line in text.splitlines():
         fields = line.split()
@@ -288,7 +294,10 @@ def expected_keys(ssh: SSHLogin) -> list[KnownKey]:
 
 
 def check_host_key(ssh: SSHLogin, key_type: str, key: str) -> None:
-    """Raise `ConnectionFailed` for a host key that the configuration does not trust; "accept-new" adds a new key to the file."""
+    """Check the key that a server shows; raises `ConnectionFailed` if the configuration does not trust the key.
+
+    With host_key_checking "accept-new", the key of an unknown host is added to the file of known hosts.
+    """
     shown = f"{key_type} {key}"
     with locked("known-hosts"):  # Another process may be about to add this key.
         trust = judge(expected_keys(ssh), key_type, key)

@@ -42,7 +42,7 @@ _PERSIST = 60  # Seconds that a master keeps running after its last session, so 
 _ATTEMPT = 10  # Seconds for one TCP connection attempt, and for the server's first answer on it.
 # Seconds for `ssh` to answer a question that needs no network; a `Match exec` in its configuration runs commands of the user.
 _QUESTION_TIMEOUT = 30.0
-# Options in the command for a person, who answers what others are about.
+# Options in the command that a person types. The other options prevent questions, which a person can answer.
 _TYPED = ("Port", "User", "IdentityFile", "CertificateFile", "UserKnownHostsFile", "ProxyCommand")
 # Script that passes a prompt of `ssh` to this process and prints its answer (SSH_ASKPASS, ssh(1)); 0 is the directory.
 _ASKPASS = """#!/bin/sh
@@ -53,7 +53,7 @@ printf %s "$1" > {0}/prompt
 
 
 def log_in(ssh: SSHLogin) -> OpenSSHTransport:
-    """Find or open a master connection to a server, and return the login. Raises `ConnectionFailed`.
+    """Find or open a master connection to a server, and return a login that uses the master. Raises `ConnectionFailed`.
 
     The user's ssh_config applies where the resource leaves a field open.
     """
@@ -112,7 +112,10 @@ def _text(file: Any) -> str:
 
 
 class OpenSSHTransport:
-    """A login by the `ssh` program: starts commands through the master at `path`, or a further master when that is full."""
+    """A login by the `ssh` program: starts commands through the master with the control socket `path`.
+
+    If this master allows no more sessions, `start` opens a further master.
+    """
 
     def __init__(self, ssh: SSHLogin, path: str) -> None:
         self.ssh = ssh
@@ -150,8 +153,8 @@ class OpenSSHTransport:
 def options(ssh: SSHLogin, scratch: str = "") -> list[str]:
     """Returns the `-o` options of `ssh` for a server and its jump hosts; without `scratch`, only those that a person has to type.
 
-    `scratch` is a directory that has a known hosts file for each configured `host_key`, and gets the log of the jump hosts'
-    `ssh` processes, whose messages `ssh` hides when it has ControlPersist.
+    `scratch` is a directory that has a known hosts file for each configured `host_key`. The `ssh` processes for the jump hosts
+    write their log there, because `ssh` with ControlPersist hides their messages.
     """
     values = {
         # TCP repeats a lost packet later and later, so a new attempt succeeds earlier.
@@ -201,12 +204,15 @@ def options(ssh: SSHLogin, scratch: str = "") -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Returns text for a ProxyCommand with its percent signs doubled, because ssh expands single ones."""
+    """Returns text for a ProxyCommand with its percent signs doubled, because ssh expands single percent signs."""
     return text.replace("%", "%%")
 
 
 def _file(path: str) -> str:
-    """Returns a file name as the value of an `ssh` option: quoted, because ssh splits at spaces, with percent signs doubled."""
+    """Returns a file name as the value of an `ssh` option, quoted and with percent signs doubled.
+
+    Without these changes ssh would split the value at spaces and expand percent signs.
+    """
     return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
@@ -237,7 +243,10 @@ def master_command(ssh: SSHLogin) -> str:
 
 
 def existing_master(ssh: SSHLogin) -> str:
-    """Returns the path of the control socket of a running master that a person opened; raises `ConnectionFailed` without one."""
+    """Returns the path of the control socket of a running master that a person opened.
+
+    Raises `ConnectionFailed` if there is no such master.
+    """
     login = [*(["-l", ssh.user] if ssh.user else []), *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
     configuration = _ask(["ssh", "-G", *login, "--", ssh.host]) or ""
     own = re.search(r"^controlpath (?!none$)(.+)$", configuration, re.MULTILINE)
@@ -260,7 +269,10 @@ def _ask(command: list[str]) -> str | None:
 
 
 def ensure_master(ssh: SSHLogin, path: str) -> None:
-    """Open a master with the control socket `path`, unless it runs already. Other processes that need the same master wait."""
+    """Open a master with the control socket `path`, unless this master runs already. Raises `ConnectionFailed`.
+
+    Other processes that need the same master wait meanwhile.
+    """
     with locked(os.path.basename(path)):
         if not _master_runs(path):
             with contextlib.suppress(FileNotFoundError):
@@ -302,7 +314,7 @@ def _open_master(ssh: SSHLogin, path: str, scratch: str) -> None:
 
 
 def _pipe(scratch: str, name: str) -> Any:
-    """Returns a new named pipe, open for reading and writing, so that a read never finds its end."""
+    """Returns a new named pipe in the directory `scratch`, opened for reading and writing, so that a read never finds its end."""
     path = os.path.join(scratch, name)
     os.mkfifo(path, 0o600)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)
@@ -339,7 +351,8 @@ def _login_refused(ssh: SSHLogin, methods: str) -> Exception:
     return errors.login_refused(ssh, tried, offered=f"; it takes {methods.replace(',', ', ')}")
 
 
-# What ssh(1) prints, and the exception for it: of the server that failed, and of the group of the pattern or its match.
+# Patterns of the messages of ssh(1), and the function that returns the exception for each message. The arguments of the function
+# are the server that failed, and the text of the pattern's group, or of the whole match if the pattern has no group.
 _FAILURES: dict[str, Callable[[SSHLogin, str], Exception]] = {
     "(?i)REVOKED HOST KEY|is marked as revoked": errors.host_key_revoked,
     "HOST IDENTIFICATION HAS CHANGED|No matching host key": _host_key,

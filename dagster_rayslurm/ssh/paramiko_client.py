@@ -40,9 +40,9 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
 def log_in(ssh: SSHLogin) -> ParamikoTransport:
-    """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`.
+    """Log in to a server through its jump hosts, and return the login to the server. Raises `ConnectionFailed`.
 
-    Returns the login to the server. Raises `ConnectionFailed`.
+    Each host on the way has its own `connect_timeout`.
     """
     login.check_files(ssh)
     transport: ParamikoTransport | None = None
@@ -123,7 +123,10 @@ def _explain(ssh: SSHLogin, error: Exception, deadline: float) -> ConnectionFail
 
 
 def _prefer_known_types(transport: Any, ssh: SSHLogin) -> None:
-    """Make the transport ask for a known host key first: another key of a host with several keys would look like a change."""
+    """Make the transport prefer host keys of the types that are known for the server.
+
+    A key of another type, which a host with several keys may have, would look like a change.
+    """
     types = [key.key_type for key in login.expected_keys(ssh) if not key.revoked]
     known = [name for each in types for name in _SIGNATURES.get(each, (each,))]
     options = transport.get_security_options()
@@ -134,7 +137,7 @@ def _prefer_known_types(transport: Any, ssh: SSHLogin) -> None:
 
 
 def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
-    """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them.
+    """Authenticate by keys, then by password, as OpenSSH does; by several methods if the server requires more than one.
 
     Raises `ConnectionFailed` if the server does not accept the login.
     """
@@ -244,7 +247,10 @@ class ParamikoTransport:
         return bool(self._transport.is_active())
 
     def settled_alive(self) -> bool:
-        """Returns True if the login still works a moment after a channel ended; paramiko ends channels before the transport."""
+        """Returns True if the login still works `_SETTLE` seconds after a channel ended.
+
+        When a login ends, paramiko ends the channels first and the transport a moment later.
+        """
         self._transport.join(_SETTLE)
         return self.alive()
 
@@ -316,9 +322,9 @@ class ParamikoTransport:
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
 
     def _keep_alive(self) -> None:
-        """Close the transport if the server was silent for two keepalive intervals, as TCP notices no loss behind a jump host.
+        """Send keepalive requests, and close the transport once the server was silent for two keepalive intervals.
 
-        paramiko's own `set_keepalive` requests no answer; `global_request` waits for an answer.
+        TCP does not notice a loss behind a jump host. paramiko's own `set_keepalive` requests no answer; `global_request` does.
         """
         asked, interval = threading.Thread(), self.ssh.keepalive
         while not self._closed.wait(interval / 4) and self.alive():

@@ -21,7 +21,7 @@ _connections: dict[str, Connection] = {}
 
 
 def connection_to(ssh: SSHLogin | None) -> Connection:
-    """Returns the shared connection to an edge node, or to this machine if `ssh` is None. It logs in at its first use."""
+    """Returns the shared connection to an edge node, which logs in at its first use; or to this machine if `ssh` is None."""
     if ssh is None:
         return _local
     key = ssh.model_dump_json()
@@ -51,7 +51,7 @@ def new_connection(ssh: SSHLogin) -> SSHConnection:
 
 
 def close_connections() -> None:
-    """Log out from all servers that this process is connected to. Called when the process exits."""
+    """Log out from all servers to which this process has shared connections. Called when the process exits."""
     with _lock:
         connections = list(_connections.values())
         _connections.clear()
@@ -63,7 +63,7 @@ atexit.register(close_connections)
 
 
 def _forget_all() -> None:
-    """Called in a forked child: forget the connections, which belong to the parent process, and create a new lock."""
+    """Forget the connections, which belong to the parent process, and create a new lock. Called in each forked child."""
     global _lock
     _lock = threading.Lock()
     _connections.clear()

@@ -24,9 +24,9 @@ def has_terminal() -> bool:
 
 
 def relay(channel: Any, command: str) -> int:
-    """Run a command on a new paramiko channel, in a remote terminal if this process has a terminal; returns its exit code.
+    """Run a command on a new paramiko channel, and return the command's exit code.
 
-    Returns the command's exit code.
+    If this process has a terminal, the command gets a remote terminal.
     """
     if not has_terminal():
         channel.exec_command(command)
@@ -69,7 +69,7 @@ def _resized(channel: Any) -> Iterator[None]:
 
 
 def _copy(channel: Any) -> int:
-    """Copy this process's input to the channel, and the channel's outputs back, until the command ends; returns its exit code.
+    """Copy this process's input to the channel, and the channel's outputs to this process's outputs, until the command ends.
 
     Returns the command's exit code.
     """

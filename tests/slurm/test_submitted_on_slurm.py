@@ -1,4 +1,4 @@
-"""Runs that are submitted and left, and awaited ones, on a real Slurm: one job for each key, and no job after a cancelled task."""
+"""Tests of submitted and awaited runs on a real Slurm: one job for each key, and no job after a cancelled task."""
 
 import asyncio
 import subprocess
@@ -25,6 +25,11 @@ slurm = SlurmResource(
 environment = PreDeployedEnvironment(path=os.environ["RAYSLURM_ENV_PATH"])
 compute = ComputeResource(mode="slurm", slurm=slurm, environment=environment, default_launcher=BashLauncher())
 print(compute.submit(payload_path=sys.argv[1], asset_key="model", key="2026-11-01", outputs=["model.txt"]).to_json())
+"""
+UNTIL_GO = """
+import os, pathlib, time
+while not pathlib.Path(os.environ["RAYSLURM_DATA_DIR"], "go").exists():
+    time.sleep(0.1)
 """
 
 
@@ -68,7 +73,7 @@ def test_a_submitted_job_that_waits_is_cancelled_with_its_secrets(
 def test_a_cancelled_task_ends_its_job_and_no_other(
     site: Site, slurm_compute: Callable[..., ComputeResource], script: Callable[[str], Any]
 ) -> None:
-    payload = script("import os, pathlib, time\nwhile not pathlib.Path(os.environ['RAYSLURM_DATA_DIR'], 'go').exists(): time.sleep(0.1)")
+    payload = script(UNTIL_GO)
     results: list[Any] = []
 
     @dg.asset

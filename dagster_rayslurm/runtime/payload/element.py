@@ -1,7 +1,7 @@
-"""One element of a job array, which runs one partition of a step: its start records, made from those of the array.
+"""The start records of one element of a job array, which runs one partition of a step.
 
-The directory of the array has the start records that all elements share, and the Pipes context with the keys of all its
-partitions, in the order of the elements. So one upload starts them all.
+The directory of the array has the start records that all elements share, and the Pipes context with the keys of all partitions,
+in the order of the elements. Each element makes its own start records from these files, so one upload serves all elements.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ class Element:
 
     @property
     def run_dir(self) -> str:
-        """Path of the element's own run directory, which the batch script has made."""
+        """Path of the element's own run directory, which the batch script has created."""
         return os.path.join(self.array_dir, str(self.number))
 
     def spec(self, spec: RuntimeSpec) -> RuntimeSpec:
-        """Returns the runtime's start record for this element: with names and secrets that no other element has."""
+        """Returns this element's copy of the array's start record `spec`, with its own cluster id, control and partition key."""
         key = spec.control_key and derive_key(spec.control_key, "element %d" % self.number)
         worker_env = {**spec.worker_env, KEY: self.key}
         cluster_id = "%s-%d" % (spec.cluster_id, self.number)
         return dataclasses.replace(spec, cluster_id=cluster_id, control_key=key, worker_env=worker_env)
 
     def lay_out(self) -> None:
-        """Write the payload's start records into the run directory; done on the element's first node."""
+        """Write the payload's specification, Pipes context and secrets into the element's run directory.
+
+        Called only on the element's first node.
+        """
         payload = from_json(PayloadSpec, read_text(os.path.join(self.array_dir, PAYLOAD)))
         env = {**payload.env, KEY: self.key}
         payload = dataclasses.replace(payload, nonce="%s-%d" % (payload.nonce, self.number), env=env)
@@ -53,8 +56,8 @@ class Element:
             self._write(SECRETS, read_text(os.path.join(self.array_dir, SECRETS)))
 
     def mark_ended(self) -> None:
-        """Mark the end of the payload, whose record is complete: Dagster's side looks for such marks."""
-        with contextlib.suppress(OSError):  # The batch script does the same.
+        """Create the file that tells the Dagster process that the element's record is complete. An error is ignored."""
+        with contextlib.suppress(OSError):  # The batch script also creates the file.
             os.close(os.open(self.run_dir + ENDED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     def _write(self, name: str, text: str) -> None:
@@ -62,7 +65,10 @@ class Element:
 
 
 def find(array_dir: str, number: int) -> Element:
-    """Returns the element with a number, `SLURM_ARRAY_TASK_ID`; raises OSError, or ValueError if there is no such element."""
+    """Returns the element of the array in `array_dir` whose number, SLURM_ARRAY_TASK_ID, is `number`.
+
+    Raises OSError if the array's Pipes context cannot be read, and ValueError if the array has no such element.
+    """
     context = json.loads(read_text(os.path.join(array_dir, CONTEXT)))
     partitions: Tuple[Tuple[str, Optional[Dict[str, str]]], ...] = tuple(context.pop(PARTITIONS).items())
     if number >= len(partitions):

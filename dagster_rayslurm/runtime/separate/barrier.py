@@ -80,12 +80,15 @@ class Barrier:
         self._interrupted = False
 
     def connected(self, component: str) -> None:
-        """Record that a component's runtime has connected: the host waits for that component again, even if it was given up."""
+        """Record that a component's runtime has connected, so that the host waits for the component without a deadline."""
         self._members[component].until = _NEVER
         self._members[component].problem = "its cluster is not up"
 
     def disconnected(self, component: str, why: str, now: float) -> None:
-        """Record that the connection to a component is lost because of `why`; it may be restored within `grace` seconds."""
+        """Record that the connection to a component is lost; the component may reconnect within `grace` seconds.
+
+        `why` is the reason of the loss, for error messages.
+        """
         member = self._members[component]
         if member.until == _NEVER:
             member.until, member.problem = now + self._grace, "its runtime is lost: " + why
@@ -104,7 +107,10 @@ class Barrier:
         self.tick(now)
 
     def interrupted(self, why: str, exit_code: int, now: float) -> None:
-        """Record that the host received a signal after its own payload had ended; the run fails if other components still run."""
+        """Record that the host received a signal after its own payload had ended.
+
+        If other components still run, the run fails with the message `why` and the exit code `exit_code`.
+        """
         self._interrupted = True
         if not all(member.is_over(now) for member in self._members.values()):
             self._fail(self._host, why, exit_code, now)
@@ -135,7 +141,7 @@ class Barrier:
         return "not all components were ready within %g s, missing: %s" % (self._patience, ", ".join(missing))
 
     def _fail(self, component: str, why: str, exit_code: int, now: float) -> None:
-        """Record the failure of a component, on which the whole run fails; does nothing if a failure is recorded already."""
+        """Record the failure of a component, so that the whole run fails; do nothing if a failure is recorded already."""
         if self.state.failed is None:
             self.state, self.exit_code = replace(self.state, failed=component, why=why), exit_code
             for member in self._members.values():

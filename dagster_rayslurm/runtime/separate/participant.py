@@ -61,7 +61,7 @@ class Participant(Hooks, Listener, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections to the other components; before that, the host waits some seconds until the guests have left."""
+        """Close the connections to the other components. The host first waits up to `_LEAVE_TIMEOUT` seconds for the guests."""
 
     @abstractmethod
     def _join(self) -> None: ...
@@ -83,7 +83,7 @@ class Participant(Hooks, Listener, ABC):
         payload.on_ended.append(lambda: self.tell(ended=_end_of(payload)))
 
     def may_start(self, payload: Payload) -> bool:
-        """Whether all components are ready, so that the payload may start; the first call announces that this one is ready."""
+        """Whether all components are ready, so that the payload may start. The first call reports this component as ready."""
         if self.mine.place is None:
             others = ["component %r" % each for each in self.spec.components if each != self.spec.component_id]
             if others:
@@ -92,10 +92,10 @@ class Participant(Hooks, Listener, ABC):
         return bool(self.told.places)
 
     def finished(self, loop: Loop) -> None:
-        """Called when this component's payload has ended; does nothing, as the runtime stays until the whole run has finished."""
+        """Do nothing: after the end of its own payload, this runtime stays until the payloads of all components have ended."""
 
     def follow(self, told: RunState) -> None:
-        """Act on each change of the run's state: start the payload, end it, or end this runtime. `told` is the new state."""
+        """Store the new state of the run, `told`, and act on what has changed: start or end the payload, or end this runtime."""
         before, self.told, payload = self.told, told, self.payload
         assert payload is not None
         if told.places and not before.places and told.failed is None:
@@ -116,7 +116,10 @@ class Participant(Hooks, Listener, ABC):
             self.loop.stop()
 
     def _end_after(self, failed: str, why: str) -> End:
-        """Returns how this component's payload ends, and why, after the component `failed` (perhaps this one) has failed."""
+        """Returns the reason for which this component's payload ends after the failure of a component, with the message `why`.
+
+        `failed` is the name of the component that failed; it may be this component.
+        """
         if failed != self.spec.component_id:
             return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
         if isinstance(self, Host):
@@ -143,7 +146,7 @@ class Participant(Hooks, Listener, ABC):
 class Host(Participant):
     """The participant of the first component, whose runtime keeps the barrier for all components.
 
-    Its exit code is that of the first failure in any component, or 0.
+    The host's exit code is that of the first failure in any component, or 0.
     """
 
     def _join(self) -> None:
@@ -161,7 +164,10 @@ class Host(Participant):
         self.loop.call_later(0.0, self._act)
 
     def interrupted(self, loop: Loop, signum: int) -> None:
-        """Called on a signal after the host's own payload has ended: end the other payloads; the host ends only afterwards."""
+        """End the payloads of the other components, because the host has received a signal and its own payload has ended.
+
+        The host itself ends after the other components.
+        """
         self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
         self._act()
 
@@ -196,7 +202,10 @@ class Host(Participant):
             self.barrier.disconnected(component, why, self.loop.now())
 
     def _act(self) -> None:
-        """Send a new state of the run to all guests, and act on it; the host ends last, because only it can inform the guests."""
+        """Send the state of the run to all guests if the state has changed, and act on the state.
+
+        The host ends last, because only the host can inform the guests.
+        """
         state = self.barrier.state
         if state != self._sent:
             self._sent = state
@@ -229,7 +238,7 @@ class Guest(Participant):
             self._give_up_at = min(self._give_up_at, self.loop.now() + self.spec.grace)
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """Called on a signal after the guest's own payload has ended: tell the host, and end this runtime and its Ray cluster."""
+        """Report to the host that this runtime ends, and end it, because it has received a signal and its payload has ended."""
         self.tell(left=True)
         loop.stop()
 
@@ -249,7 +258,7 @@ class Guest(Participant):
         self._give_up_at = self.loop.now() + self.spec.grace
 
     def _check(self) -> None:
-        """Give up a host that has been out of reach for too long, and act as if its component had failed."""
+        """Give up the host if it has been out of reach for too long, and act as if the host's component had failed."""
         if not self._given_up and (self.client.is_connected or self.loop.now() < self._give_up_at):
             return
         self._given_up = True
@@ -285,15 +294,16 @@ def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participa
 
 
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
-    """Returns the share of this machine's resources for one component, and a remark about simulated GPUs ("" if there is none).
+    """Returns the resources of this machine that a component gets if all components run here, and a remark on simulated ones.
 
-    Changes `os.environ` so that this process sees no GPUs of other components.
+    The component is the one to which the start record `spec` belongs. The remark is "" if the component has no simulated
+    resources or no Ray cluster. Also changes `os.environ`, so that this process sees no GPUs of other components.
     """
     assert spec.meeting is not None
     here = detect(with_gpus=True)
     shares = simulated_shares(replace(spec, ray=None), here)
     share = next(each for each in shares if each.machine.component == spec.meeting.component_id)
     change(os.environ, share.environ)
-    # The remark begins with the component's name, which its own messages do not need. Without Ray nothing counts simulated GPUs.
+    # The remark begins with the component's name, which the component's own messages do not need. Only Ray counts simulated GPUs.
     remark = share.remark.partition(": ")[2] if spec.ray is not None else ""
     return replace(share.machine, component=None), remark

@@ -1,4 +1,4 @@
-"""Gives users access to a payload's Ray cluster: relay processes on the head node, and the file with the address of their server.
+"""Gives users access to a payload's Ray cluster: relay processes on the head node, and a file with the address of their server.
 
 A relay carries a user's connections to ports of the head node, such as that of the Ray dashboard.
 """

@@ -28,7 +28,7 @@ _REGULAR = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
 
 
 class Closing(Exception):
-    """Raised when the runtime accepts no more payloads, or has too little time left for this one; the message says why."""
+    """Raised when the runtime accepts no more payloads, or has too little time left for a new payload; the message says why."""
 
 
 class Misfit(SpecError):
@@ -47,7 +47,7 @@ Claims = Mapping[Optional[str], Claim]
 
 
 def capacities_of(machines: Iterable[NodeResources]) -> Claims:
-    """Returns, for each component, the CPUs and GPUs that each of its nodes has at least."""
+    """Returns, by component, the number of CPUs and of GPUs that every node of the component has at least."""
     known: Dict[Optional[str], Claim] = {}
     for machine in machines:
         least = known.get(machine.component, Claim(machine.num_cpus, machine.num_gpus))
@@ -56,10 +56,11 @@ def capacities_of(machines: Iterable[NodeResources]) -> Claims:
 
 
 def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
-    """Returns the CPUs and GPUs that a payload reserves on each node, by component; without Ray only on the head's component.
+    """Returns the CPUs and GPUs that a payload reserves on each node, by component.
 
-    Where the payload's specification gives no number, a payload with a Ray cluster of its own (`fresh`) reserves all CPUs or
-    GPUs of a node, and any other payload reserves none.
+    A payload without Ray reserves nothing outside the head's component. Where the payload's specification gives no number, a
+    payload with a Ray cluster of its own (`fresh`) reserves all CPUs or GPUs of a node, and any other payload reserves none.
+    `capacities` is a result of `capacities_of`.
     """
 
     def claim(capacity: Claim) -> Claim:
@@ -71,10 +72,10 @@ def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
 
 
 def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limit: int) -> bool:
-    """Whether one more payload, which reserves `claims`, fits on its nodes beside the `running` ones.
+    """Whether a payload that reserves `claims` fits on its nodes beside the running payloads, which reserve `running`.
 
     A payload fits if no other payload runs on its nodes. Otherwise each node must have enough free CPUs and GPUs, and fewer
-    than `limit` payloads.
+    than `limit` payloads. `capacities` is a result of `capacities_of`.
     """
     everywhere = list(running)
     for name, claim in claims.items():
@@ -133,7 +134,8 @@ class Queue:
     # Seconds that the allocation must have left, at least, to start a payload without a time limit.
     margin: float = 0.0
     idle_timeout: Optional[float] = None
-    in_allocation: bool = False  # Whether this is in Slurm, where runs that started a session may wait to learn why it failed.
+    # Whether the runtime is in a Slurm job. Then runs that started the session may still be waiting to learn why it failed.
+    in_allocation: bool = False
     idle_since: float = 0.0
     arrived: Tuple[Entry, ...] = ()  # The waiting payloads in the order in which they came.
     turns: Tuple[str, ...] = ()  # The Dagster runs of the waiting payloads; the first has its turn.
@@ -172,8 +174,8 @@ class Queue:
     def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
         """Returns a sentence if a new payload cannot finish within `left` seconds, before the job's time limit; None if it can.
 
-        The payload's wait is estimated from the known durations of the payloads ahead. If the
-        estimate is too low, `late` returns the payload later.
+        `left` is None if no limit is known. The result is always None for the first payload of a runtime. The payload's wait is
+        estimated from the known durations of the payloads ahead. If the estimate is too low, `late` returns the payload later.
         """
         if not self.served:
             return None  # A new allocation would have no more time.
@@ -182,7 +184,10 @@ class Queue:
         return self._too_little_time(spec, sum(ahead) / self.limit, left)
 
     def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
-        """Returns the waiting payloads that need more than the `left` seconds of the job, each with a sentence that says so."""
+        """Returns the waiting payloads that cannot finish in the `left` seconds of the job, each with a sentence that says so.
+
+        The list is empty if `left` is None (no limit is known), or if no payload has started yet.
+        """
         found = [(entry.payload, self._too_little_time(entry.spec, 0.0, left)) for entry in self.waiting if self.any_started]
         return [(payload, why) for payload, why in found if why is not None]
 
@@ -193,11 +198,11 @@ class Queue:
         return replace(self, arrived=(*self.arrived, Entry(payload, fresh, now)), turns=turns, served=self.served + 1)
 
     def start_next(self, capacities: Claims, may_start: Callable[[Payload], bool], now: float) -> Tuple[Queue, Optional[Payload]]:
-        """Move the payload whose turn it is from the waiting to the running ones; returns the new queue and the payload.
+        """Returns the queue in which the next waiting payload runs, and this payload; an unchanged queue and None if none starts.
 
-        The payload is None if the next one has no room, or if none may start. A Dagster run keeps its turn until its first
-        payload has room, so that small payloads of other runs cannot hold up a large one for ever. Payloads for which
-        `may_start` returns False are skipped and keep their place.
+        Payloads for which `may_start` returns False are skipped and keep their place. Of the others, the first payload of the
+        Dagster run whose turn it is comes next. If this payload has no room on its nodes, no payload starts, and the run keeps
+        its turn. Otherwise small payloads of other runs could delay a large payload for ever.
         """
         running = [claims_of(each.spec, each.fresh, capacities) for each in self.running]
         for run in self.turns if self.ending is None else ():
@@ -215,7 +220,7 @@ class Queue:
     def removed(self, payload: Payload, ran_to_exit: bool, now: float) -> Queue:
         """Returns the queue without a payload that has ended.
 
-        The payload's duration is remembered for its step if its process `ran_to_exit`, but not if the payload was cut off.
+        If the payload's process has ended by itself (`ran_to_exit`), the queue also remembers its duration for the step.
         """
         entry = next(each for each in (*self.arrived, *self.running) if each.payload is payload)
         if entry in self.arrived:
@@ -228,7 +233,7 @@ class Queue:
     # ---- The runtime ends
 
     def ended_by(self, end: End, now: float) -> Queue:
-        """Returns the queue of a runtime that ends its payloads for the reason `end`; unchanged if it has a reason already."""
+        """Returns the queue of a runtime that ends its payloads for the reason `end`; `self` if it ends them already."""
         if self.ending is not None:
             return self
         why = end.message or "it ends"
@@ -236,14 +241,18 @@ class Queue:
         return replace(self, ending=why, ending_since=now, failed=failed)
 
     def may_give_way(self, now: float) -> bool:
-        """Returns True if the session has been idle for long enough to end, so that another job of its user can start."""
-        idle = self.idle_for(now)  # The run that started a session which has served nobody is about to send a payload.
+        """Returns True if the session may end early, so that another job of its user can start.
+
+        The session must have been idle for `_MIN_IDLE` seconds, and must have served a payload before.
+        """
+        idle = self.idle_for(now)  # If a session has served no payload, the run that started the session is about to send one.
         return idle is not None and idle >= _MIN_IDLE and self.served > 0
 
     def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:
-        """Returns the new queue; for a runtime without payloads also the action to take next, and in how many seconds, else None.
+        """Returns the new queue, and how a runtime without payloads ends: the action to take, and after how many seconds.
 
-        The action is None too if the runtime just waits for a payload.
+        In place of the action and the seconds stands None if the runtime has a payload, or waits for one without a limit. The
+        new queue differs from this queue only if a session becomes idle: then it records the time `now`.
         """
         if self.arrived or self.running:
             return self, None

@@ -36,10 +36,10 @@ _STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 def serve_run_dir(
     supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None, orphaned: Callable[[], bool] = lambda: False
 ) -> Payload:
-    """Queue the payload of a run directory and return it; end it if its file `cancel.json` requests that.
+    """Queue the payload of a run directory, and return the payload; end the payload once a file `cancel.json` there requests it.
 
-    The payload also ends once `orphaned` returns True, which means that its Dagster process is gone. Raises what
-    `Supervisor.submit` raises.
+    The payload's environment is based on `environ`, by default that of this process. The payload also ends once `orphaned`
+    returns True, which means that its Dagster process is gone. Raises what `Supervisor.submit` raises.
     """
     payload = supervisor.submit(run_dir, environ)
     handled = [b""]
@@ -66,6 +66,7 @@ def parent_is_gone() -> bool:
 
 
 def _is_free(lock: str) -> bool:
+    """Whether no process holds an exclusive lock on a file; False if the file cannot be read."""
     with contextlib.suppress(OSError), open(lock, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return True
@@ -88,8 +89,9 @@ def _cancel(payload: Payload, text: bytes) -> None:
 class RequestServer(Listener):
     """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
 
-    It writes its hosts, port and key to `session.json` in the session's directory (the announcement), where clients find them.
-    Clients must know the `key`, a hexadecimal string. Without an `allocation`, only this machine can reach the server.
+    The server writes its hosts, port and key to `session.json` in the session's directory (the announcement), where clients find
+    them. Clients must know the `key`, a hexadecimal string. The server listens on the first free port of `ports`, or on any port
+    if none is free. Without an `allocation`, only this machine can reach the server.
     """
 
     def __init__(
@@ -136,7 +138,11 @@ class RequestServer(Listener):
         self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
-        """Update the announcement, and write it unless `found`, the one in the file, is equal or another session's."""
+        """Update the announcement, and write it to the file unless `found`, the file's present content, is the same.
+
+        If `found` belongs to another session, accept no more payloads, and leave the file as it is. `closing` is the reason why
+        the session accepts no more payloads, if the supervisor has none.
+        """
         closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
         if closing != self._announcement.closing:
             said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
@@ -155,7 +161,7 @@ class RequestServer(Listener):
             write_atomically(self._path, json.dumps(asdict(said_now)).encode("utf-8"))
 
     def _read(self) -> Dict[str, Any]:
-        """Returns the announcement in the file as a dict; an empty one if the file is missing or damaged."""
+        """Returns the fields of the announcement in the file; an empty dict if the file is missing or damaged."""
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             with open(self._path, encoding="utf-8") as file:
                 found = json.load(file)

@@ -59,15 +59,18 @@ class Hooks:
     """Callbacks of the supervisor, which the separate topology overrides to delay the start of payloads and the runtime's end."""
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
-        """Whether a payload whose Ray cluster is up may start; an override calls `Supervisor.schedule` when that changes."""
+        """Whether a payload may start now. The payload's Ray cluster is up, or the payload needs no warm one.
+
+        If an override returns False, it must call `Supervisor.schedule` as soon as the payload may start.
+        """
         return True
 
     def finished(self, loop: Loop) -> None:
-        """Called when the last payload has ended and no other one will come; stops the event loop."""
+        """Stop the event loop, because the last payload of the runtime has ended and no other payload will come."""
         loop.stop()
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """Called when the runtime received a signal while it had no payload; stops the event loop."""
+        """Stop the event loop, because the runtime has received the signal `signum` and has no payload."""
         loop.stop()
 
 
@@ -82,11 +85,12 @@ class Supervisor:
     loop: Loop
     spec: RuntimeSpec
     scratch: Scratch  # The private directory of this runtime.
-    allocation: Optional[Allocation] = None  # The Slurm step whose first node this is.
-    log_dir: str = ""  # The directory in which its nodes write their logs.
-    here: Optional[NodeResources] = None  # The resources of this node, if they need not be detected.
+    allocation: Optional[Allocation] = None  # The Slurm step of which this node is the first; None without Slurm.
+    log_dir: str = ""  # The directory in which the nodes of the allocation write their logs.
+    here: Optional[NodeResources] = None  # The resources of this node; None to detect them.
     hooks: Hooks = field(default_factory=Hooks)
-    exit_code: int = 0  # The last payload's; this process exits with it, so that Slurm's accounting shows it.
+    # Exit code of the payload that ended last. This process exits with the same code, so that Slurm's accounting shows it.
+    exit_code: int = 0
     cluster: Optional[RayCluster] = None  # The warm cluster; None if payloads have their own.
     time_left: Callable[[], Optional[float]] = lambda: None  # Seconds until the allocation's time limit, if it is known.
 
@@ -94,10 +98,11 @@ class Supervisor:
         loop, spec, allocation = self.loop, self.spec, self.allocation
         # The resources of this node.
         self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if self.here is None else self.here
-        self._shares: List[Share] = []  # Of this machine without Slurm, by node, the head's first.
+        # The share of this machine's resources that each simulated node gets, the head's first; empty if no nodes are simulated.
+        self._shares: List[Share] = []
         self.workers = WorkerNodes(loop, {}, self._handle_message, self._log_path)  # The other nodes.
-        self._address: Optional[str] = None  # This node's, for the worker nodes; None if Ray finds it.
-        environ: Mapping[str, Optional[str]] = {}  # For Ray's daemons.
+        self._address: Optional[str] = None  # This node's address for the worker nodes; None if Ray finds the address.
+        environ: Mapping[str, Optional[str]] = {}  # Variables for Ray's daemons; None removes a variable.
         if allocation is not None:
             self._address = head_address(allocation)
             self.machine = replace(self.machine, component=allocation.component_of(0))
@@ -121,7 +126,7 @@ class Supervisor:
         self._fresh: Dict[str, RayCluster] = {}  # The payloads' own Ray clusters, by the payload's nonce.
         self._unhealthy: List[Unhealthy] = []  # Nodes that failed the health check of a payload's own Ray cluster.
         self._unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
-        # What the Dagster log says of the nodes' environments, by node.
+        # Phase and message for the Dagster log about a node's local copy of the environment, by name of node.
         self._remarks = {} if local_copy.remark is None else {self._name: local_copy.remark}
         self._signalled = False
         self._timers = Timers(loop)
@@ -235,7 +240,10 @@ class Supervisor:
             self.settle()
 
     def give_way(self) -> bool:
-        """End a session that is idle, because another Slurm job of its user waits for nodes; returns False if it is not idle."""
+        """End the session and return True if `Queue.may_give_way` allows that; otherwise return False.
+
+        Clients request this if another Slurm job of the session's user waits for nodes.
+        """
         ends = self.queue.may_give_way(self.loop.now())
         if ends and self.queue.ending is None:
             self.close(End(EndReason.CANCEL, "it was idle, and another job of its user waits for its nodes"))
@@ -253,6 +261,7 @@ class Supervisor:
             self._timers.due("idle", delay, lambda: self.close(End(EndReason.CANCEL, "it was idle for %g s" % delay)))
 
     def _interrupted(self, signum: int) -> None:
+        """Handle a signal: end all payloads, and then the runtime. A later second signal kills the payloads at once."""
         self._signalled = True
         again = self.queue.ending is not None and self.loop.now() - self.queue.ending_since > _SAME_SIGNAL
         # Worker nodes that got the same signal must stay until the payloads have ended.
@@ -263,7 +272,7 @@ class Supervisor:
             self.hooks.interrupted(self.loop, signum)
 
     def _refresh(self) -> None:
-        """Now and at intervals, set the modification times of the run directories, so that cleanup does not remove them."""
+        """Now and at intervals, set the modification times of the payloads' run directories, so that cleanup keeps them."""
         for payload in self.payloads:
             payload.keep_fresh()
         self.loop.call_later(_REFRESH_INTERVAL, self._refresh)
@@ -360,7 +369,7 @@ class Supervisor:
         return not self._waits(payload.spec) and self.hooks.may_start(payload)
 
     def _begin(self, payload: Payload) -> None:
-        """Start a payload whose turn it is; if it gets a Ray cluster of its own, start that first, and the payload later."""
+        """Start a payload whose turn it is; for a payload with a Ray cluster of its own, only start the cluster now."""
         self.agent.strays.begin(payload.spec.nonce)
         if not self._is_fresh(payload.spec):
             return self._start(payload, self.cluster if payload.spec.uses_ray else None)
@@ -397,10 +406,13 @@ class Supervisor:
         payload.start(env, messages, measurement, cluster.leak_check(spec.nonce) if cluster is not None and is_warm else None)
 
     def _archive_logs(self, payload: Payload, done: Callable[[], None]) -> None:
-        """Archive the logs of a failed payload's Ray cluster into its run directory, and call `done`; at once if it has none."""
+        """Archive the logs of a failed payload's Ray cluster into the payload's run directory, and then call `done`.
+
+        Archives nothing if the payload has no Ray cluster, or has never run in a session.
+        """
         cluster = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
         if cluster is None or (self.is_session and payload not in self._running):
-            return done()  # Many payloads may wait in a session, whose logs are the same for all.
+            return done()  # Many payloads may wait in a session, and the session's logs are the same for all of them.
         names: List[str] = []
         payload.context["ray_logs"] = names
         cluster.archive_logs(payload.run_dir, names, done)
@@ -450,7 +462,7 @@ class Supervisor:
     def _report_demand(self, cluster: RayCluster, payloads: List[Payload], said: Say) -> None:
         """Report resource demands that the Ray cluster can never meet to the Dagster logs of the payloads `payloads`.
 
-        Ends a payload that is configured to fail then, if no other payload runs and no further node is expected.
+        If the only payload is configured to fail in this case, and no further node is expected, the payload is ended.
         """
         for payload in payloads:
             payload.phase(*said)
@@ -496,14 +508,20 @@ class Supervisor:
             self._note_remark(member.title, message.get("remark"))
 
     def _note_remark(self, name: str, remark: Optional[Sequence[str]]) -> None:
-        """Report in all payloads' logs that the node `name` could not copy the environment: once per node, for few nodes."""
+        """Report in all payloads' logs, once for each node, that the node `name` could not copy the environment.
+
+        `remark` is a phase and a message for the log, or None. At most `_MOST_NAMES` nodes are reported.
+        """
         if remark and remark[0] == local_copy.NO_COPY and name not in self._remarks and len(self._remarks) < _MOST_NAMES:
             self._remarks[name] = (remark[0], remark[1])
             for payload in self.payloads:
                 payload.phase(*self._remarks[name])
 
     def _report_memory(self, message: str, killed: bool) -> None:
-        """Report to running payloads that a node is nearly out of memory; for each, count the Ray workers killed meanwhile."""
+        """Report `message`, that a node is nearly out of memory, in the logs of all running payloads.
+
+        If `killed`, a Ray worker was killed, which is counted for the `end` record of each running payload.
+        """
         for payload in self._running:
             payload.phase("memory", message)
             if killed:
@@ -512,7 +530,10 @@ class Supervisor:
     # ---- Facts
 
     def describe(self) -> Dict[str, Any]:
-        """Returns the state of the runtime, its payloads and its Ray cluster, as a dict that clients receive as JSON."""
+        """Returns the answer to a client's `describe` request: the state of the runtime, its payloads, nodes and Ray cluster.
+
+        All values are JSON values. Times are in seconds.
+        """
         now, queue, here = self.loop.now(), self.queue, self.machine
         own = {"name": self._name, "cpus": here.num_cpus, "gpus": here.num_gpus, "here": True, "component": here.component}
         cluster = self.cluster.facts() if self.cluster is not None else {}
@@ -548,7 +569,10 @@ class Supervisor:
         return self.allocation.facts() if self.allocation is not None else None
 
     def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
-        """Returns facts about where a payload runs, for its `end` record; `cluster` is None for a payload without Ray cluster."""
+        """Returns facts for the `end` record of a payload: its host, Python, granted nodes and Ray cluster.
+
+        `cluster` is the Ray cluster that the payload uses; None for a payload without Ray.
+        """
         context: Dict[str, Any] = {
             "hostname": self.machine.hostname,
             "num_cpus": self.machine.num_cpus,
@@ -570,7 +594,7 @@ class Supervisor:
         """Returns `environ` with variables that limit a payload to the resources granted on this node."""
         if self.allocation is not None:
             environ = {**granted_defaults(self.machine), **environ}
-        own = {**environ, **(self._shares[0].environ if self._shares else {})}  # They see the GPUs of the head's component.
+        own = {**environ, **(self._shares[0].environ if self._shares else {})}  # Payloads see the GPUs of the head's component.
         return {name: value for name, value in own.items() if value is not None}
 
     @property
@@ -578,7 +602,10 @@ class Supervisor:
         return self.machine.hostname if self.allocation is None else self.allocation.nodes[0]
 
     def _in_words(self, ray: Optional[RaySpec]) -> str:
-        """Returns the names of a Ray cluster's nodes for the Dagster log, at most 8; those of all nodes if `ray` is None."""
+        """Returns the names of the nodes of a Ray cluster with the settings `ray`, for the Dagster log; of all nodes if None.
+
+        At most `_MOST_NAMES` nodes are named.
+        """
         names = [named(self._name, self.machine.component), *(member.title for member in self.workers.members.values())]
         if ray is not None:
             names = names[: nodes_expected(ray, len(names))]
@@ -594,14 +621,17 @@ class Supervisor:
     def _foreign_pids(self, payload: Payload) -> List[int]:
         """Returns the ids of processes outside this payload; their use of resources does not count as the payload's.
 
-        They are the processes of other payloads, preload processes, simulated nodes and relays.
+        The ids are those of other payloads, preload processes, simulated nodes and relays.
         """
         preloading = [] if self._preload_server is None else self._preload_server.pids()
         return [*(pid for pid in self._driver_pids() if pid != payload.pid), *preloading, *self.workers.pids, *self.relays.pids]
 
 
 def _dashboard_hint(payload: Payload, cluster: RayCluster) -> str:
-    """Returns text for the end of a log line: the command that shows the Ray dashboard of a payload's cluster; "" without one."""
+    """Returns text for the end of a log line: the command that opens the dashboard of a payload's Ray cluster.
+
+    Returns "" if the cluster has no dashboard.
+    """
     if cluster.dashboard_port is None:
         return ""
     return "; dashboard: `rayslurm dashboard %s`" % os.path.basename(payload.run_dir)

@@ -20,7 +20,7 @@ from ..process.loop import Loop
 from ..protocol.messages import End, EndReason
 from .supervisor import Supervisor
 
-# Seconds before a planned call at which squeue is asked, because an administrator may have moved the limit.
+# Seconds before a planned call at which squeue is run again, because an administrator may have moved the limit.
 _AHEAD = 10.0
 _TIMEOUT = 5.0  # Seconds in which squeue must answer.
 _LONGEST_START = 60.0  # Seconds from the start of a job to that of the runtime; after a longer time, squeue is asked.
@@ -67,7 +67,10 @@ class TimeLimit:
         return None if self._end is None else self._end - self.loop.now()
 
     def start(self) -> None:
-        """Find out the time limit, and then call `known`; while squeue prints no limit, it is run again later."""
+        """Find out the time limit, and then call `known`; call `unknown` if squeue cannot be run.
+
+        While squeue prints no limit, squeue is run again at intervals.
+        """
         start, end = (os.environ.get("SLURM_JOB_%s_TIME" % name, "") for name in ("START", "END"))
         # These are times of the controller's clock. This node's clock agrees with it if the job has just started.
         agrees = start.isdigit() and 0 <= time.time() - int(start) <= _LONGEST_START
@@ -87,10 +90,11 @@ class TimeLimit:
             self.unknown("squeue cannot be run (%s)" % error.strerror)
 
     def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
-        """Arrange that `call` gets the seconds left, `before` seconds ahead of the time limit; does nothing without a limit.
+        """Call `call` with the seconds left, `before` seconds ahead of the time limit; do nothing if no limit is known.
 
-        If that moment is past, `call` is called at once. Just before that moment, squeue is run again (unless `asked`), because
-        an administrator may have moved the limit; if squeue does not answer, the last known limit counts.
+        If that moment is past, `call` is called at once. Shortly before that moment, squeue is run again, because an
+        administrator may have moved the limit. If squeue does not answer, the last known limit counts. `asked` is True only in
+        this method's own calls, after squeue was run.
         """
         left = self.left()
         if left is None:
