@@ -52,9 +52,9 @@ def claim(directory: str, after: int, text: str) -> "tuple[int, str, str, float]
 
 
 def decide(path: str, state: str) -> str:
-    """Set the state of the claim with the directory `path` to `state`, unless another state was set before; return its state.
+    """Set the state of the claim in the directory `path` to `state`, unless a state was set before; return the claim's state.
 
-    The states to set are `SUBMITTED` and `ABANDONED`.
+    `state` is `SUBMITTED` or `ABANDONED`.
     """
     with contextlib.suppress(FileNotFoundError):
         os.rename(os.path.join(path, UNDECIDED), os.path.join(path, state))
@@ -70,8 +70,8 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence
     """Return the submitted runs below the directory `base`, and the result of the command `squeue`, as a dict.
 
     The dict has `runs`, a dict for each run, and `queue`, the exit code, output and error output of the command. For runs whose
-    names are in `known`, only `name` and `known` are returned. The command is not run if there are no other runs; it gets
-    `timeout` seconds.
+    names are in `known`, only `name` and `known` are returned. If there are no other runs, the command is not run. The command is
+    ended after `timeout` seconds.
     """
     runs, skip = [], set(known)
     directory = os.path.join(base, "runs")

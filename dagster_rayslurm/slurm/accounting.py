@@ -1,4 +1,4 @@
-"""The facts that Slurm knows of one job, and the failure of a run that they explain (tried on Slurm 22.05 and 24.11).
+"""The facts that Slurm knows of one job, and the run's failure that these facts explain (tried on Slurm 22.05 and 24.11).
 
 scontrol knows a job until MinJobAge after its end (300 s by default) and needs no accounting. sacct knows the job for good,
 with the memory of its steps. The job's log says which tasks failed.
@@ -159,7 +159,7 @@ def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
 
 
 def parse_scontrol(text: str) -> JobFacts | None:
-    """Returns the facts of the job in the output of `scontrol show job ID` (without `--oneliner`); None if it shows no job."""
+    """Returns the facts of the job in the output of `scontrol show job ID` (without `--oneliner`); None without a job in it."""
     components = []
     for block in re.split(r"(?m)^(?=JobId=)", text):
         shown = dict(re.findall(r"(?:^|\s)([^\s=]+)=(\S*)", _TEXTS_OF_USERS.sub("\n", block)))

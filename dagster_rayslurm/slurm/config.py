@@ -100,7 +100,7 @@ def split_signal(text: str | None) -> tuple[str, float | None]:
 
 
 class HetComponent(StrictConfig):
-    """One component of a heterogeneous job: equal nodes, for a Ray cluster across all components or for one of their own."""
+    """One component of a heterogeneous job: equal nodes, in a Ray cluster across all components or in a cluster of their own."""
 
     component_id: Annotated[str, identifier]
     """Name of the component; Ray nodes carry it as a label."""

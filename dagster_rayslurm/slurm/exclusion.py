@@ -1,4 +1,4 @@
-"""Chooses the nodes that a job must avoid because they failed a health check, as long as enough others are left."""
+"""Chooses the nodes that a job must avoid because they failed a health check, as long as enough other nodes are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the partition of a job whose queue has `partition="auto"`: the first one that fits and has free nodes."""
+"""Chooses the partition of a job whose queue has `partition="auto"`: the first partition that fits and has free nodes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def is_auto(request: JobRequest) -> bool:
 def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
     """Returns a job request with the first partition that fits and has enough free nodes; raises `ValueError` if none fits. Pure.
 
-    The cluster's default partition comes first, and partitions with GPUs last if the job requests none. If no partition has
-    enough free nodes, the job waits in all that fit; a component of a heterogeneous job waits in the first one.
+    The cluster's default partition comes first, and partitions with GPUs last if the job requests no GPUs. If no partition has
+    enough free nodes, the job waits in all partitions that fit; a component of a heterogeneous job waits in the first of these.
     """
     taken: Counter[str] = Counter()  # Each component gets nodes of its own.
     reasons, parts = [], []

@@ -188,7 +188,8 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
     """Returns the request for a job on the nodes that `queue` describes, in which every `EnvVar` must be resolved.
 
     For CPUs or GPUs that the queue leaves open, the job requests the amounts in `footprint`, which the launcher wants on each
-    node. Raises a ValueError that names the fields if the queue contradicts itself, sets a reserved option, or grants less.
+    node. Raises a ValueError that names the fields if the queue contradicts itself, sets a reserved option, or has less than the
+    footprint.
     """
     check_queue(queue)
     cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)

@@ -1,4 +1,4 @@
-"""Calls of Slurm's programs, and the user's jobs in the queue: one answer of `squeue`, that all processes share through a file.
+"""Calls of Slurm's programs, and the user's jobs in the queue: one answer of `squeue` that all processes share through a file.
 
 However many steps, processes and Dagster hosts look at the queue, slurmctld is queried once per `poll_interval`. Tried on Slurm
 22.05 and 24.11.
@@ -140,7 +140,7 @@ class QueueSnapshot:
         return {row.job_id: row for row in self.rows}
 
     def job(self, job_id: int) -> QueueRow | None:
-        """The row of a job; None if it is not in the queue."""
+        """The row of a job; None if the job is not in the queue."""
         return self._by_id.get(job_id)
 
     def components(self, job_id: int) -> tuple[QueueRow, ...]:
@@ -165,14 +165,14 @@ class QueueSnapshot:
 
 
 def parse_answer(data: bytes) -> QueueSnapshot:
-    """Returns the snapshot in the bytes that `edge.slurm.queue` answered; raises ValueError if they have another form."""
+    """Returns the snapshot in `data`, the bytes that `edge.slurm.queue` answered; raises ValueError if the form is wrong."""
     times, _, text = data.partition(b"\n")
     began, ended = map(float, times.split())
     return QueueSnapshot(began, parse_squeue(text.decode("utf-8", "replace")), ended - began)
 
 
 def parse_squeue(text: str) -> tuple[QueueRow, ...]:
-    """Returns the rows in the output of squeue; raises ValueError if the text has other lines."""
+    """Returns the rows in the output of `squeue_command`; raises ValueError if a line is no row."""
     before, *rows = ("\n" + text.removesuffix("\n")).split(f"\n{_ROW}{_UNIT}")
     if before.strip():
         raise ValueError(f"squeue printed {before.strip()[:200]!r} where jobs were expected")

@@ -64,7 +64,7 @@ class JobStatus:
 class JobWatch:
     """All observations of a job so far; `seen`, `started` and `exited` return a copy with one more observation.
 
-    Times are those of the cluster's clock.
+    All times are in seconds of the epoch, by the cluster's clock.
     """
 
     submitted: float  # When sbatch returned.

@@ -103,7 +103,7 @@ def submit(
 
     `job.sh` has the options of `request`, whose job name is unique. If `claim`, other processes may create the same directory,
     and only one of them submits. Once the job may exist, the search for it goes on for `patience` seconds while the edge node is
-    out of reach. `warn` is called with a message if the answer to a submission was lost.
+    out of reach. `warn` is called with a message if the answer to a submission was lost. The answer corrects `clock`.
 
     Raises:
         ClaimTaken: another process has made the directory and submits the job.

@@ -104,10 +104,11 @@ class Connection(ABC):
 
     @abstractmethod
     def stream(self, command: Sequence[str]) -> socket.socket:
-        """Start a command, and return a socket that is connected to its standard input and output. No shell interprets its words.
+        """Start a command, and return a socket that is connected to the command's standard input and output.
 
-        The socket ends when the command ends, and may also carry its standard error. If the command cannot be started, the socket
-        ends at once (by SSH), or `OSError` is raised (on this machine).
+        No shell interprets the words of the command. The socket ends when the command ends, and may also carry the command's
+        standard error. If the command cannot be started, the socket ends at once (by SSH), or `OSError` is raised (on this
+        machine).
         """
 
     @abstractmethod
@@ -133,7 +134,7 @@ class Connection(ABC):
         function: Callable[..., Any] = processes.run,
         options: Sequence[Any] = (),
     ) -> Completed:
-        """Run a command, wait until it ends, and return its exit code and output. No shell interprets its words.
+        """Run a command, wait until it ends, and return its exit code and output. No shell interprets the words of the command.
 
         The exit code is 127 if the program does not exist, as in a shell. `run` does not wait for background processes that
         the command leaves behind, and drops their output. `function` is the function of `edge` that runs the command, as
@@ -177,7 +178,7 @@ class Connection(ABC):
         return self.call(files.home, repeat=True)
 
     def modified(self, path: str) -> float | None:
-        """Returns the Unix time of the last change of a file or directory, by its machine's clock; None if it does not exist."""
+        """Returns the Unix time of the last change of a file or directory, by the machine's clock; None for a missing path."""
         return self._on_file(f"looking at {path}", files.modified, path)
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
@@ -342,7 +343,7 @@ def check_no_variable(path: str, field: str) -> None:
 
 
 def is_rooted(path: str) -> bool:
-    """Whether a path is absolute or begins with "~/"."""
+    """Whether a path is absolute, is "~", or begins with "~/"."""
     return os.path.isabs(path) or path == "~" or path.startswith("~/")
 
 

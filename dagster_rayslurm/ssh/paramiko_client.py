@@ -103,7 +103,10 @@ def _connect(ssh: SSHLogin, deadline: float) -> socket.socket:
 
 
 def _explain(ssh: SSHLogin, error: Exception, deadline: float) -> ConnectionFailed:
-    """Returns a `ConnectionFailed`, with a sentence for the user, in place of an exception raised during a login."""
+    """Returns the `ConnectionFailed` to raise, with a sentence for the user, in place of the exception `error` of a login.
+
+    `deadline` is the end of the login's `connect_timeout`: an exception at that time counts as a missing answer.
+    """
     text = str(error) or type(error).__name__
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return errors.unknown_host(ssh)

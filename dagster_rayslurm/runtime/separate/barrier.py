@@ -2,8 +2,8 @@
 
 The payloads start together, and the first failure ends all of them. Each component's runtime stays until all payloads have
 ended, because the other payloads may use its Ray cluster until then. The runtime of the first component is the barrier's host,
-the others are its guests. Whenever the `ComponentState` of a guest or the `RunState` of the host changes, and after each new
-connection, it is sent to the other side.
+the others are its guests. Each guest sends its `ComponentState` to the host, and the host sends its `RunState` to the guests:
+after each new connection and after each change of the state.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _LEAVE_TIMEOUT = 5.0
 
 @dataclass(eq=False)
 class Participant(Hooks, Listener, ABC):
-    """Takes part in the barrier for one component; the component's supervisor calls its methods as `Hooks`."""
+    """Takes part in the barrier for one component; the component's supervisor calls the methods of `Hooks`."""
 
     supervisor: Supervisor
     run_dir: str  # The run's directory, not that of the component.
@@ -164,9 +164,9 @@ class Host(Participant):
         self.loop.call_later(0.0, self._act)
 
     def interrupted(self, loop: Loop, signum: int) -> None:
-        """End the payloads of the other components, because the host has received a signal and its own payload has ended.
+        """End the payloads of the other components; the host itself ends after the other components.
 
-        The host itself ends after the other components.
+        The host has received the signal `signum`, and its own payload has ended.
         """
         self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
         self._act()
@@ -238,7 +238,10 @@ class Guest(Participant):
             self._give_up_at = min(self._give_up_at, self.loop.now() + self.spec.grace)
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """Report to the host that this runtime ends, and end it, because it has received a signal and its payload has ended."""
+        """Report to the host that this runtime ends, and stop the event loop, which also ends the component's Ray cluster.
+
+        The runtime has received a signal, and its payload has ended.
+        """
         self.tell(left=True)
         loop.stop()
 
@@ -294,7 +297,7 @@ def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participa
 
 
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
-    """Returns the resources of this machine that a component gets if all components run here, and a remark on simulated ones.
+    """Returns a component's share of this machine's resources, where all components run, and a remark on simulated resources.
 
     The component is the one to which the start record `spec` belongs. The remark is "" if the component has no simulated
     resources or no Ray cluster. Also changes `os.environ`, so that this process sees no GPUs of other components.

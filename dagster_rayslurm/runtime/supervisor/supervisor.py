@@ -280,11 +280,11 @@ class Supervisor:
     # ---- From the start to the end of a payload
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-        """Queue the payload of a run directory and return it; the payload starts at once if its turn has come.
+        """Queue the payload of a run directory and return the payload, which starts at once if its turn has come.
 
         The payload's environment is based on `environ`, by default that of this process. Raises `Closing` if the runtime
-        accepts no more payloads, `Misfit` if the payload needs more than the nodes have, SpecError if its specification is not
-        valid, or OSError if the run directory cannot be read or written.
+        accepts no more payloads or has too little time left, `Misfit` if the payload needs more than the nodes have, SpecError if
+        its specification is not valid, or OSError if the run directory cannot be read or written.
         """
         version = self._ray_version
         if self.closing is None and version is not None and (installed_version() or version) != version:
@@ -408,7 +408,7 @@ class Supervisor:
     def _archive_logs(self, payload: Payload, done: Callable[[], None]) -> None:
         """Archive the logs of a failed payload's Ray cluster into the payload's run directory, and then call `done`.
 
-        Archives nothing if the payload has no Ray cluster, or has never run in a session.
+        Archives nothing if the payload has no Ray cluster, or if this is a session and the payload has not started.
         """
         cluster = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
         if cluster is None or (self.is_session and payload not in self._running):
@@ -438,7 +438,7 @@ class Supervisor:
     # ---- Events of the Ray clusters and of the nodes
 
     def _handle_cluster(self, cluster: RayCluster, action: Action) -> None:
-        """Handle an event of the warm Ray cluster or of a payload's own one: report it, and start or end payloads."""
+        """Handle an event of the warm Ray cluster or of a payload's own cluster: report the event, and start or end payloads."""
         is_warm = cluster is self.cluster
         payloads = self.payloads if is_warm else [each for each in self._running if each.spec.nonce == cluster.key]
         if isinstance(action, Say) and action.phase == UNSCHEDULABLE:
@@ -460,7 +460,7 @@ class Supervisor:
                     payload.safely(functools.partial(self._start, payload, cluster))
 
     def _report_demand(self, cluster: RayCluster, payloads: List[Payload], said: Say) -> None:
-        """Report resource demands that the Ray cluster can never meet to the Dagster logs of the payloads `payloads`.
+        """Report `said`, on resource demands that the Ray cluster can never meet, in the Dagster logs of the payloads.
 
         If the only payload is configured to fail in this case, and no further node is expected, the payload is ended.
         """
