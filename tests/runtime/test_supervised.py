@@ -351,3 +351,22 @@ def test_a_defect_in_one_end_does_not_prevent_other_ends(tmp_path: Path) -> None
     records, _ = supervised(tmp_path, program, ["sleep", "20"])
     other = LineReader().feed((tmp_path / "other" / JOURNAL).read_bytes())[-1]
     assert records[-1]["type"] == "tail" and (other["type"], other["message"]) == ("end", "RuntimeError: no such thing")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_payload_that_the_runtime_ends_does_not_wait_for_its_energy(tmp_path: Path, early: bool) -> None:
+    program = """
+        import os
+        payload = runner.submit(run_dir)
+        def query(on_answer):
+            print("asked", file=sys.stderr)
+            loop.call_later(0.05, lambda: on_answer(7200000))
+            return True
+        payload.query_energy = query
+        if os.environ["EARLY"]:
+            loop.call_later(0.3, lambda: payload.end_early(End("timeout", "enough"), 0))
+        runner.run()
+    """
+    records, said = supervised(tmp_path, program, ["sleep", "20" if early else "0.1"], EARLY="1" * early)
+    assert records[-1]["type"] == "end" and ("asked" in said) != early
+    assert records[-1]["context"].get("energy_joules") == (None if early else 7200000)
