@@ -104,7 +104,7 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
 
 
 def ray_logs(evidence: Evidence, directory: str) -> Metadata:
-    """Returns the path of the archives of Ray's logs as metadata; {} without archives. `directory` is the payload's run directory."""
+    """Returns the path of Ray's log archives as metadata; {} without archives. `directory` is the payload's run directory."""
     names = ((evidence.end or {}).get("context") or {}).get("ray_logs")
     name = names[0] if names and len(names) == 1 else "ray-logs-*.tar.gz"
     return {"Ray logs": dg.MetadataValue.path(f"{directory}/{name}")} if names else {}
