@@ -117,7 +117,7 @@ class Backend(Protocol):
         """Create a run directory and start its runtimes, or continue those of a reattached step; raises StartError or OSError."""
 
     def example(self, plan: Any, /) -> str:
-        """Returns the command or batch script of a plan, for display; words in capitals stand for values known only at the start."""
+        """Returns the command or batch script of a plan, for display; words in capitals stand for values not yet known."""
 
     def sweep(self, retention_days: float) -> None:
         """Remove run directories and other files not used for `retention_days` from the machine or cluster where runtimes run."""
@@ -145,7 +145,7 @@ class CanExclude(Protocol):
         """Record nodes that failed a health check, so that later jobs of this user can avoid them; raises OSError."""
 
     def exclusion_for_plan(self, plan: Any, /) -> Exclusion:
-        """Returns the nodes that a new job would avoid because of failed health checks; raises OSError if the cluster fails to answer."""
+        """Returns the nodes that a new job would avoid for failed health checks; raises OSError if Slurm does not answer."""
 
 
 # ---- Files
@@ -154,7 +154,7 @@ class CanExclude(Protocol):
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
     """Returns the content of the files that a run directory has before its runtime starts, by file name.
 
-    The files of the run record are empty. Reason: on NFS, a file that was looked up before it existed stays missing for a minute.
+    The files of the run record are empty. On NFS, a file that was looked up before it existed would stay missing for a minute.
     """
     files = {PAYLOAD: to_json(plan.payload), CONTEXT: json.dumps(context), JOURNAL: "", STDIO: ""}
     if plan.secret_env:

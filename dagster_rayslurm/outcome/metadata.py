@@ -82,7 +82,10 @@ def timeline_metadata(evidence: Evidence, mode: str, queue_wait: float | None) -
 
 
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
-    """Returns the metadata of a failure; `run_dir` is host and path of the run directory, None to leave it out."""
+    """Returns the metadata of a failure: the ends of output and logs, the exit code, and the state of the Slurm job.
+
+    `run_dir` is host and path of the run directory; with None, the metadata has no path, because the directory will be removed.
+    """
     texts = {"Last output": evidence.output_tail()}
     texts.update((f"Log: {name}", text) for name, text in evidence.tails.items())
     texts["Runtime log"] = evidence.runtime_log
@@ -147,7 +150,7 @@ def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], mode: 
 
 
 def _node_shares(elapsed: float, usage: NodeUsage, granted: Sequence[Node]) -> list[NodeShare]:
-    """Returns what each node used as a share of what it was granted; only nodes that were measured."""
+    """Returns the CPU time and the peak memory of each measured node, as shares of the granted CPUs and memory."""
     pairs = [(node, _usage_of(usage, node)) for node in granted]
     return [
         (
