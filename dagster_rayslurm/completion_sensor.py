@@ -27,7 +27,7 @@ def build_completion_sensor(
     minimum_interval_seconds: int = 60,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.STOPPED,
 ) -> dg.SensorDefinition:
-    """Returns a sensor that reports the end of each run submitted by `ComputeResource.submit` once.
+    """Returns a sensor that reports, once, the end of each run that `ComputeResource.submit` has submitted.
 
     Each tick looks at all runs by one listing and one `squeue`. Without `job` and `asset_selection`, the sensor reports a
     successful run as an `AssetMaterialization` of the run's asset, with the metadata that the payload reported, and a failed run
@@ -48,8 +48,8 @@ def build_completion_sensor(
     Args:
         compute: the resource with which the runs are submitted; each tick reads the values of its `EnvVar` fields.
         name: the name of the sensor. If several sensors look at one base directory, only one of them reports each end.
-        job: the job to run for each end.
-        asset_selection: the assets to materialize for each end, by their keys or a selection.
+        job: the Dagster job to run for each run that has ended.
+        asset_selection: the assets to materialize for each run that has ended, as keys or a selection.
         minimum_interval_seconds: the shortest time between two ticks, in seconds.
         default_status: whether the sensor runs before somebody turns it on or off in Dagster.
     """
@@ -123,7 +123,7 @@ class _Look:
 def _request(handle: RunHandle) -> dg.RunRequest:
     """Returns the request for a Dagster run that follows a submitted run.
 
-    The run key is the submitted run's name, so that Dagster starts no second one for the same submitted run.
+    The run key is the submitted run's name, so that Dagster starts no second Dagster run for the same submitted run.
     """
     return dg.RunRequest(run_key=handle.run, partition_key=handle.partition_key, tags={TAG: handle.to_json()})
 

@@ -137,7 +137,7 @@ class ArrayBackend(BatchBackend):
     def _found(self, run_dir: str, queue: QueueSnapshot) -> list[dict[str, Any]]:
         """Returns the arrays of a run directory, in the form of `edge.elements.arrays`; [] if the run directory does not exist.
 
-        For an array without a stored job id, takes the id from the row in `queue` with the array's job name, and stores the id.
+        If the job id of an array is not stored, the id is taken from the row in `queue` with the array's job name, and stored.
         """
         try:
             arrays = self.connection.call(elements.arrays, run_dir, repeat=True)
@@ -410,7 +410,7 @@ class Arrays:
             self._with_record(by_number[array_number], number, texts[0], texts[1], whole, log)
 
     def _with_record(self, array: Array, number: int, journal: bytes, output: bytes, whole: int, log: str) -> None:
-        """Read the record of an element; if the element has ended, take the element.
+        """Read the record of an element; if the element has ended, call `_take`.
 
         `journal` and `output` are the contents of the record's files, `output` only up to a limit. `whole` is the full length of
         the output in bytes, and `log` the end of the runtime's log.
@@ -485,7 +485,7 @@ class Arrays:
     def _explain(self) -> None:
         """Query Slurm's accounting for the elements that `_take` left waiting, at most every `_ASK_INTERVAL` seconds.
 
-        An element is ready once the accounting has its final state, or its time limit `explain_by` is over.
+        An element is ready once the accounting has its final state, or the element's time limit `explain_by` is over.
         """
         pending = [(array, number, each) for array in self.running for number, each in array.open.items() if each.ended]
         if not pending or time.monotonic() - self._asked_at < _ASK_INTERVAL:

@@ -117,7 +117,7 @@ class Backend(Protocol):
         """Create a run directory and start its runtimes, or continue those of a reattached step; raises StartError or OSError."""
 
     def example(self, plan: Any, /) -> str:
-        """Returns the command or batch script of a plan, for display; words in capitals stand for values not known before."""
+        """Returns the command or batch script of a plan, for display; words in capitals stand for values not yet known."""
 
     def sweep(self, retention_days: float) -> None:
         """Remove run directories and other files not used for `retention_days` from the machine or cluster where runtimes run."""
@@ -131,7 +131,10 @@ class CanReattach(Protocol):
         """Returns whether `start` can continue the payload of a run directory: it runs this plan and has not failed."""
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
-        """End the payload of a run directory after the death of its owner, a process that was ending the payload when it died."""
+        """End the payload of a run directory whose owner, a Dagster process, died while it was ending the payload.
+
+        The payload has `grace_period` seconds to end by itself. Raises StartError if Slurm does not confirm the end.
+        """
 
 
 @runtime_checkable
@@ -142,7 +145,7 @@ class CanExclude(Protocol):
         """Record nodes that failed a health check, so that later jobs of this user can avoid them; raises OSError."""
 
     def exclusion_for_plan(self, plan: Any, /) -> Exclusion:
-        """Returns the nodes that a new job would avoid because they failed a health check; raises OSError without an answer."""
+        """Returns the nodes that a new job would avoid for failed health checks; raises OSError if Slurm does not answer."""
 
 
 # ---- Files
@@ -151,7 +154,7 @@ class CanExclude(Protocol):
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
     """Returns the content of the files that a run directory has before its runtime starts, by file name.
 
-    The files of the run record are empty: on NFS, a file that was looked up before it existed stays missing for a minute.
+    The files of the run record are empty. On NFS, a file that was looked up before it existed would stay missing for a minute.
     """
     files = {PAYLOAD: to_json(plan.payload), CONTEXT: json.dumps(context), JOURNAL: "", STDIO: ""}
     if plan.secret_env:
@@ -266,7 +269,7 @@ def noticed_interrupts() -> Iterator[Callable[[], None]]:
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt; yields a function that tells if another one came.
 
-    The function returns True once another signal has come, later than a second after the block began.
+    The function returns True once another signal has come, more than `_REPEATED` seconds after the block began.
     """
     ignored_until = time.monotonic() + _REPEATED
     later: list[int] = []

@@ -95,7 +95,10 @@ class ClusterBackend:
         return self._avoiding(request, step)
 
     def _avoiding(self, request: JobRequest, step: Step) -> JobRequest:
-        """Returns the job request, changed to exclude the nodes that failed a health check, and logs the names of these nodes."""
+        """Returns the job request, changed to exclude the nodes that failed a health check, and logs the names of these nodes.
+
+        If Slurm does not answer, logs a warning and returns the job request unchanged.
+        """
         try:
             exclusion = self.exclusion(request)
         except SlurmUnanswered as error:

@@ -157,7 +157,7 @@ def lacking(plan: Plan, *units: str) -> str | None:
 
 
 def _footprints(plan: Plan) -> list[tuple[str, Footprint]]:
-    """Returns the resources that each node of a plan needs; before each stands a label that names the component, or "".
+    """Returns pairs of a label and the resources that a node of a plan needs; the label names the component, or is "".
 
     GPUs of components are left out, because local mode simulates these GPUs.
     """

@@ -67,7 +67,10 @@ class Ownership:
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
     def holds(self) -> bool:
-        """Returns whether this attempt may write results: it was the owner at most `_LEASE` seconds ago. May raise OSError."""
+        """Returns False if a later attempt has taken the payload over, so that this attempt must not write results; else True.
+
+        The owner files are read again after `_LEASE` seconds at the earliest. May raise OSError.
+        """
         now = time.monotonic()
         if self.run_dir and self.new_owner is None and now - self._held_at > _LEASE:
             owners = self._owners() or []

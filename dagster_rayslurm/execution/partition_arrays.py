@@ -308,7 +308,7 @@ class _ArrayRun:
         return RunFailure(failure.kind, sentence, metadata, failure.allow_retries, failure.unhealthy)
 
     def _failure(self) -> RunFailure:
-        """Returns the failure of the step, if all arrays have ended and not all partitions are materialized."""
+        """Returns the failure of a step that lacks materialized partitions after the ends of all its arrays."""
         verdicts = list(self.results.failed.values())
         kinds = {each.kind for each in verdicts if each.kind is not None}
         kind = FailureKind.CANCELLED if self.stopped else kinds.pop() if len(kinds) == 1 else FailureKind.PAYLOAD

@@ -45,7 +45,7 @@ class Workers:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
 
     def submit(self, work: Callable[[], T], cancellable: bool = True) -> Future[T]:
-        """Have a thread call `work`; returns the future of the result. If `cancellable`, it can be cancelled before the call."""
+        """Have a thread call `work`; returns the result's future, which can be cancelled before the call if `cancellable`."""
         future: Future[T] = Future()
         if not cancellable:
             future.set_running_or_notify_cancel()

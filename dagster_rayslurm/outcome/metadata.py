@@ -84,7 +84,10 @@ def timeline_metadata(evidence: Evidence, mode: str, queue_wait: float | None) -
 
 
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
-    """Returns the metadata of a failure; `run_dir` is host and path of the run directory, None to leave it out."""
+    """Returns the metadata of a failure: the ends of output and logs, the exit code, and the state of the Slurm job.
+
+    `run_dir` is host and path of the run directory; with None, the metadata has no path, because the directory will be removed.
+    """
     texts = {"Last output": evidence.output_tail()}
     texts.update((f"Log: {name}", text) for name, text in evidence.tails.items())
     texts["Runtime log"] = evidence.runtime_log
@@ -106,10 +109,7 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
 
 
 def ray_logs(evidence: Evidence, directory: str) -> Metadata:
-    """Returns the path of the archives of Ray's logs as metadata; {} without archives.
-
-    `directory` is the payload's run directory.
-    """
+    """Returns the path of Ray's log archives as metadata; {} without archives. `directory` is the payload's run directory."""
     names = ((evidence.end or {}).get("context") or {}).get("ray_logs")
     name = names[0] if names and len(names) == 1 else "ray-logs-*.tar.gz"
     return {"Ray logs": dg.MetadataValue.path(f"{directory}/{name}")} if names else {}
@@ -152,7 +152,7 @@ def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], mode: 
 
 
 def _node_shares(elapsed: float, usage: NodeUsage, granted: Sequence[Node]) -> list[NodeShare]:
-    """Returns what each node used as a share of what it was granted; only nodes that were measured."""
+    """Returns the CPU time and the peak memory of each measured node, as shares of the granted CPUs and memory."""
     pairs = [(node, _usage_of(usage, node)) for node in granted]
     return [
         (

@@ -82,8 +82,8 @@ def needs_job_facts(evidence: Evidence) -> bool:
 def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdict:
     """Returns the verdict on a payload from its evidence: success, or the kind of failure and a sentence.
 
-    Success needs an `end` with exit code 0, Pipes closed without an exception, and no message that Dagster refused. With
-    `uses_pipes` and `require_messages`, a payload that never opened or closed Pipes has failed.
+    Success needs an `end` with exit code 0, a record without damaged lines, no exception reported through Pipes, and no message
+    that Dagster refused. With `uses_pipes` and `require_messages`, a payload that did not open and close Pipes has failed.
     """
     end = evidence.end
     if needs_job_facts(evidence) and (by_slurm := judge_job(evidence)) is not None:

@@ -159,10 +159,8 @@ class SeparateBatchBackend(JobBackend):
 def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
     """Returns the content of `runtime.json` for each component of a job, by the name of the component.
 
-    The runtime of each component treats its component as a whole job.
-
-    All Ray clusters share one token, so that a payload may use the clusters of other components. The control keys differ, so that
-    nodes join only the cluster of their own component.
+    The runtime of each component treats its component as a whole job. All Ray clusters share one token, so that a payload may use
+    the clusters of other components. The control keys differ, so that nodes join only the cluster of their own component.
     """
     secret = secrets.token_hex(32)
     barriers = barrier_specs(plans, derive_key(secret, "meeting"))
@@ -205,7 +203,7 @@ class ComponentJob(BatchJob):
     def _started_at(self, evidence: Evidence) -> float | None:
         """Returns when the latest record of any component began, as Unix time; None before the first.
 
-        After that time, Slurm must not cancel the job because another component has not started.
+        From that time on, the whole job counts as started, so that a component that starts late does not get the job cancelled.
         """
         self.shared.started_at = max(self.shared.started_at or 0.0, evidence.started_at or 0.0) or None
         return self.shared.started_at

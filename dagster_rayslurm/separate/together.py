@@ -179,7 +179,8 @@ def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
 def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], mode: str, job_id: str | None) -> Metadata:
     """Returns the Dagster metadata of the run, for a success and a failure alike, with a table of all components.
 
-    `own` has the metadata of each component. A run with a single payload has no table: its metadata is returned unchanged.
+    `own` has the metadata of each component, and `job_id` is None without Slurm. A run with a single payload has no table: its
+    metadata is returned unchanged.
     """
     if None in own:
         return own[None]

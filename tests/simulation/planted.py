@@ -33,7 +33,7 @@ PLANTED = [
     Planted(
         "after a lost answer the job is submitted again without a search",
         "slurm/submit.py",
-        "found = _find(connection, name, patience)",
+        "found = find_job(connection, name, patience)",
         "found = None",
     ),
     Planted(
