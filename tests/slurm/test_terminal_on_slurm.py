@@ -82,22 +82,3 @@ def test_a_job_that_waits_says_why_and_is_cancelled(site: Site, tmp_path: Path) 
     assert "there is nothing to enter" in site.rayslurm("attach", run["name"]).stderr
     ended = site.rayslurm("cancel", left.stdout.strip())
     assert ended.returncode == 0 and not site.jobs(), ended
-
-
-def test_plain_jobs_are_entered_and_cancelled_one_by_one(site: Site) -> None:
-    array = site.sh("sbatch --parsable --array=1-4%2 --mem=100M --output=/dev/null --wrap 'sleep 300'").strip()
-    job = site.sh("sbatch --parsable --mem=100M --output=/dev/null -n1 : -n1 --mem=100M --wrap 'sleep 300'").strip()
-    waiting = f"{array}_[3-4%2]"
-
-    def left() -> dict[str, str]:
-        return {each["job_id"]: each["state"] for each in listed(site)}
-
-    assert wait_until(lambda: left() == {f"{array}_{n}": "running" for n in (1, 2)} | {waiting: "pending", job: "running"}, 60)
-    entered = site.rayslurm("attach", job, "--", "hostname")
-    assert entered.returncode == 0 and entered.stdout.strip(), entered
-    for ident in (waiting, f"{array}_1"):
-        assert ident in left() and site.rayslurm("cancel", ident).returncode == 0
-    assert left() == {f"{array}_2": "running", job: "running"}
-    for ident in (f"{array}_2", job):
-        assert site.rayslurm("cancel", ident).returncode == 0
-    assert not left() and not site.jobs()
