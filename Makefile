@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Most tests wait for something, so that more of them run at once than there are cores.
-PYTEST = $(BIN)/python -m pytest --numprocesses=3 --tb=native
+# Most tests wait for something, so that more of them run at once than there are cores. On Slurm, each process has its own stack.
+PYTEST = $(BIN)/python -m pytest --tb=native --numprocesses
 INTO ?= site-versions
 export RAYSLURM_MODE ?= local
 # Without bytecode, each process of the tests would compile them and the package anew.
@@ -45,13 +45,13 @@ test: install  ## lint, types, and the tests that need nothing but Python
 	@$(MAKE) --no-print-directory --jobs=2 lint test-local
 
 test-local: install
-	@$(PYTEST) -m "not stack and not core and not thorough"
+	@$(PYTEST) 4 -m "not stack and not core and not thorough"
 
 test-stack: stack-up  ## the core of the tests on the Slurm stack, which needs Docker
-	@CI=true $(PYTEST) -m core
+	@CI=true $(PYTEST) 3 -m core
 
 test-all: lint stack-up  ## every test, also those that repeat others in further modes and variants
-	@CI=true $(PYTEST)
+	@CI=true $(PYTEST) 3
 
 stack-up: install  ## start a small Slurm cluster in containers, or bring it up to date
 	@$(BIN)/python -m stack up
