@@ -177,6 +177,7 @@ def service(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Service]:
     made.dagster.dispose()
 
 
+@pytest.mark.thorough
 def test_dagster_is_killed(service: Service, fake_slurm: FakeSlurm) -> None:
     """The retry goes on with the array that runs, and submits the next one: each partition runs and is materialized once."""
     fake_slurm.set(max_array_size=6)
@@ -210,6 +211,7 @@ def test_dagster_is_killed_before_it_knows_the_array(service: Service, fake_slur
     assert len(fake_slurm.calls("sbatch")) == 1
 
 
+@pytest.mark.thorough
 def test_dagster_is_cancelled(service: Service, fake_slurm: FakeSlurm) -> None:
     service.let("3")
     process = service.start()
@@ -221,6 +223,7 @@ def test_dagster_is_cancelled(service: Service, fake_slurm: FakeSlurm) -> None:
     assert len(service.materialized()) == 3 and len(service.ran()) == 5
 
 
+@pytest.mark.thorough
 def test_a_thousand_elements_need_few_calls(
     compute: ComputeResource, tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

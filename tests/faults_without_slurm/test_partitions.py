@@ -141,7 +141,9 @@ def asked(slurm: FakeSlurm) -> int:
     return sum(len(slurm.calls(program)) for program in ("sbatch", "squeue", "scancel", "sacct", "scontrol", "srun"))
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["the job goes on", "the job is lost"])
+@pytest.mark.parametrize(
+    "lost", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["the job goes on", "the job is lost"]
+)
 def test_a_slow_process_that_was_taken_for_dead_materializes_nothing_more(
     lost: bool, service: Service, fake_slurm: FakeSlurm
 ) -> None:

@@ -107,6 +107,7 @@ def test_the_energy_of_a_job_is_shown_where_slurm_measures_it(
     assert [words[0] for words in fake_slurm.calls("sstat")] == ["--jobs=1.0"] * asked
 
 
+@pytest.mark.thorough
 def test_slurm_is_not_asked_for_the_energy_of_a_session(fake_slurm: FakeSlurm, script: Any, tmp_path: Path) -> None:
     fake_slurm.set(energy=7_200_000)
     slurm = SlurmResource(remote_base=str(tmp_path / "base"), poll_interval=1)

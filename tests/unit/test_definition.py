@@ -1,5 +1,6 @@
 """Unusable resources are refused when definitions load, except for what an `EnvVar` or the launchpad decides."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,7 @@ def test_dagster_validates_in_one_sentence(tmp_path: Path) -> None:
         'defs = dg.Definitions(resources={"compute": ComputeResource(mode="slurm")})\n'
     )
     command = [sys.executable, "-m", "dagster", "definitions", "validate", "-f", "definitions.py"]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    env = {**os.environ, "DAGSTER_HOME": str(tmp_path)}
+    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert said.returncode != 0
     assert "ValueError: slurm: mode 'slurm' needs a Slurm cluster; set slurm=SlurmResource(…)" in said.stdout + said.stderr
