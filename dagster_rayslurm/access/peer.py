@@ -21,7 +21,10 @@ def is_own(peer: Address, here: Address) -> bool:
 
 
 def owner(peer: Address, here: Address, rows: Iterable[str]) -> int | None:
-    """Returns the id of the user whose process opened the connection from `peer` to `here`; None if no row shows it. Pure."""
+    """Returns the id of the user whose process opened the connection from `peer` to `here`; None if no row shows the connection.
+
+    `rows` are the lines of /proc/net/tcp and /proc/net/tcp6. Pure.
+    """
     ends = [_hex(peer), _hex(here)]
     for row in rows:
         words = row.split()

@@ -46,7 +46,10 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Called for each command: an error names the page of troubles, if it is not one of usage, which names `--help`."""
+        """Runs the chosen command, and adds the address of the page of troubles to the message of an error.
+
+        An error of usage stays unchanged, because click adds a line about `--help` to such an error.
+        """
         try:
             return super().invoke(ctx)
         except click.UsageError:

@@ -1,4 +1,4 @@
-"""The user's associations and QOS (quality of service) in Slurm's accounting, and their limits on jobs. Pure."""
+"""Parses the user's associations and QOS (quality of service) in Slurm's accounting, and compares the limits with a job. Pure."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Row:
 
 
 def parse_associations(text: str, cluster: str) -> list[Row]:
-    """Returns this user's associations on a cluster, from the output of sacctmgr; on all clusters if `cluster` is ""."""
+    """Returns this user's associations on the cluster `cluster` from the output `text` of sacctmgr; on all clusters for "" as `cluster`."""
     names = (*_ASSOCIATION, "grpjobs", "grpsubmit", "grptres")
     rows = [Row("", dict(zip(names, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
     return [Row(f"account {row['account']}", row.columns) for row in rows if not cluster or row["cluster"] == cluster]
 
 
 def parse_qos(text: str) -> list[Row]:
-    """Returns all QOS in the output of sacctmgr."""
+    """Returns all QOS in the output `text` of sacctmgr."""
     rows = [dict(zip(_QOS, line.split("|"), strict=False)) for line in text.splitlines() if "|" in line]
     return [Row(f"QOS {row['name']}", row) for row in rows]
 
@@ -50,9 +50,9 @@ def qos_of(row: Row) -> list[str]:
 
 
 def forbids(row: Row, queue: SlurmQueueConfig, seconds: float | None) -> list[str]:
-    """Returns a sentence for each limit of an association or QOS that keeps every job with this allocation from running.
+    """Returns a phrase for each limit of the association or QOS `row` that the allocation `queue` exceeds, so that no job can run.
 
-    `seconds` is the time limit of the job; None if the job has none.
+    `seconds` is the time limit of the job; None if the job has no time limit.
     """
     found = []
     for limit in ("maxjobs", "maxsubmit", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmit"):
@@ -75,7 +75,7 @@ def _amounts(tres: str) -> Sequence[tuple[str, int]]:
 
 
 def _wanted(queue: SlurmQueueConfig, kind: str) -> int | None:
-    """Returns the amount of a trackable resource (TRES) that the job requests; None for a kind other than nodes, CPUs or GPUs."""
+    """Returns how much of the trackable resource (TRES) `kind` the job requests; None for anything but nodes, CPUs and GPUs."""
     if kind == "node":
         return queue.num_nodes
     if kind == "cpu":
