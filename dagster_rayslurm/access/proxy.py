@@ -37,7 +37,10 @@ class Upstream(Protocol):
         """Waits until `forward` can be called; raises asyncio.TimeoutError after `timeout` seconds."""
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends the request `first` to the service, then copies data both ways; returns False if the caller may send `first` again."""
+        """Sends the request `first` to the service, then copies data both ways.
+
+        Returns False if the service gave no answer, and the caller may send `first` again; otherwise True.
+        """
 
 
 @dataclass(frozen=True)

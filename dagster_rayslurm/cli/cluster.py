@@ -162,7 +162,7 @@ def _user_file() -> Path:
 
 
 def find_file(directory: Path) -> Path | None:
-    """Returns the nearest `rayslurm.toml`: in `directory`, a parent directory, or the user's configuration directory; None if absent.
+    """Returns the nearest `rayslurm.toml`: in `directory`, a parent directory, or the user's configuration directory; or None.
 
     Raises `ValueError` for a file of another user except root, because such a file could make commands log in to another host and
     run code there.

@@ -24,7 +24,7 @@ ident_argument = click.argument("ident", metavar="NAME")
 
 
 def entries() -> list[Entry]:
-    """Returns the runs and sessions of the local mode, and the runs, sessions and jobs of the cluster if a cluster is configured."""
+    """Returns runs and sessions of the local mode, and runs, sessions and jobs of the cluster if a cluster is configured."""
     cluster, layout = find_cluster(), click.get_current_context().find_root().obj
     base = str(layout.base)
     found = list_here(base)

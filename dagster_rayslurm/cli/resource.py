@@ -1,4 +1,4 @@
-"""Creates the `ComputeResource` of a cluster from fields of a `rayslurm.toml`, or takes the resource from the user's definitions."""
+"""Creates the `ComputeResource` of a cluster from a `rayslurm.toml`, or takes the resource from the user's definitions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def load_resource(source: str) -> ComputeResource:
 
 
 def _definitions(value: Any) -> dg.Definitions | None:
-    """Returns `value` if `value` is `Definitions`, `value()` for a function with the decorator `dg.definitions`, otherwise None."""
+    """Returns `value` if `value` is `Definitions`; `value()` for a function with the decorator `dg.definitions`; else None."""
     if isinstance(value, dg.Definitions):
         return value
     if type(value).__name__ == "LazyDefinitions":

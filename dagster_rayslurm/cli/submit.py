@@ -67,7 +67,10 @@ def allocation_options(command: F) -> F:
 
 
 def _job_options(command: F) -> F:
-    """Decorator that adds the options that `submit` and `script` share. Some options also have names from Ray's slurm-launch.py."""
+    """Decorator that adds the options that `submit` and `script` share to a command.
+
+    Some options also have the names from Ray's slurm-launch.py.
+    """
     options = (
         click.option("--name", "--exp-name", help="Name of the run and the job.  [default: that of the program]"),
         click.option("--command", "text", metavar="TEXT", help="The command as one text, instead of behind `--`."),

@@ -32,7 +32,7 @@ class Row:
 
 
 def parse_associations(text: str, cluster: str) -> list[Row]:
-    """Returns this user's associations on the cluster `cluster` from the output `text` of sacctmgr; on all clusters for "" as `cluster`."""
+    """Returns this user's associations on `cluster`, or on all clusters if `cluster` is "", from the output of sacctmgr."""
     names = (*_ASSOCIATION, "grpjobs", "grpsubmit", "grptres")
     rows = [Row("", dict(zip(names, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
     return [Row(f"account {row['account']}", row.columns) for row in rows if not cluster or row["cluster"] == cluster]
@@ -50,7 +50,7 @@ def qos_of(row: Row) -> list[str]:
 
 
 def forbids(row: Row, queue: SlurmQueueConfig, seconds: float | None) -> list[str]:
-    """Returns a phrase for each limit of the association or QOS `row` that the allocation `queue` exceeds, so that no job can run.
+    """Returns a phrase for each limit of the association or QOS `row` that keeps every job with the allocation `queue` from running.
 
     `seconds` is the time limit of the job; None if the job has no time limit.
     """

@@ -53,7 +53,7 @@ def log_in(ssh: SSHConnectionResource | None) -> Login | list[Line]:
 
 
 def _failed(error: ConnectionFailed) -> list[Line]:
-    """Returns report lines for a failed login: OK for each part that passed, and a failure with a remedy for the part that failed."""
+    """Returns report lines for a failed login: OK for each part that passed, and a failure for the part that failed."""
     sentence, _, remedy = str(error).partition("; ")
     passed = _PARTS[: _PARTS.index(error.subject)]
     return [*(ok(name, "passed") for name in passed), failure(error.subject, sentence, remedy or "try again later")]

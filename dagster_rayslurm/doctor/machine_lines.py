@@ -165,7 +165,7 @@ def _limits(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _variables(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
-    """Yields a warning about environment variables of the user that change how programs run; yields nothing without such variables."""
+    """Yields a warning about the user's environment variables that change how programs run; yields nothing without any."""
     set_there, found = machine["variables"], []
     if where:  # Slurm sets its own ones there.
         set_there = {key: value for key, value in set_there.items() if "_" not in key or key.startswith(("RAY_", "LD_"))}

@@ -14,7 +14,7 @@ _SECRETS = ("password", "key_passphrase")
 
 
 def resource_text(wanted: Wanted, slurm: Slurm) -> str:
-    """Returns Python code that constructs the examined resource, with an existing partition if the configured partition is missing."""
+    """Returns Python code that constructs the examined resource; an existing partition replaces a missing partition."""
     partitions = slurm.chosen()
     if not partitions:
         partitions = sorted(slurm.partitions, key=lambda each: (not each.is_default, not each.usable))[:1]

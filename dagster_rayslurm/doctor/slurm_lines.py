@@ -87,7 +87,7 @@ class Slurm:
         return own or (self.facts["machine"]["variables"].get(f"SBATCH_{field.upper()}") if variable else None)
 
     def chosen(self) -> list[Partition]:
-        """Returns the existing partitions that the job names, or the cluster's default partition if the job names no partition."""
+        """Returns the existing partitions that the job names; the cluster's default partition if the job names none."""
         named = (self.value("partition") or "").split(",")
         return [each for each in self.partitions if each.name in named or (named == [""] and each.is_default)]
 
@@ -181,7 +181,7 @@ def _accounting(slurm: Slurm) -> Iterator[Line]:
 
 
 def _account(slurm: Slurm, rows: Sequence[Row]) -> Iterator[Line]:
-    """Yields lines that say whether the user may charge the account and use the QOS, and whether the limits of both allow the job."""
+    """Yields lines that say whether the user may charge the account, may use the QOS, and stays within the limits."""
     account, qos, name = slurm.value("account"), slurm.value("qos"), "account"
     accounts = sorted({row["account"] for row in rows})
     mine = [row for row in rows if row["account"] == account] if account else rows
@@ -218,7 +218,7 @@ def _job_age(slurm: Slurm) -> Iterator[Line]:
 
 
 def _partition(slurm: Slurm) -> Iterator[Line]:
-    """Yields lines that say whether the partition exists, takes this user's jobs, allows the time limit, and has fitting nodes."""
+    """Yields lines that say whether the partition exists, takes this user's jobs, allows the time limit, and has nodes."""
     name, named = "partition", slurm.value("partition")
     everything = slurm.partitions
     available = ", ".join(each.name for each in everything) or "none"
@@ -260,7 +260,7 @@ def _objections(partition: Partition, slurm: Slurm) -> Iterator[str]:
 
 
 def _nodes(slurm: Slurm, nodes: Sequence[Node]) -> Iterator[Line]:
-    """Yields lines that say whether enough nodes work, and whether the nodes have the CPUs, memory and GPUs that the job requests."""
+    """Yields lines that say whether enough nodes work, and whether the nodes are as large as the job requests."""
     name, queue, config = "nodes", slurm.wanted.queue, slurm.config
     if not nodes:
         hidden = "nodes" in config.get("PrivateData", "")

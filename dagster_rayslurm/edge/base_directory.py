@@ -145,7 +145,10 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
 
 
 def sweep_runs(base: str, age: float) -> "list[str]":
-    """Remove run directories, outputs and `BOOKMARK` files that were not used for `age` seconds; returns the removed relative paths."""
+    """Remove run directories, outputs and `BOOKMARK` files that were not used for `age` seconds.
+
+    Returns the removed paths, relative to the base directory.
+    """
     return _Sweep(base, age, None).runs()
 
 
@@ -201,7 +204,7 @@ class _Sweep:
 
     @staticmethod
     def _awaits(path: str) -> bool:
-        """Return True for the directory of a submitted run whose outputs nobody has fetched. The job of the run may wait for weeks."""
+        """Return True for the directory of a submitted run whose outputs nobody has fetched. The run's job may wait for weeks."""
         return os.path.exists(os.path.join(path, HANDLE)) and not os.path.exists(os.path.join(path, FETCHED))
 
     def run(self) -> "list[str]":

@@ -1,4 +1,4 @@
-"""Python environments on the cluster: find the Python and the versions in one, and build one from the files that were sent."""
+"""Python environments on the cluster: finds the Python and the versions in an environment, and builds sent environments."""
 
 import contextlib
 import fcntl
@@ -46,7 +46,7 @@ _IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_mod
 
 
 def find(prefix: str) -> "tuple[str, str]":
-    """Return the paths of the Python and of the `activate.sh` in an environment's directory; "" for one that is missing."""
+    """Return the paths of the Python and of the `activate.sh` in the directory of an environment; "" stands for a missing file."""
     paths = [os.path.join(prefix, name) for name in _PYTHONS]
     script = os.path.join(prefix, "activate.sh")
     python = next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), "")
@@ -54,14 +54,15 @@ def find(prefix: str) -> "tuple[str, str]":
 
 
 def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: float, timeout: float) -> "dict[str, Any]":
-    """Return facts about the Python environment in the directory `prefix` or, if that is "", about the interpreter `python`.
+    """Return facts about the environment in the directory `prefix`, or about the interpreter `python` if `prefix` is "".
 
     Facts in the file `cache` are used again for `age` seconds, as long as the environment's paths do not change. `activate.sh`
     and Python may take `timeout` seconds to start. `imports` are modules that Python must be able to import.
 
-    Returns a dict with `python`, `activate`, `container`, `facts` (see `PROBE`), and `cached`, which is True if the facts come
-    from the cache. If the environment cannot be used, the dict has a `problem`, the key of a message in `environments.check`;
-    if it does not start, also its exit `code` and its `error` output.
+    Returns a dict with `python` and `activate` (paths), `container` (the content of container.json, or None), `facts` (see
+    `PROBE`; None for Pyxis, because only a job can look into the image), and `cached`, which is True if the facts come from the
+    cache. If the environment cannot be used, the dict has a `problem`, the key of a message in `environments.check`. If
+    `activate.sh` or Python fails, the dict also has the exit code `code` and the error output `error`.
     """
     activate, container, runner = "", None, []  # type: str, dict[str, Any] | None, list[str]
     if prefix:
@@ -96,7 +97,11 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
 
 
 def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Run `PROBE` with `python`, started by the command `start`; returns a dict with `facts` and `paths`, or with a `problem`."""
+    """Run `PROBE` with `python`, started by the command `start`; returns a dict with `facts` and `paths`, or with a `problem`.
+
+    `start` is the beginning of a command line, such as srun with options. `activate` is the path of a script to source first, or
+    "".
+    """
     environ = _environ(start)
     word = os.urandom(16).hex()  # It separates the answer from what start-up scripts print.
     if activate:
@@ -123,16 +128,16 @@ def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[st
 
 
 def _container(prefix: str) -> "dict[str, Any] | None":
-    """Return the content of `container.json`, which describes the container of a prefix; None for a prefix without one."""
+    """Return the content of `container.json`, which describes the container of a prefix; None for a prefix without this file."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, "container.json"), encoding="utf-8") as file:
         return dict(json.load(file))
     return None
 
 
 def _look_at_pyxis(container: "dict[str, Any]", timeout: float) -> "dict[str, Any]":
-    """Check that srun has the options of Pyxis and that the image exists; returns a dict, with a `problem` if not.
+    """Check that srun has the options of Pyxis and that the image exists; returns a dict, which has a `problem` if a check fails.
 
-    Without a problem the dict has `facts` that are None, because only a job can look into the image.
+    Without a problem, the `facts` in the dict are None, because only a job can look into the image.
     """
     if container["path"].startswith("/") and not os.path.exists(container["path"]):
         return {"problem": "image"}
@@ -179,13 +184,15 @@ def _environ(runner: "Sequence[str]") -> "dict[str, str]":
 
 
 def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Return the `machine` (architecture), `cpu` flags, `glibc` version ("" for another C library) and `pythons` of a machine.
+    """Return a dict that describes a machine: `machine` (the architecture), `cpu` (flags), `glibc` (the version) and `pythons`.
 
-    `runner` is the beginning of a command, such as srun and its options, that runs further words on the machine in question; an
-    empty `runner` means this machine. `python` is the path or name of the Python to describe; "" means each Python with a usual
-    name on the PATH. `pythons` has a list of path, version, implementation and architecture for each Python that was found.
+    `runner` is the beginning of a command, such as srun and options, that runs the following words on the machine; an empty
+    `runner` stands for this machine. `python` is the path or name of the Python to describe; "" stands for each Python with a
+    usual name on the PATH. `glibc` is "" for another C library. `pythons` has a list of path, version, implementation and
+    architecture for each Python that was found.
 
-    If there is no answer, the dict has only a `problem`, the last line of the error output.
+    If there is no answer within `timeout` seconds, or a command fails, the dict has only a `problem`, such as the last line of
+    the error output.
     """
     names = [python] if python else ["python3"] + ["python3.%d" % minor for minor in range(8, 20)]
     words = [*runner, "sh", "-c", _PLATFORM, "sh", _PYTHON, *names]
@@ -202,14 +209,14 @@ def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str,
 
 
 def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) -> str:
-    """Build the prefix `key` in a directory unless it exists; returns "", or the error message of a command that failed.
+    """Build the prefix `key` in `directory` unless the prefix exists; returns "", or the error message of a command that failed.
 
     The recipe has `commands`, and a `runner`: the words that run a command on a compute node, or [] for this machine. A copy of
-    the recipe is written into the prefix, where `look` finds the runner.
+    the recipe is written into the prefix, where `look` finds the runner. Each command may take `timeout` seconds.
 
-    Many files of a prefix contain its path, so that it cannot be renamed. Therefore each call works in a directory of its own,
-    and makes the link `key` to that directory once the prefix is complete. A lock lets other processes wait; on a file system
-    without locks several processes may build the prefix, and the first that is complete is used.
+    A prefix cannot be renamed, because many files of the prefix contain the path. Therefore each call works in a new directory,
+    and makes the link `key` to the new directory once the prefix is complete. A lock lets other processes wait. On a file system
+    without locks several processes may build the prefix; the first complete prefix is used.
     """
     base_directory.make_private(directory)
     link = os.path.join(directory, key)
@@ -254,7 +261,10 @@ def _recipe(prefix: str) -> "dict[str, Any]":
 
 
 def made(base: str) -> "list[dict[str, Any]]":
-    """Return path, title, time of the last use, and size in bytes of each prefix that `make` has built below a base directory."""
+    """Return a dict for each prefix that `make` has built below `base`: `path`, `title`, last use `used`, and size `bytes`.
+
+    `used` is in seconds of the epoch.
+    """
     found = []
     directory = os.path.join(base, "prefixes")
     for name in sorted(os.listdir(directory) if os.path.isdir(directory) else []):
