@@ -46,7 +46,7 @@ _IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_mod
 
 
 def find(prefix: str) -> "tuple[str, str]":
-    """Return the paths of the Python and of the `activate.sh` in the directory of an environment; "" stands for a missing file."""
+    """Return the paths of the Python and of the `activate.sh` in an environment's directory; "" stands for a missing file."""
     paths = [os.path.join(prefix, name) for name in _PYTHONS]
     script = os.path.join(prefix, "activate.sh")
     python = next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), "")

@@ -192,7 +192,7 @@ def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: 
 
 
 def _listen() -> "socket.socket | None":
-    """Start a server that sends `GREETING`, on a port from the runtime's range; returns the socket, or None if no port is free."""
+    """Start a server that sends `GREETING`, on a port of the runtime's range; returns the socket, or None without a free port."""
     for _ in range(50):
         port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -65,7 +65,7 @@ def now() -> float:
 def run(
     command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", directory: str = ""
 ) -> "tuple[int | None, bytes, bytes]":
-    """Run a command with the environment for Slurm's programs, as `processes.run` does; `keep` names `SBATCH_*` variables to keep."""
+    """Run a command with the environment for Slurm's programs, as `processes.run` does; `keep` names `SBATCH_*` variables."""
     return processes.run(command, stdin, timeout, environment(keep), directory)
 
 
@@ -88,7 +88,7 @@ def command_line(command: "Sequence[str]") -> "list[str]":
 
 
 def search_path(environ: "Mapping[str, str]") -> str:
-    """Return the PATH for Slurm's programs: the PATH of `environ`, and the directory of sbatch if only a login shell finds sbatch."""
+    """Return the PATH of `environ`, with the directory of sbatch at the end if only a login shell finds sbatch."""
     path = environ.get("PATH", os.defpath)
     if shutil.which("sbatch", path=path):
         return path
@@ -161,7 +161,7 @@ def submit(
 
 
 def _claimed(run_dir: str, claim: str) -> bool:
-    """Create the run directory of the session's job `claim`; returns False if the directory belongs to another job or is abandoned."""
+    """Create the run directory of the session's job `claim`; returns False if another job has the directory or gave up the claim."""
     session = os.path.dirname(run_dir)
     files.make_dir(session)
     above = [os.path.dirname(os.path.dirname(session)), os.path.dirname(session), session]
