@@ -29,7 +29,7 @@ class Found:
     entry: Entry
     path: str  # The file that says how to reach the cluster.
     access: ClusterAccess
-    session: Generation | None = None  # The session whose warm cluster it is; None for the cluster of a run.
+    session: Generation | None = None  # The session that owns the cluster; None for the cluster of a run.
 
     @property
     def title(self) -> str:

@@ -29,7 +29,7 @@ _SRUN_TIMEOUT = 60.0
 _UNREACHABLE = 60.0  # Seconds after which a head is given up although the edge node is in reach.
 _CHECK = 3.0  # Seconds between two looks whether the cluster is still there.
 _CLIENT_CHECK = 1.0  # Seconds between two looks whether the client that waits for an answer is still there.
-_REPEATABLE = (b"GET ", b"HEAD ")  # Beginnings of requests without effects and body.
+_REPEATABLE = (b"GET ", b"HEAD ")  # Beginnings of requests without an effect and without a body.
 _MOST_NOISE = 65536  # Bytes that a shell and srun may print before the relay's first line.
 
 

@@ -21,8 +21,8 @@ _LINK_TIMEOUT = 20.0  # Seconds for which a request waits for a lost stream to t
 _TRIES, _PAUSE = 3, 0.2  # Most attempts to send a request that gets no answer, and seconds between two of them.
 _LONGEST_HEAD = 65536
 _REQUEST = re.compile(rb"([A-Z]{1,20}) (/[\x21-\x7e]*) HTTP/1\.[01]")
-# Headers that the proxy sets itself, those for proxies, and those that would tell Ray or another service's server a secret:
-# cookies of 127.0.0.1 are sent to each of its ports.
+# Headers that the proxy sets, headers for proxies, and headers that would tell the server of a service a secret. Browsers send
+# cookies of 127.0.0.1 to every port.
 _DROPPED = frozenset(
     b"authorization connection cookie host keep-alive proxy-authorization proxy-connection referer x-ray-authorization "
     b"x-rayslurm-secret".split()

@@ -82,7 +82,7 @@ def served(found: Found, say: Callable[[str], None], service: Service | None = N
 
     def run() -> None:
         try:
-            asyncio.run(work())  # It also ends the open connections of clients.
+            asyncio.run(work())  # `asyncio.run` also ends the open connections of clients.
         except asyncio.CancelledError:
             pass
         except Exception as error:  # noqa: BLE001

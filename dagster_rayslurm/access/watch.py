@@ -63,7 +63,7 @@ class Snapshot:
     jobs: tuple[Mapping[str, Any], ...] = ()
     pending: tuple[tuple[str, Mapping[str, float]], ...] = ()  # Name and resources of each task that waits for a node.
     groups: tuple[tuple[str, Sequence[Mapping[str, float]]], ...] = ()  # Name and bundles of each placement group that waits.
-    payloads: tuple[Mapping[str, Any], ...] = ()  # Of a session, in the order of its queue.
+    payloads: tuple[Mapping[str, Any], ...] = ()  # Of a session, in the order of the queue.
 
     def with_answer(self, query: str, answer: Any) -> Snapshot:
         """Returns a copy with the parsed `answer` in the field `query`; raises ValueError for an answer of unknown form."""
@@ -147,7 +147,7 @@ def _counts(answer: Any) -> Counts:
 
 
 def _pending(answer: Any) -> tuple[tuple[str, Mapping[str, float]], ...]:
-    # A task within a placement group waits for its group, which is named itself.
+    # A task within a placement group waits for the group, and the group has an entry of its own.
     rows = [row for row in answer["data"]["result"]["result"] if not row.get("placement_group_id")]
     return tuple((str(row["name"]), _amounts(row.get("required_resources") or {})) for row in rows)
 

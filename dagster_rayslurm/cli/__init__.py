@@ -13,7 +13,7 @@ import click
 from .. import __version__
 from .options import all_cluster_options
 
-# For each command, its module, which is imported when the command is called, and its text in `rayslurm --help`.
+# By command: the module, which is imported when the command is called, and the text in `rayslurm --help`.
 _COMMANDS = {
     "attach": ("attach", "Open a shell on the head node of a run, session or job."),
     "cancel": ("logs", "End a run, session or job."),
@@ -48,7 +48,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the chosen command, and adds the address of the page of troubles to the message of an error.
 
-        An error of usage stays unchanged, because click adds a line about `--help` to such an error.
+        An error of usage stays unchanged, because click itself names `--help` then.
         """
         try:
             return super().invoke(ctx)

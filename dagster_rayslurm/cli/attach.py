@@ -108,8 +108,8 @@ def _jupyter(one: Entry) -> int:
 def _shell(one: Entry, words: Sequence[str]) -> list[str]:
     """Returns the command for the head node: `words`, or an interactive bash if `words` is empty, in the payload's environment.
 
-    Writes a script that sets the environment into the directory of the run or session. A job that belongs to no run or session
-    has no such script.
+    Writes a script that sets the environment into the directory of the run or session. For a Slurm job without a run or session,
+    no environment is set.
     """
     if one.kind == Kind.JOB:
         return list(words) or ["bash", "-i"]

@@ -47,18 +47,18 @@ class Cluster:
 
     ssh: SSHLogin | None  # None if `sbatch` is on this machine.
     remote_base: str
-    source: str  # Where its configuration comes from, in words.
-    make: Callable[[Cluster], ComputeResource]  # Makes the resource of this cluster; raises ValueError if it is not valid.
+    source: str  # The origin of the configuration, in words.
+    make: Callable[[Cluster], ComputeResource]  # Makes the resource of a cluster; raises ValueError if a field is wrong.
 
     @cached_property
     def resource(self) -> ComputeResource:
-        """The `ComputeResource` of the configuration; raises ValueError if it is not valid."""
+        """The `ComputeResource` of the configuration; raises ValueError if the resource is not valid."""
         return self.make(self)
 
     @property
     def slurm(self) -> SlurmResource:
         """The `SlurmResource` of the configuration."""
-        assert self.resource.slurm is not None  # Resources without it are refused.
+        assert self.resource.slurm is not None  # Resources without `slurm` are refused.
         return self.resource.slurm
 
     @cached_property

@@ -55,7 +55,7 @@ def print_json(row: Mapping[str, Any]) -> None:
 
 
 def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) -> None:
-    """Prints a table; cells appear literally, without rich's markup and emoji. `options` are those of `rich.table.Table`."""
+    """Prints a table; cells appear literally, without rich's markup and emoji. `options` are options of `rich.table.Table`."""
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`rayslurm doctor` checks whether runs will work on a cluster, and names what to mend; `rayslurm check` is its short form."""
+"""`rayslurm doctor` checks whether runs will work on a cluster, and names what to mend; `rayslurm check` prints problems only."""
 
 from __future__ import annotations
 

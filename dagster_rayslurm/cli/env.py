@@ -22,7 +22,7 @@ from .common import json_option, one_sentence_errors, print_json, print_table
 from .options import all_cluster_options, cluster_options
 
 _DAY = 86400.0
-_LEAST_AGE = 3600.0  # Seconds for which `prune` leaves an environment alone, because a run may be about to name it.
+_LEAST_AGE = 3600.0  # Seconds for which `prune` leaves an environment alone, because a run may be about to use the environment.
 _TIMEOUT = 600.0
 
 

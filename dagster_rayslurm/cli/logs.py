@@ -32,7 +32,7 @@ from .ps import entry, ident_argument
 _CADENCE = Cadence(busy=0.2, idle=2.0, waiting=5.0)
 _CHUNK = 1024 * 1024
 _ASK_INTERVAL = 15.0  # Seconds between two looks into the queue while a record is silent.
-_END_TIMEOUT = 45.0  # Seconds in which a cancelled run ends; then its job is cancelled.
+_END_TIMEOUT = 45.0  # Seconds in which a cancelled run must end; after that the job is cancelled.
 
 
 @click.command()
@@ -162,7 +162,7 @@ def _end(one: Entry, now: bool) -> None:
         return
     if one.kind == Kind.RUN:
         write_cancel_request(one.connection, one.directory, now)
-        # A run that waits has no runtime that would read the request. A run in a session shares its job with others.
+        # A run that waits has no runtime that would read the request. A run in a session shares the job with other runs.
         if one.state != "pending" and _ends(one, _END_TIMEOUT):
             return
         if one.job_id is None or not one.connection.read(f"{one.directory}/job_id", 0, 64):

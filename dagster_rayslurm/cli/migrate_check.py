@@ -31,7 +31,7 @@ _TEXTS = {
     "slurm_payload_path": f"{_AS_ARGUMENT} payload_path=",
     "slurm_pre_deployed_env_path": f"{_AS_ARGUMENT} environment=",
 }
-Finding = tuple[int, str, str]  # The line, what stands there, and what to write instead; "" if the name is the same here.
+Finding = tuple[int, str, str]  # Line, text in the file, and advice ("" if the name is the same here).
 
 
 @click.command()

@@ -119,7 +119,7 @@ def _open(url: str) -> str:
     The browser opens the file, and the file redirects to the URL. The URL has a secret, and other users can see the arguments of
     processes.
     """
-    fd, path = tempfile.mkstemp(prefix="rayslurm-", suffix=".html")  # Only this user may read it.
+    fd, path = tempfile.mkstemp(prefix="rayslurm-", suffix=".html")  # Only this user may read the file.
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(
             f'<!DOCTYPE html><meta http-equiv="refresh" content="0; url={html.escape(url)}"><title>Ray dashboard</title>\n'

@@ -62,10 +62,10 @@ class Screen:
 
 @dataclass
 class Watch:
-    """The data of a cluster that the screen shows; `run`, in a thread of its own, fetches the data by one query after another."""
+    """The data of a cluster that the screen shows; `run`, called by a separate thread, fetches the data."""
 
     url: str
-    payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks a session for its payloads; None without one.
+    payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks the session for the payloads; None without a session.
     snapshot: Snapshot = field(default_factory=Snapshot)
     problem: str = ""  # Why the last request failed.
     over: threading.Event = field(default_factory=threading.Event)
@@ -119,7 +119,7 @@ def top(target: str, once: bool, as_json: bool) -> None:
 
 
 def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
-    """Returns a function that asks a cluster's session for its payloads; None if the cluster does not belong to a session."""
+    """Returns a function that asks a cluster's session for the session's payloads; None for a cluster without a session."""
     session = found.session
     if session is None:
         return None

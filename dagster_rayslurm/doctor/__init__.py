@@ -1,6 +1,6 @@
 """Collects facts about a cluster for `rayslurm doctor`, and turns the facts into report lines.
 
-`collect`, `login` and `probe` query the cluster. The other modules are pure: they turn the facts into lines.
+`collect`, `login` and `probe` query the cluster. The other modules only turn facts into lines, and are pure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The configuration to examine: a Slurm cluster, and the environment of the payloads on it."""
+    """The configuration to examine: a Slurm cluster, and the environment of the payloads on the cluster."""
 
     slurm: SlurmResource
     environment: Environment

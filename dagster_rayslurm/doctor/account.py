@@ -22,7 +22,7 @@ SHOW = "`sacctmgr show associations user=$USER` and `sacctmgr show qos` show the
 
 @dataclass(frozen=True)
 class Row:
-    """An association or a QOS that sacctmgr lists; `columns` has its values by the column names of sacctmgr(1)."""
+    """An association or a QOS that sacctmgr lists; `columns` has the values by the column names of sacctmgr(1)."""
 
     what: str  # For sentences, such as "account physics" or "QOS normal".
     columns: dict[str, str]

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import Line, failure, ok, size, warning
 
-_LEAST_FREE = 100 * 2**20  # Bytes without which a run cannot even write its record.
+_LEAST_FREE = 100 * 2**20  # Bytes without which a run cannot even write the record.
 _LITTLE_FREE = 2**30
 _LEAST_SHM = 256 * 2**20  # Bytes of /dev/shm below which Ray's object store is on disk.
 _FEW_FILES = 1000
@@ -167,7 +167,7 @@ def _limits(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
 def _variables(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
     """Yields a warning about the user's environment variables that change how programs run; yields nothing without any."""
     set_there, found = machine["variables"], []
-    if where:  # Slurm sets its own ones there.
+    if where:  # In a job Slurm sets variables of its own.
         set_there = {key: value for key, value in set_there.items() if "_" not in key or key.startswith(("RAY_", "LD_"))}
     for name in ("PYTHONPATH", "PYTHONHOME"):
         if name in set_there:

@@ -143,7 +143,7 @@ def _follow(
         alive = [row for row in rows if row.state not in TERMINAL]
         now = time.monotonic()
         heard = now if rows else heard
-        if alive and alive[0].state in WAITING:  # In CONFIGURING its nodes are still being powered up.
+        if alive and alive[0].state in WAITING:  # In CONFIGURING the nodes of the job are still being powered up.
             if never := never_starts(alive, request):
                 return [failure("probe", f"the job can never start: {never}", "change SlurmQueueConfig as it says")]
             reason = alive[0].reason.replace("None", "")

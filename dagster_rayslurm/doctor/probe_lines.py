@@ -12,7 +12,7 @@ from . import Line, Wanted, failure, ok, warning
 from .machine_lines import node_lines
 
 NO_PYTHON = 63  # Exit code of the probe's shell command on a node without Python.
-_SLOW_LAG = 5.0  # Seconds within which a node should see a change of a file and answer it.
+_SLOW_LAG = 5.0  # Seconds within which a node should see a change of a file and answer.
 # Number that slurmstepd reports in place of a signal if it cannot open the output file of srun (seen on 22.05).
 _NO_OUTPUT_FILE = 53
 _REMOTE_BASE = "choose a SlurmResource.remote_base on a file system that the edge and all compute nodes share"

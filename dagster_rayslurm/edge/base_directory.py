@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SWEPT = ".swept"  # File in the base directory that each sweep touches first, so that its age tells when the last sweep began.
+SWEPT = ".swept"  # File in the base directory that each sweep touches first; the age of the file tells when the last sweep began.
 BOOKMARK = ".followed"  # Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster.
 _LEFTOVER = 86400.0  # Seconds after which a file or directory with a temporary name counts as left by a killed process.
 _RUN = "[A-Za-z0-9_.-]+-[0-9a-f]{12}"
@@ -78,11 +78,11 @@ def _name(entry: "object", number: int) -> str:
 
 
 def install(directory: str, name: str, archive: str, data: bytes) -> None:
-    """Unpack a .tar.gz archive as the directory `name` in `directory`, unless this user has that directory already.
+    """Unpack a .tar.gz archive as the directory `name` in `directory`, unless this user has a directory of that name already.
 
-    The archive is the bytes `data` if `archive` is ""; otherwise the file `archive` in `directory`. This file is always removed
-    at the end. An existing directory has the same content, because `name` is the hash of the content. Raises OSError if tar
-    fails.
+    The archive is the bytes `data` if `archive` is ""; otherwise the file `archive` in `directory`. The file `archive` is always
+    removed at the end. An existing directory has the same content, because `name` is the hash of the content. Raises OSError if
+    tar fails.
     """
     make_private(directory)
     target, uploaded = os.path.join(directory, name), os.path.join(directory, archive) if archive else ""

@@ -21,7 +21,7 @@ _MOST_LOG = 16 * 1024
 
 
 def arrays(run_dir: str) -> "list[dict[str, Any]]":
-    """Return the job arrays in the run directory of a step, in the order of their numbers.
+    """Return the job arrays in the run directory of a step, by ascending number.
 
     An array is a dict with `number`, `job_id` ("" if the id is not written) and `keys`, the partition keys of the elements ([] if
     the keys cannot be read).

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
 # File in a prefix that `make` made, with the commands, and the command by which they were run.
 _RECIPE = "rayslurm.json"
-# Shell script that sources its first argument and then runs the command in the other arguments.
+# Shell script that sources the first argument and then runs the command in the other arguments.
 ACTIVATE = '. "$1" && shift && exec "$@"'
 # The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
 # packages, and runs in every Python, even one that is too old.
@@ -70,7 +70,7 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
         python, activate = find(prefix)
         links = [path for path in (os.path.join(prefix, name) for name in _PYTHONS) if os.path.lexists(path)]
         if runner and links:
-            python = links[0]  # It may lead to a Python that this machine lacks.
+            python = links[0]  # The link may lead to a Python that this machine lacks.
         if not os.path.isdir(prefix):
             return {"problem": "file" if os.path.isfile(prefix) else "absent"}
         if not python and not activate and container is None:
@@ -103,7 +103,7 @@ def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[st
     "".
     """
     environ = _environ(start)
-    word = os.urandom(16).hex()  # It separates the answer from what start-up scripts print.
+    word = os.urandom(16).hex()  # The word separates the answer from what start-up scripts print.
     if activate:
         start = [*start, "bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word]
 
@@ -128,7 +128,7 @@ def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[st
 
 
 def _container(prefix: str) -> "dict[str, Any] | None":
-    """Return the content of `container.json`, which describes the container of a prefix; None for a prefix without this file."""
+    """Return the content of `container.json`, which describes the container of a prefix; None if the file is missing."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, "container.json"), encoding="utf-8") as file:
         return dict(json.load(file))
     return None
@@ -160,7 +160,8 @@ def _states(paths: "list[str]") -> "list[list[int] | None]":
 # -- environments that are sent ------------------------------------------------------------------------------------------
 
 PREFIX = "{prefix}"  # Stands in the commands of `make` for the path of the new prefix.
-# Shell script that prints the platform, and by its first argument, `_PYTHON`, the Pythons that its other arguments name.
+# Shell script that prints the platform, and runs the program in the first argument, `_PYTHON`, by each Python that the other
+# arguments name.
 _PLATFORM = """\
 echo "machine $(uname -m)"
 echo "libc $(getconf GNU_LIBC_VERSION 2>/dev/null)"
@@ -230,7 +231,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.isdir(link):
             return ""
-        files.remove(link)  # It leads nowhere if the sweep was interrupted.
+        files.remove(link)  # The link leads nowhere if the sweep was interrupted.
         os.mkdir(prefix, 0o700)
         files.write(os.path.join(prefix, _RECIPE), json.dumps(recipe).encode(), 0o600)
         for command in recipe["commands"]:
@@ -240,7 +241,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
                 said = (error or out).decode("utf-8", "replace")[-1000:].strip()
                 late = "took over {:g} s".format(timeout) if code is None else "ended with exit code {}".format(code)
                 return said or "{} {}".format(os.path.basename(words[0]), late)
-        if recipe.get("node_local"):  # The nodes look whether their disks have room for it.
+        if recipe.get("node_local"):  # The nodes look whether their disks have room for the prefix.
             files.write(os.path.join(prefix, _RECIPE), json.dumps(dict(recipe, bytes=_size(prefix))).encode(), 0o600)
         with contextlib.suppress(FileExistsError):
             os.symlink(os.path.basename(prefix), link)

@@ -72,7 +72,7 @@ def names(path: str) -> "list[str]":
 
 
 def make_dir(path: str) -> None:
-    """Make a directory and its parents, for this user only. An existing directory is no error."""
+    """Make a directory and missing parents, for this user only. An existing directory is no error."""
     if path and not os.path.isdir(path):
         make_dir(os.path.dirname(path))  # os.makedirs applies its mode to the last directory only.
         try:

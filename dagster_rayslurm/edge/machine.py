@@ -165,7 +165,7 @@ def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: 
 
     Returns after `seconds`, or when the edge node writes into the file `STOP`. `run_dir` is the directory of the probe, and
     `base` the base directory. `rank` is the number of this node in the job, which has `nodes` nodes. `environment` is the command
-    that starts the environment's Python, and `probe` is the program that this Python then runs.
+    that starts the environment's Python, and `probe` is the program that the environment's Python then runs.
     """
     deadline = time.monotonic() + seconds
     server = _listen()

@@ -19,7 +19,7 @@ _PIPE = 1024 * 1024  # Most bytes that a pipe holds (pipe(7)).
 
 # The running commands, by name of the thread that waits for each.
 _running = {}  # type: dict[str, subprocess.Popen[bytes]]
-_ended = set()  # type: set[str]  # Names of threads whose commands are to be killed, those that have not begun included.
+_ended = set()  # type: set[str]  # Names of threads whose commands are to be killed, even commands that have not begun.
 
 
 def run(
@@ -33,7 +33,7 @@ def run(
 
     The code is 128 + N if signal N ended the command, 127 if the program does not exist, 126 if the program cannot be started for
     another reason, and None if the command took over `timeout` seconds and was killed. Background processes that the command
-    leaves behind are not waited for, and their output is dropped.
+    leaves behind are not waited for, and the output of such processes is dropped.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     words = [word.encode("utf-8", "surrogateescape") for word in command]

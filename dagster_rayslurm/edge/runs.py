@@ -48,7 +48,7 @@ def runs(directory: str) -> "list[dict[str, Any]]":
             if os.path.isdir(path):
                 found.append(_run(path, name))
         except OSError:
-            pass  # A sweep removes it meanwhile.
+            pass  # A sweep removes the directory meanwhile.
     return sorted(found, key=lambda run: run["modified"])
 
 

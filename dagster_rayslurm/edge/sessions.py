@@ -17,14 +17,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-JOB_ID = "job_id"  # File in a run directory: the id of its job.
+JOB_ID = "job_id"  # File in a run directory: the id of the job.
 CREATOR = "creator"
 ABANDONED = "abandoned"
 # Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest.
 MANIFEST = "offer.json"
 _EXIT, _ANNOUNCEMENT, _WAITING = "exit", "session.json", "waiting"
 _MOST_BYTES = 1024 * 1024
-_READ_RETRY = 0.2  # Seconds before a failed read is repeated: a network file system that lost sight of a file finds it then.
+_READ_RETRY = 0.2  # Seconds before a failed read is repeated: a network file system that lost a file then finds the file.
 
 
 def check_owner(*directories: str) -> None:

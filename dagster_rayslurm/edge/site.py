@@ -33,7 +33,7 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
         texts = [text.decode("utf-8", "replace") for text in (out, error)]
         answers[name] = [code, *texts, time.monotonic() - began]
 
-    # It runs alone first: it looks for Slurm's programs with a login shell if that is needed.
+    # This command runs alone first, because it may look for Slurm's programs with a login shell.
     ask("version", ["sbatch", "--version"], "", [])
     threads = [
         threading.Thread(target=ask, args=(name, *question), name="survey-" + name) for name, question in questions.items()

@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Exit codes of `submit`: the run directory cannot be written, another process has made it, and sbatch is not found.
+# Exit codes of `submit`: the run directory cannot be written; another process has made the run directory; there is no sbatch.
 CANNOT_WRITE, TAKEN, NO_PROGRAM = 70, 78, 127
 
 _OPTIONS = re.compile("(SLURM|SRUN|SBATCH|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO)_[A-Za-z0-9_]*")
@@ -161,7 +161,7 @@ def submit(
 
 
 def _claimed(run_dir: str, claim: str) -> bool:
-    """Create the run directory of the session's job `claim`; returns False if another job has the directory or gave up the claim."""
+    """Create the run directory of the session's job `claim`; returns False if another job created or abandoned the directory."""
     session = os.path.dirname(run_dir)
     files.make_dir(session)
     above = [os.path.dirname(os.path.dirname(session)), os.path.dirname(session), session]

@@ -40,7 +40,7 @@ def known(base: str, most_age: float) -> "list[dict[str, Any]]":
     now = clock_of(directory) if names else 0.0
     for name in names:
         path = os.path.join(directory, name)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # Another process may forget it at the same time.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # Another process may remove the file meanwhile.
             age = now - os.stat(path).st_mtime
             if age > most_age:
                 os.unlink(path)

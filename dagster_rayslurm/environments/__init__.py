@@ -16,7 +16,7 @@ from ..edge.environment import ACTIVATE, find
 from ..fields import check_text, checked, choice, is_env_var, plain_text
 from ..ssh.base import check_no_variable, is_rooted
 
-# `activate.sh` of a `CommandEnvironment` prints this and the command, after the error output of a command that failed.
+# `activate.sh` of a `CommandEnvironment` prints this text and the command, after the error output of a command that failed.
 COMMAND_FAILED = "rayslurm: this command failed: "
 
 
@@ -154,10 +154,10 @@ class Interpreter:
 
     python: str
     activate: str | None = None
-    srun: tuple[str, ...] = ()  # Options with which `srun` starts its container (Pyxis).
+    srun: tuple[str, ...] = ()  # Options with which `srun` starts a container of the image (Pyxis).
 
     def start(self, *arguments: str) -> list[str]:
-        """Return the command that sources `activate.sh`, if there is one, and starts this Python with the given arguments."""
+        """Return the command that starts this Python with `arguments`, after sourcing `activate.sh` if there is such a file."""
         command = [self.python, *arguments]
         return command if self.activate is None else ["bash", "-c", ACTIVATE, "rayslurm", self.activate, *command]
 

@@ -67,11 +67,12 @@ def check_environment_on(
 def facts_of(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> tuple[str, Facts]:
-    """Return the path of an environment on the cluster and the `Facts`; raises `StartError` if the environment cannot run a payload.
+    """Return the path of an environment on the cluster and the environment's `Facts`.
 
-    `ray` is None for a payload without Ray, and `needs_pipes` is True for a payload with Dagster Pipes. The edge node caches the
-    facts in `cache_dir` for up to a day, as long as Python and the directories on the import path do not change. This process
-    caches the facts for five minutes. Before cached facts lead to an error, the environment is examined again.
+    `ray` is None for a payload without Ray, and `needs_pipes` is True for a payload with Dagster Pipes. Raises `StartError` if
+    the environment cannot run such a payload. The edge node caches the facts in `cache_dir` for up to a day, as long as Python
+    and the directories on the import path do not change. This process caches the facts for five minutes. Before cached facts lead
+    to an error, the environment is examined again.
     """
     try:
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
@@ -112,7 +113,7 @@ def facts_of(
 
 
 def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
-    """Return an error message for a `problem` that `look` found; `named` is the environment's image or, without one, its path."""
+    """Return an error message for a `problem` that `look` found; `named` is the environment's image, or else `path`."""
     said, failed, command = str(found.get("error", "")).partition(COMMAND_FAILED)
     said, kind = " ".join(said.split()), found["problem"]
     if named != path and kind == "python":

@@ -1,4 +1,4 @@
-"""Environments from archives of conda-pack, venv-pack, pixi-pack or pex; the content of an archive shows which tool wrote it."""
+"""Environments from archives of conda-pack, venv-pack, pixi-pack or pex; the content of an archive shows the tool."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _COMPILE = '"$@" || :'  # Some packages contain files that are no Python, or tha
 
 
 def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
-    """Return the recipe that installs the locked packages; raises `ValueError` if the lock fits not both manifest and platform."""
+    """Return the recipe that installs the locked packages; raises `ValueError` if the lock does not fit manifest or platform."""
     try:
         import packaging.pylock  # noqa: F401
         import rattler  # noqa: F401
@@ -145,7 +145,7 @@ def _check_fit(
 
 
 def _purls(package: CondaLockedBinaryPackage) -> list[str]:
-    """Return the names of the PyPI packages that a conda package contains, from its package URLs, such as `pkg:pypi/torch`."""
+    """Return the names of the PyPI packages that a conda package contains, from package URLs such as `pkg:pypi/torch`."""
     record = package.package_record
     purls: Sequence[str] = json.loads(record.to_json()).get("purls") or [] if record is not None else []
     return [found[1] for found in (re.match(r"pkg:pypi/([^@?#]+)", each) for each in purls) if found]
@@ -258,9 +258,10 @@ def _rattler(uv: str, platform: Platform, python: Python) -> Piece:
 
 
 def _interpreter(conda: Sequence[CondaLockedBinaryPackage], pieces: Mapping[str, Piece]) -> Piece:
-    """Return an archive with the unpacked conda packages of Python and its dependencies, to run `install_conda` on the cluster.
+    """Return an archive with the unpacked conda packages of Python and of Python's dependencies.
 
-    `pieces` are the archives of the packages, by the name of the package.
+    The Python in the archive runs `install_conda` on the cluster. `pieces` are the archives of the packages, by the name of the
+    package.
     """
     depends = {each.name: each.package_record.depends for each in conda if each.package_record is not None}
     names, new = set[str](), {"python"}

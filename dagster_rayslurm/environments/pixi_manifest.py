@@ -1,4 +1,4 @@
-"""The manifest of a pixi project: the packages that it wants, and the variables and scripts that it adds to the activation.
+"""The manifest of a pixi project: the packages for an environment, and the variables and scripts of the activation.
 
 https://pixi.sh/latest/reference/pixi_manifest/ describes the tables.
 """
@@ -22,8 +22,8 @@ class Wanted:
 
     conda: list[tuple[str, str]]  # Name of each package, and version and build as in a MatchSpec; "" for any.
     pypi: list[tuple[str, str]]  # Name of each package, and version specifier; "" for any.
-    variables: dict[str, str]  # Variables that the activation sets after it has sourced the scripts of the packages.
-    scripts: list[str]  # Paths of scripts that the activation sources at its end.
+    variables: dict[str, str]  # Variables that the activation sets after the scripts of the packages.
+    scripts: list[str]  # Paths of scripts that the activation sources last.
 
 
 def read_manifest(path: str) -> Mapping[str, Any]:

@@ -18,9 +18,9 @@ from ..slurm.request import srun_command
 from ..ssh.base import Connection
 
 _FORMAT = "rayslurm platform 2"
-# Seconds for which this machine's cache of a platform is valid for a prefix that is there, and for one that is to be made.
+# Seconds for which this machine's cache of a platform is valid: for an existing prefix, and for a prefix that is to be made.
 PLATFORM_AGE, FRESH_AGE = 86400.0, 600.0
-# Seconds in which Slurm must grant a node, because an environment must not wait in the queue before its job does.
+# Seconds in which Slurm must grant a node, because an environment must not wait in the queue before the job does.
 _PATIENCE = 20
 _LOOK_TIMEOUT = 60.0
 # The flags of /proc/cpuinfo that each level has in addition to the one before (psABI of x86-64, "Micro-Architecture Levels").
@@ -49,7 +49,7 @@ class Platform:
     machine: str
     glibc: tuple[int, ...]  # Empty if there is another C library.
     pythons: tuple[Python, ...]
-    level: str  # What the CPUs can do, such as "x86-64-v3"; the machine where there are no levels.
+    level: str  # Level of the CPUs, such as "x86-64-v3"; `machine` for an architecture without levels.
     # Architecture and Pythons of the edge node, and the `srun` words that run a command on a compute node where that is needed.
     edge_machine: str = ""
     edge_pythons: tuple[Python, ...] = ()
@@ -88,7 +88,7 @@ def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConf
 
 
 def common(platforms: Sequence[Platform]) -> Platform:
-    """Return a platform whose programs run on all the given platforms; raises `ValueError` if their architectures differ."""
+    """Return a platform whose programs run on all the given platforms; raises `ValueError` if the architectures differ."""
     first, *others = platforms
     for other in others:
         if other.machine != first.machine:

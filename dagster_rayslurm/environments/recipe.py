@@ -1,4 +1,4 @@
-"""Recipes of environments: the files to send, and the commands that build a prefix from them on the cluster."""
+"""Recipes of environments: the files to send, and the commands that build a prefix from the files on the cluster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from . import COMMAND_FAILED
 
-_FORMAT = "rayslurm environment 2"  # Part of the hash of each recipe; a change of it gives all prefixes new names.
+_FORMAT = "rayslurm environment 2"  # Part of the hash of each recipe; a change of this text gives all prefixes new names.
 
 COMPILE = "--compile-bytecode"  # Option of uv that compiles modules.
 COMPILE_ALL = "compileall"  # Module of Python that compiles modules.
 
-# By path of a file: its state when this process read it, and its SHA-256.
+# By path of a file: the state of the file when this process read the file, and the SHA-256.
 _digests: dict[str, tuple[object, str]] = {}
 
 
@@ -47,7 +47,7 @@ class Recipe:
     inputs: Callable[[], object]
     # The `srun` words that run the commands on a compute node if the edge node cannot (see `Platform.runner`).
     runner: Sequence[str] = ()
-    node_local: bool = False  # Whether each node of a job makes a copy for itself, see `runtime.node.local_copy`.
+    node_local: bool = False  # Whether each node of a job makes a copy of the prefix, see `runtime.node.local_copy`.
 
     @property
     def pieces(self) -> list[Piece]:
@@ -55,7 +55,7 @@ class Recipe:
         return list({word.place: word for command in self.commands for word in command if isinstance(word, Piece)}.values())
 
     def words(self, base: str) -> list[list[str]]:
-        """Return the commands for a cluster with the base directory `base`, with the path of the file in place of each `Piece`."""
+        """Return the commands for a cluster with the base directory `base`; the path of the file replaces each `Piece`."""
         return [
             [posixpath.join(base, each.place) if isinstance(each, Piece) else each for each in words] for words in self.commands
         ]

@@ -1,8 +1,8 @@
 """Installs environments on the cluster: one prefix for each recipe, named by the hash of the recipe.
 
-The steps are the same for uv, pixi and packed environments: detect the platform of the cluster, write a recipe for it on this
-machine, send the files of the recipe that the cluster lacks, and run the commands of the recipe there once. The new prefix is
-then used like a pre-deployed environment.
+The steps are the same for uv, pixi and packed environments: detect the platform of the cluster, write a recipe for the platform
+on this machine, send the files of the recipe that the cluster lacks, and run the commands of the recipe on the cluster once. The
+new prefix is then used like a pre-deployed environment.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def recipe_for(
 
 
 def _written(environment: Environment, platform: Platform, write: Callable[[Any, Platform], Recipe]) -> Recipe:
-    """Return the recipe that `write` creates for an environment and a platform; an earlier recipe if the input files are unchanged."""
+    """Return the recipe that `write` creates for an environment and platform; an earlier recipe if no input file has changed."""
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:

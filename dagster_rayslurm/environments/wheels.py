@@ -27,7 +27,7 @@ from .platforms import Platform, Python, cached
 from .recipe import COMPILE, Piece
 
 EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
-ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: it needs neither configuration files nor the internet.
+ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: no configuration files, and no internet.
 # Minor versions of glibc 2 that `uv --python-platform` knows (uv 0.13).
 _MANYLINUX = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 _TIMEOUT = 900.0
@@ -36,7 +36,7 @@ _TIMEOUT = 900.0
 
 
 def find_uv() -> tuple[str, str]:
-    """Return the path of uv on this machine, and its version; raises `ValueError` if uv is not installed."""
+    """Return the path and the version of uv on this machine; raises `ValueError` if uv is not installed."""
     try:
         from uv import find_uv_bin
 
@@ -155,7 +155,7 @@ def runs_on(source: Any, tags: set[Any]) -> bool:
 
 
 def path_of(top: str, source: Any) -> str:
-    """Return the path on this machine of a package's local source, which its lock file names relative to the directory `top`."""
+    """Return the path on this machine of a package's local source; `top` is the directory for relative paths in the lock file."""
     return os.path.normpath(os.path.join(top, source.path))
 
 
