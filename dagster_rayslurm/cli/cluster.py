@@ -43,7 +43,7 @@ _NONE = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """The configuration of a Slurm cluster; `ssh` and `remote_base` have values in place of environment variables."""
+    """The configuration of a Slurm cluster. `ssh` and `remote_base` have no references to environment variables any more."""
 
     ssh: SSHLogin | None  # None if `sbatch` is on this machine.
     remote_base: str
@@ -114,9 +114,10 @@ def _prefix() -> str:
 
 
 def _found() -> Cluster | None:
-    """Returns the configured cluster, without the change by `--remote-base`; None if no cluster is configured.
+    """Returns the configured cluster, before `--remote-base` is applied; None if no cluster is configured.
 
-    Options take precedence over environment variables, and environment variables over a `rayslurm.toml`.
+    Options take precedence over environment variables. Environment variables take precedence over the default of a
+    `rayslurm.toml`.
     """
     prefix, named = _prefix(), given("cluster")
     source = None if cluster_option("cluster") else given("source")
@@ -176,7 +177,7 @@ def find_file(directory: Path) -> Path | None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Returns the "default" of a `rayslurm.toml`, the name of a cluster or None, and the "clusters", the tables by name.
+    """Returns a dict with the content of a `rayslurm.toml`: "default" (a name or None) and "clusters" (the tables by name).
 
     Raises `ValueError` if the file is not valid.
     """

@@ -36,7 +36,10 @@ def one_sentence_errors() -> Iterator[None]:
 
 
 def _run_failure() -> tuple[type[RunFailure], ...]:
-    """Returns a tuple with the class `RunFailure`; () if the class's module is not loaded, because nobody can raise the error."""
+    """Returns a tuple with the class `RunFailure`; () if the module of the class is not loaded.
+
+    Without the module, nothing can raise a `RunFailure`.
+    """
     module = sys.modules.get("dagster_rayslurm.failures")
     return () if module is None else (module.RunFailure,)
 

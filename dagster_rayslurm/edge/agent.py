@@ -156,7 +156,8 @@ class _Modules:
 def serve(texts: "dict[str, str]", stdin: "Any") -> None:
     """Call the functions that messages on `stdin` name, and write the results to standard output; exit at the end of `stdin`.
 
-    The program that the client sends calls this function. `texts` are the source texts of the modules of this package, by name.
+    The program that the client sends calls this function. `texts` are the source texts of the other modules of this package, by
+    name.
     """
     sys.meta_path.insert(0, _Modules(texts))
     with open("/proc/self/environ", "rb") as file:

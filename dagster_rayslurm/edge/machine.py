@@ -104,9 +104,9 @@ def directory(path: str, write: bool = True) -> "dict[str, Any]":
 
 
 def _try_to_write(path: str) -> float:
-    """Write, rename and remove a file in a directory; returns the seconds by which the file's time is ahead of this clock.
+    """Write, rename and remove a file in the directory `path`; returns the seconds by which the file's time is ahead.
 
-    `path` is the path of the directory. The clock is the clock of this machine.
+    The file's time is compared with this machine's clock.
     """
     name = os.path.join(path, ".rs-doctor-" + os.urandom(6).hex())
     try:
