@@ -1,5 +1,5 @@
-"""Access to a running Ray cluster from this machine: an HTTP proxy that adds Ray's token, and a stream to the head node.
+"""Connects this machine to a running Ray cluster, by an HTTP proxy and a stream to the head node.
 
-Begin with `proxy.Proxy`, which serves HTTP on the loopback address. `head.Head` keeps the stream to a relay, a process on the
-head node that opens connections there, and `find` chooses the cluster by name.
+Begin with `proxy.Proxy`, an HTTP server on the loopback address that adds Ray's token to each request. `head.Head` keeps a stream
+open to a relay, a process on the head node that opens connections to ports of the head node. `find` chooses the cluster by name.
 """

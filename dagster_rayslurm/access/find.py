@@ -19,17 +19,17 @@ _MOST_NAMES = 8
 
 
 class NoCluster(ValueError):
-    """Raised when no running Ray cluster, or more than one, has the given name; the message is one sentence."""
+    """Raised when no running Ray cluster with a dashboard, or more than one, has the given name; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A running Ray cluster, with the run, session or job to which it belongs."""
+    """A running Ray cluster, and the run, session or job (`entry`) that owns the cluster."""
 
     entry: Entry
     path: str  # The file that says how to reach the cluster.
     access: ClusterAccess
-    session: Generation | None = None  # The session whose warm cluster it is; None for the cluster of a run.
+    session: Generation | None = None  # The session that owns the cluster; None for the cluster of a run.
 
     @property
     def title(self) -> str:
@@ -43,10 +43,10 @@ class Found:
 
 
 def choose(ident: str, entries: Sequence[Entry]) -> Found:
-    """Returns the one running cluster that has the given name (see `listing.named`). Pure.
+    """Returns the only running cluster with the name `ident` among `entries`; `listing.named` describes the names. Pure.
 
-    If each component of a run has a cluster of its own, RUN/COMPONENT names one of these clusters. Raises NoCluster if no
-    cluster, several, or one without dashboard has the name.
+    If each component of a run has a cluster of its own, RUN/COMPONENT names the cluster of one component. Raises NoCluster if no
+    cluster has the name, if several clusters have the name, or if the cluster has no dashboard.
     """
     matching, component = named(ident, entries), ""
     if not matching:
@@ -75,7 +75,10 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
 
 
 def _name(entry: Entry, path: str) -> str:
-    """Returns the name of a cluster: that of its run or session, then "/COMPONENT" if each component has a cluster of its own."""
+    """Returns the name of a cluster: the name of the run or session `entry`, and "/COMPONENT" for the cluster of one component.
+
+    `path` is the file that says how to reach the cluster.
+    """
     directory = os.path.dirname(path)
     return entry.name if directory == entry.directory else f"{entry.name}/{os.path.basename(directory)}"
 
@@ -83,8 +86,8 @@ def _name(entry: Entry, path: str) -> str:
 def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
     """Returns a function that reads anew how to reach a cluster; the function raises ClusterEnded if the cluster has ended.
 
-    Call the function with True if the head node does not answer: then it also checks whether the Slurm job, or the process, still
-    runs.
+    The argument of the function is True if the head node does not answer. The function then also checks whether the Slurm job of
+    the cluster still runs. Without a Slurm job, the function checks whether the process of the cluster still runs.
     """
     connection = found.connection
 
@@ -108,7 +111,7 @@ def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
 
 
 def _is_gone(connection: Connection, access: ClusterAccess) -> bool:
-    """Returns True if the Slurm job of a cluster is over or, for a cluster without a Slurm job, if its process is gone."""
+    """Returns True if the Slurm job of a cluster is over or, without a Slurm job, if the process of the cluster is gone."""
     if access.job_id is None:
         return not is_running(access.pid)
     row = fetch_queue(connection).job(int(access.job_id))

@@ -1,4 +1,4 @@
-"""A stream to a relay on the head node, by TCP from the edge node or by `srun --overlap`; a lost stream is opened again."""
+"""Keeps a stream open to a relay on the head node, by TCP from the edge node or by `srun --overlap`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SRUN_TIMEOUT = 60.0
 _UNREACHABLE = 60.0  # Seconds after which a head is given up although the edge node is in reach.
 _CHECK = 3.0  # Seconds between two looks whether the cluster is still there.
 _CLIENT_CHECK = 1.0  # Seconds between two looks whether the client that waits for an answer is still there.
-_REPEATABLE = (b"GET ", b"HEAD ")  # Beginnings of requests without effects and body.
+_REPEATABLE = (b"GET ", b"HEAD ")  # Beginnings of requests without an effect and without a body.
 _MOST_NOISE = 65536  # Bytes that a shell and srun may print before the relay's first line.
 
 
@@ -38,10 +38,10 @@ class ClusterEnded(Exception):
 
 
 def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:
-    """Tries TCP and `srun` at the same time to open a stream to a new relay on a job's head node; returns the first that opens.
+    """Opens a stream to a new relay on the head node of a job; tries TCP and `srun` in parallel, and takes the first stream.
 
-    Returns the stream, and True if it is that of srun, which carries the relay's data as encoded lines. Raises
-    ConnectionFailed if the edge node cannot be reached, another OSError if only the head node cannot be reached.
+    Returns the stream, and True if srun carries the stream. srun carries the data of the relay as encoded lines. Raises
+    ConnectionFailed if the edge node cannot be reached, and another OSError if only the head node cannot be reached.
     """
     connection.home()  # A login that fails says why.
     answers: queue.Queue[tuple[socket.socket, bool] | OSError] = queue.Queue()
@@ -115,10 +115,11 @@ def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
 
 
 class Head:
-    """A stream to the head node of one Ray cluster, opened again when lost; it carries many connections to one port of the node.
+    """A stream to the head node of one Ray cluster; the stream carries many connections to the port `port` of the head node.
 
-    `find` returns how to reach the cluster, and raises ClusterEnded when the cluster has ended; `find` is called with True if
-    the head node cannot be reached. `say` is called with a sentence when the stream is lost, and when it is open again.
+    A lost stream is opened again. `find` returns how to reach the cluster, and raises ClusterEnded when the cluster has ended;
+    the argument of `find` is True if the head node cannot be reached. `say` is called with a sentence when the stream cannot be
+    opened, and when the stream is open again.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Head:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _check(self) -> None:
-        """Reads every few seconds how to reach the cluster, for as long as the cluster runs; then raises ClusterEnded."""
+        """Reads every few seconds how to reach the cluster; raises ClusterEnded when the cluster has ended."""
         while True:
             await asyncio.sleep(_CHECK)
             with contextlib.suppress(OSError):
@@ -184,10 +185,11 @@ class Head:
         await asyncio.wait_for(self._ready.wait(), timeout)
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends `first` to the port, then copies data both ways between port and client until the server closes; returns True.
+        """Sends the bytes `first` to the port, then copies data both ways between the port and a client; returns True at the end.
 
-        Returns False, with nothing sent to the client, if `first` could not be sent, or is a GET or HEAD request that got no
-        answer; the caller may then send it again. Any other request is sent once. A client that leaves ends its request.
+        `reader` and `writer` are the streams of the client. The copying ends when the server closes the connection. A client that
+        leaves ends the request. Returns False, with nothing sent to the client, if `first` could not be sent, or if `first` is a
+        GET or HEAD request that got no answer; the caller may then send `first` again. Any other request is sent once.
         """
         assert self._multiplexer is not None
         stream = await self._multiplexer.open(self._port)
@@ -227,7 +229,7 @@ class Head:
         return reader, writer
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forwards connections over a stream until the stream ends."""
+        """Forwards connections over the stream of `reader` and `writer` until the stream ends."""
         self._multiplexer = relay.Multiplexer(reader, writer)
         self._ready.set()
         try:
@@ -237,7 +239,7 @@ class Head:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Runs a function in a thread and returns its result; unlike `asyncio.to_thread`, lets the loop end before the thread."""
+    """Runs a function in a thread and returns the result. Unlike `asyncio.to_thread`, allows the event loop to end first."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _ESTABLISHED = "01"  # In other states the table may name root, because no process has the connection any more.
-_MAPPED = "0000000000000000FFFF0000"  # An IPv4 address on an IPv6 socket, such as those of Java (RFC 4291, 2.5.5.2).
+_MAPPED = "0000000000000000FFFF0000"  # An IPv4 address on an IPv6 socket, such as a socket of Java (RFC 4291, 2.5.5.2).
 
 Address = tuple[str, int]
 
@@ -21,7 +21,10 @@ def is_own(peer: Address, here: Address) -> bool:
 
 
 def owner(peer: Address, here: Address, rows: Iterable[str]) -> int | None:
-    """Returns the id of the user whose process opened the connection from `peer` to `here`; None if no row shows it. Pure."""
+    """Returns the id of the user whose process opened the connection from `peer` to `here`; None if no row shows the connection.
+
+    `rows` are the lines of /proc/net/tcp and /proc/net/tcp6. Pure.
+    """
     ends = [_hex(peer), _hex(here)]
     for row in rows:
         words = row.split()

@@ -1,8 +1,8 @@
-"""An HTTP proxy on the loopback address that adds Ray's token, for browsers and tools that cannot send the token.
+"""An HTTP proxy on the loopback address that adds Ray's token to requests of browsers and tools that cannot send the token.
 
-The proxy's URL begins with a secret path, so that web pages in the user's browser cannot send requests to the proxy; a tool that
-prints URLs may send the secret as a header instead. On Linux the proxy also serves only processes of its own user, so that
-another user gets nothing even with the URL, which may be among a command's arguments.
+The path of the proxy's URL begins with a secret, a random text. Web pages in the user's browser do not know the secret, and so
+cannot send requests to the proxy. A tool that prints URLs may send the secret as a header instead. On Linux the proxy serves only
+processes of the proxy's own user, because other users can see a URL among the arguments of a command.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LINK_TIMEOUT = 20.0  # Seconds for which a request waits for a lost stream to t
 _TRIES, _PAUSE = 3, 0.2  # Most attempts to send a request that gets no answer, and seconds between two of them.
 _LONGEST_HEAD = 65536
 _REQUEST = re.compile(rb"([A-Z]{1,20}) (/[\x21-\x7e]*) HTTP/1\.[01]")
-# Headers that the proxy sets itself, those for proxies, and those that would tell Ray or another service's server a secret:
-# cookies of 127.0.0.1 are sent to each of its ports.
+# Headers that the proxy sets, headers for proxies, and headers that would tell the server of a service a secret. Browsers send
+# cookies of 127.0.0.1 to every port.
 _DROPPED = frozenset(
     b"authorization connection cookie host keep-alive proxy-authorization proxy-connection referer x-ray-authorization "
     b"x-rayslurm-secret".split()
@@ -37,12 +37,15 @@ class Upstream(Protocol):
         """Waits until `forward` can be called; raises asyncio.TimeoutError after `timeout` seconds."""
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends `first` to the service, then copies data both ways; returns False if `first` got no answer and may be resent."""
+        """Sends the request `first` to the service, then copies data both ways.
+
+        Returns False if the service gave no answer, and the caller may send `first` again; otherwise True.
+        """
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP response that the proxy itself gives, such as an error."""
+    """An HTTP response of the proxy itself, such as an error; `location` is the target of a redirect, or empty."""
 
     status: str
     text: str
@@ -61,11 +64,13 @@ _FORBIDDEN = Answer("403 Forbidden", "Use the URL that `rayslurm dashboard` prin
 
 
 def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = True) -> bytes | Answer:
-    """Returns the head of an HTTP request, changed for the head node's `port`, or the response that refuses the request. Pure.
+    """Returns the head of an HTTP request for the service on the head node's `port`, or a response of the proxy itself. Pure.
 
-    The path loses the secret at its beginning, unless `strips` is False because the service expects the secret there.
+    `head` is the head from the client, with `secret` in the path or in a header. The new head has `token`. The new path has no
+    secret, unless `strips` is False because the service expects the secret in the path. A response of the proxy refuses or
+    redirects the request.
 
-    The new head asks the service to close the connection after its response, because the proxy reads one request per connection.
+    The new head asks the service to close the connection after the response, because the proxy reads one request per connection.
     """
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     request = _REQUEST.fullmatch(first)
@@ -104,17 +109,21 @@ def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = Tr
 
 
 class Proxy:
-    """Serves one HTTP port of a cluster's head node on the loopback address of this machine."""
+    """An HTTP server on the loopback address of this machine that serves one HTTP port of a cluster's head node."""
 
     def __init__(self, upstream: Upstream, token: str, port: int, secret: str | None = None) -> None:
-        """Creates the proxy; `secret` is the path prefix that the service requires, None if the proxy is to choose one."""
+        """Creates a proxy for the service that `upstream` reaches at `port`; requests to the service get the token `token`.
+
+        `secret` is the first part of all paths of the service; None if the paths have no such part, so that the proxy chooses a
+        secret.
+        """
         self._upstream, self._token, self._port, self._strips = upstream, token, port, secret is None
         self._secret = secret or secrets.token_urlsafe(24)
         self._server: asyncio.Server | None = None
         self.url = ""  # Set by `start`; without a slash at the end, as tools append paths to it.
 
     async def start(self, port: int = 0) -> None:
-        """Starts to listen on a port, any free one if `port` is 0; raises OSError if the port is taken."""
+        """Starts to listen on `port` of this machine, or on any free port if `port` is 0; raises OSError if the port is taken."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=_LONGEST_HEAD)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/{self._secret}"
 
@@ -135,7 +144,7 @@ class Proxy:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer | None:
-        """Serves one request; returns a response of the proxy itself to send, or None after the service's response was sent."""
+        """Serves one request; returns None if the service has answered, or else the response that the proxy itself must send."""
         if not is_own(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
             return _FORBIDDEN
         try:

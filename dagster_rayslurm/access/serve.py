@@ -20,7 +20,7 @@ _FIRST_TIMEOUT = 90.0  # Seconds in which the first stream to the head must come
 
 @dataclass(frozen=True)
 class Service:
-    """An HTTP server on a port of the head node's loopback address, with the token and the secret that requests to it need."""
+    """An HTTP server on the head node: a port of the loopback address, the token of requests, and the secret in paths or None."""
 
     port: int
     token: str
@@ -39,7 +39,8 @@ async def serve(
     """Serves a service of a cluster, by default the Ray dashboard, until the cluster ends; then raises ClusterEnded.
 
     The proxy listens on `port` of this machine, or on any free port if `port` is 0. `ready` is called with the URL once the
-    cluster is reached, and `say` with a sentence when the connection is lost or restored.
+    cluster is reached. `say` is called with a sentence when the connection is lost or restored. Raises ClusterEnded also if the
+    cluster cannot be reached in time, and OSError if the port is taken.
     """
     service = service or dashboard_of(found.access)
     head = Head(found.connection, found.access, look_again(found), say, service.port)
@@ -67,9 +68,10 @@ async def serve(
 
 @contextlib.contextmanager
 def served(found: Found, say: Callable[[str], None], service: Service | None = None) -> Iterator[str]:
-    """Serves a service, by default the Ray dashboard, inside the block, and yields its URL.
+    """Serves a service of a cluster, by default the Ray dashboard, inside the block; yields the URL.
 
-    Raises ClusterEnded if the cluster cannot be reached. `say` is called with a sentence when the connection is lost or restored.
+    Raises ClusterEnded if the cluster cannot be reached. `say` is called with a sentence when the connection is lost or restored,
+    and when the cluster ends.
     """
     url: Future[str] = Future()
     began: Future[tuple[asyncio.AbstractEventLoop, Any]] = Future()
@@ -80,7 +82,7 @@ def served(found: Found, say: Callable[[str], None], service: Service | None = N
 
     def run() -> None:
         try:
-            asyncio.run(work())  # It also ends the open connections of clients.
+            asyncio.run(work())  # `asyncio.run` also ends the open connections of clients.
         except asyncio.CancelledError:
             pass
         except Exception as error:  # noqa: BLE001

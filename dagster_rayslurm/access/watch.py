@@ -1,4 +1,4 @@
-"""The state of a Ray cluster for `rayslurm top`, parsed from answers of the Ray dashboard (tried on Ray 2.60). Pure."""
+"""Parses answers of the Ray dashboard (tried on Ray 2.60) into the state of a cluster for `rayslurm top`. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Counts = Mapping[str, Mapping[str, int]]  # Numbers by name of a task or class, 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of a node; memory in MiB."""
+    """One GPU of a node: the model, the utilization in percent, and the used and total memory in MiB."""
 
     name: str
     percent: float
@@ -34,7 +34,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the cluster, memory in bytes; `resources` and totals are the amounts that Ray may use there."""
+    """One node of a Ray cluster; amounts of memory are in bytes.
+
+    `resources`, and the totals of `memory` and of the object store (`store`), are the amounts that Ray may use on the node.
+    """
 
     name: str
     address: str
@@ -49,7 +52,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a cluster as far as it is known; each field holds the latest answer of the dashboard to one query."""
+    """The known state of a Ray cluster; each field holds the latest answer to one query.
+
+    The dashboard answers the queries. A session answers the query for `payloads`.
+    """
 
     nodes: tuple[Node, ...] = ()
     tasks: Counts = field(default_factory=dict)
@@ -57,10 +63,10 @@ class Snapshot:
     jobs: tuple[Mapping[str, Any], ...] = ()
     pending: tuple[tuple[str, Mapping[str, float]], ...] = ()  # Name and resources of each task that waits for a node.
     groups: tuple[tuple[str, Sequence[Mapping[str, float]]], ...] = ()  # Name and bundles of each placement group that waits.
-    payloads: tuple[Mapping[str, Any], ...] = ()  # Of a session, in the order of its queue.
+    payloads: tuple[Mapping[str, Any], ...] = ()  # Of a session, in the order of the queue.
 
     def with_answer(self, query: str, answer: Any) -> Snapshot:
-        """Returns a copy with the dashboard's answer in the field `query`; raises ValueError for an answer of unknown form."""
+        """Returns a copy with the parsed `answer` in the field `query`; raises ValueError for an answer of unknown form."""
         try:
             return replace(self, **{query: _READERS[query](answer)})
         except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -68,7 +74,7 @@ class Snapshot:
 
     @property
     def totals(self) -> Mapping[str, float]:
-        """The resources of all living nodes together, by name."""
+        """The sum of each resource over all living nodes, by the name of the resource."""
         total: Counter[str] = Counter()
         for node in self.nodes:
             if node.alive:
@@ -77,7 +83,7 @@ class Snapshot:
 
     @property
     def never(self) -> list[str]:
-        """Sentences about tasks and placement groups that wait for resources which no living node has."""
+        """Sentences about waiting tasks and placement groups that no living node can hold; [] if no node lives."""
         alive = [node for node in self.nodes if node.alive]
         if not alive:
             return []
@@ -131,7 +137,7 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a sort key for a name, by which "node10" comes after "node9"."""
+    """Returns a sort key for a name; the key puts "node10" after "node9"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
@@ -141,7 +147,7 @@ def _counts(answer: Any) -> Counts:
 
 
 def _pending(answer: Any) -> tuple[tuple[str, Mapping[str, float]], ...]:
-    # A task within a placement group waits for its group, which is named itself.
+    # A task within a placement group waits for the group, and the group has an entry of its own.
     rows = [row for row in answer["data"]["result"]["result"] if not row.get("placement_group_id")]
     return tuple((str(row["name"]), _amounts(row.get("required_resources") or {})) for row in rows)
 

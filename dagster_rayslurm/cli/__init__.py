@@ -13,7 +13,7 @@ import click
 from .. import __version__
 from .options import all_cluster_options
 
-# For each command, its module, which is imported when the command is called, and its text in `rayslurm --help`.
+# By command: the module, which is imported when the command is called, and the text in `rayslurm --help`.
 _COMMANDS = {
     "attach": ("attach", "Open a shell on the head node of a run, session or job."),
     "cancel": ("logs", "End a run, session or job."),
@@ -46,7 +46,10 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Called for each command: an error names the page of troubles, if it is not one of usage, which names `--help`."""
+        """Runs the chosen command, and adds the address of the page of troubles to the message of an error.
+
+        An error of usage stays unchanged, because click itself names `--help` then.
+        """
         try:
             return super().invoke(ctx)
         except click.UsageError:

@@ -1,4 +1,4 @@
-"""`python -m dagster_rayslurm.cli`, the `rayslurm` command."""
+"""Runs the `rayslurm` command for `python -m dagster_rayslurm.cli`."""
 
 from . import main
 

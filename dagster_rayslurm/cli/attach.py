@@ -1,4 +1,4 @@
-"""`rayslurm attach`: a shell on the head node of a run, session or job, in the payload's environment."""
+"""`rayslurm attach` opens a shell on the head node of a run, session or job, in the payload's environment."""
 
 from __future__ import annotations
 
@@ -73,9 +73,10 @@ def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) ->
 
 
 def _jupyter(one: Entry) -> int:
-    """Runs JupyterLab on the head node, serves it on this machine, and returns its exit code.
+    """Runs JupyterLab on the head node, serves JupyterLab at a URL of this machine, and returns the exit code of JupyterLab.
 
-    Jupyter's token and the secret of the URL are in a file, as other users can see the arguments of processes.
+    Jupyter's token and the secret of the URL are in a file, because other users can see the arguments of processes. Raises
+    ValueError if there is no Ray cluster, if the cluster cannot be reached, or if JupyterLab is not installed.
     """
     if not one.clusters:
         raise ValueError(f"{one.name} has no Ray cluster, through which JupyterLab would be reached; it is {one.state}")
@@ -105,7 +106,11 @@ def _jupyter(one: Entry) -> int:
 
 
 def _shell(one: Entry, words: Sequence[str]) -> list[str]:
-    """Returns the command for the head node: an interactive bash in the payload's environment, or `words` in it."""
+    """Returns the command for the head node: `words`, or an interactive bash if `words` is empty, in the payload's environment.
+
+    Writes a script that sets the environment into the directory of the run or session. For a Slurm job without a run or session,
+    no environment is set.
+    """
     if one.kind == Kind.JOB:
         return list(words) or ["bash", "-i"]
     script = f"{one.directory}/{_SCRIPT}"
@@ -116,7 +121,10 @@ def _shell(one: Entry, words: Sequence[str]) -> list[str]:
 
 
 def _environment(one: Entry) -> str:
-    """Returns the text of the script that sets the payload's environment variables and working directory."""
+    """Returns the text of a shell script that sets the payload's environment variables and working directory.
+
+    Raises ValueError if the payload of a run has not started yet.
+    """
     head = '[ -z "$PS1" ] || ! [ -r ~/.bashrc ] || . ~/.bashrc\n'
     prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({one.name}) ")}"$PS1"\n'
     if one.kind == Kind.SESSION:
@@ -129,7 +137,10 @@ def _environment(one: Entry) -> str:
 
 
 def _of_session(one: Entry) -> str:
-    """Returns shell commands for a session: they set its runtime's environment, and address and token of its Ray cluster."""
+    """Returns shell commands that set the environment of a session's runtime, and the address and token of the Ray cluster.
+
+    Writes the token into a file in the directory of the session.
+    """
     assert one.generation is not None and one.generation.announcement is not None
     text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")
     described = send_request(one.connection, one.generation, {"op": Operation.DESCRIBE})
@@ -150,7 +161,7 @@ def _of_session(one: Entry) -> str:
 
 
 def _step(one: Entry) -> list[str]:
-    """Returns the words of the srun command that runs a command on the head node; [] for a run on this machine."""
+    """Returns the words of an srun command to put before a command for the head node; [] for a run without a Slurm job."""
     if one.job_id is None:
         return []
     node, heterogeneous = _head(one)
@@ -160,7 +171,7 @@ def _step(one: Entry) -> list[str]:
 
 
 def _head(one: Entry) -> tuple[str | None, bool]:
-    """Returns Slurm's name of the head node, None if it is not known, and whether the job is heterogeneous."""
+    """Returns Slurm's name of the head node, or None if the name is unknown, and True if the job is heterogeneous."""
     if one.generation is not None and one.generation.announcement is not None:
         said = one.generation.announcement
         return said.hosts[0], said.heterogeneous

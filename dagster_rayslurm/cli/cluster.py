@@ -1,7 +1,7 @@
 """Finds the cluster for a command: by `--from`, `--cluster`, environment variables, or the default of a `rayslurm.toml`.
 
-Each of these sources gives a `ComputeResource`, so that the terminal has the fields of Dagster's resource and no others. The
-resource is made when a command asks for it: `ps` and others need only the connection, and so do not import Dagster.
+Each source describes a `ComputeResource`, so the terminal has the same fields as Dagster's resource. The resource is created only
+when a command asks for the resource, because many commands need only the connection, and start faster without Dagster.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _NONE = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Slurm cluster as the user configured it, with every variable resolved."""
+    """The configuration of a Slurm cluster. `ssh` and `remote_base` have no references to environment variables any more."""
 
     ssh: SSHLogin | None  # None if `sbatch` is on this machine.
     remote_base: str
-    source: str  # Where its configuration comes from, in words.
-    make: Callable[[Cluster], ComputeResource]  # Makes the resource of this cluster; raises ValueError if it is not valid.
+    source: str  # The origin of the configuration, in words.
+    make: Callable[[Cluster], ComputeResource]  # Makes the resource of a cluster; raises ValueError if a field is wrong.
 
     @cached_property
     def resource(self) -> ComputeResource:
-        """The `ComputeResource` of the configuration; raises ValueError if it is not valid."""
+        """The `ComputeResource` of the configuration; raises ValueError if the resource is not valid."""
         return self.make(self)
 
     @property
     def slurm(self) -> SlurmResource:
         """The `SlurmResource` of the configuration."""
-        assert self.resource.slurm is not None  # Resources without it are refused.
+        assert self.resource.slurm is not None  # Resources without `slurm` are refused.
         return self.resource.slurm
 
     @cached_property
@@ -84,7 +84,10 @@ def the_cluster() -> Cluster:
 
 
 def find_cluster() -> Cluster | None:
-    """Returns the cluster that the user chose by an option, an environment variable or a file; None if none is configured."""
+    """Returns the cluster that the user chose by an option, an environment variable or a file; None if no cluster is configured.
+
+    Raises ClickException if the configuration is wrong.
+    """
     if cluster_option("source") and cluster_option("cluster"):
         raise click.UsageError("--from and --cluster exclude each other; give one of them")
     with one_sentence_errors():
@@ -98,7 +101,7 @@ def find_cluster() -> Cluster | None:
 
 
 def given_base() -> str | None:
-    """Returns the base directory on this machine that `--base` names; None if the option is not given."""
+    """Returns the base directory on this machine that `--base` or RAYSLURM_BASE names; None if neither is given."""
     from click.core import ParameterSource
 
     root = click.get_current_context().find_root()
@@ -111,7 +114,11 @@ def _prefix() -> str:
 
 
 def _found() -> Cluster | None:
-    """Returns the cluster as configured; None if no cluster is configured. Options take precedence over environment variables."""
+    """Returns the configured cluster, before `--remote-base` is applied; None if no cluster is configured.
+
+    Options take precedence over environment variables. Environment variables take precedence over the default of a
+    `rayslurm.toml`.
+    """
     prefix, named = _prefix(), given("cluster")
     source = None if cluster_option("cluster") else given("source")
     if source:
@@ -156,9 +163,10 @@ def _user_file() -> Path:
 
 
 def find_file(directory: Path) -> Path | None:
-    """Returns the nearest `rayslurm.toml`: in `directory`, in a parent directory, or else in the user's home; None if missing.
+    """Returns the nearest `rayslurm.toml`: in `directory`, a parent directory, or the user's configuration directory; or None.
 
-    Raises `ValueError` for a file of another user, as that could make commands log in to another host and run code there.
+    Raises `ValueError` for a file of another user except root, because such a file could make commands log in to another host and
+    run code there.
     """
     for path in (*(each / FILE for each in (directory, *directory.parents)), _user_file()):
         if path.is_file():
@@ -169,7 +177,10 @@ def find_file(directory: Path) -> Path | None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Returns the "default" (or None) and the "clusters" of a `rayslurm.toml`; raises `ValueError` if the file is not valid."""
+    """Returns a dict with the content of a `rayslurm.toml`: "default" (a name or None) and "clusters" (the tables by name).
+
+    Raises `ValueError` if the file is not valid.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -187,7 +198,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def from_file(path: Path, name: str | None) -> Cluster:
-    """Returns the cluster `name`, or the default one, of a `rayslurm.toml`; raises `ValueError` if it is not valid."""
+    """Returns the cluster `name` of the `rayslurm.toml` at `path`, or the default cluster if `name` is None.
+
+    Raises `ValueError` if the file is not valid or has no such cluster.
+    """
     content = read_file(path)
     clusters, chosen = content["clusters"], name or content["default"]
     if not chosen and len(clusters) > 1:
@@ -218,7 +232,7 @@ def _table(fields: Mapping[Any, Any], name: str, path: str) -> dict[str, Any]:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Turn errors of wrong fields inside the block into a `ValueError` of one sentence that begins with the place."""
+    """Turns an error about wrong fields inside the block into a `ValueError` of one sentence that begins with `where`."""
     try:
         yield
     except TypeError as error:
@@ -228,7 +242,10 @@ def _named(where: str) -> Iterator[None]:
 
 
 def _resolved(value: Any, field: str) -> Any:
-    """Returns a value of the file in which each {env = "NAME"}, as Dagster's own files have it, is the value of the variable."""
+    """Returns `value` with the value of the environment variable NAME in place of each table {env = "NAME"}.
+
+    `field` is the path of the value in the file, for error messages.
+    """
     if isinstance(value, dict):
         if set(value) == {"env"} and isinstance(value["env"], str):
             return read_variable(value["env"], field)
@@ -237,5 +254,5 @@ def _resolved(value: Any, field: str) -> Any:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names, in quotes, as a phrase for a sentence."""
+    """Returns the names in quotes, separated by commas."""
     return ", ".join(map(repr, names))

@@ -24,7 +24,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
-    """Turn an expected error inside the block into a one-sentence error of the command, which exits with 1."""
+    """Turns an expected error inside the block into a ClickException of one sentence; the command then exits with 1."""
     try:
         yield
     except ValueError as error:
@@ -36,26 +36,29 @@ def one_sentence_errors() -> Iterator[None]:
 
 
 def _run_failure() -> tuple[type[RunFailure], ...]:
-    """Returns a tuple with the class `RunFailure`, or () if nobody can raise it, as its module is not loaded."""
+    """Returns a tuple with the class `RunFailure`; () if the module of the class is not loaded.
+
+    Without the module, nothing can raise a `RunFailure`.
+    """
     module = sys.modules.get("dagster_rayslurm.failures")
     return () if module is None else (module.RunFailure,)
 
 
 def see_troubles(kind: str = "") -> str:
-    """Returns the line below an error that names the page of troubles, with the section of a kind of failure.
+    """Returns a line to print below an error: the address of the page of troubles, at the section of the failure `kind` if given.
 
-    Returns "" if standard error is no terminal: a program reads one line.
+    Returns "" if standard error is no terminal, because a program reads one line.
     """
     return f"\nSee {TROUBLES}{kind and f'#{kind}'}" if os.isatty(2) else ""
 
 
 def print_json(row: Mapping[str, Any]) -> None:
-    """Print one JSON object on a line."""
+    """Prints one JSON object on a line."""
     click.echo(json.dumps(row, ensure_ascii=False))
 
 
 def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) -> None:
-    """Print a table; cells appear literally, without rich's markup and emoji. `options` are those of `rich.table.Table`."""
+    """Prints a table; cells appear literally, without rich's markup and emoji. `options` are options of `rich.table.Table`."""
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
@@ -70,7 +73,7 @@ def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) ->
 
 
 def print_values(values: Mapping[str, Any]) -> None:
-    """Print names and values in two columns; values that are None or empty are left out."""
+    """Prints names and values in two columns; values that are None or empty are left out."""
     shown = [(name.replace("_", " "), value_text(value)) for name, value in values.items() if value not in (None, [], {}, "")]
     print_table(shown, show_header=False, box=None, padding=(0, 2, 0, 0))
 
@@ -94,7 +97,7 @@ def duration(seconds: float | None) -> str:
 
 
 def terminal_log(quiet: bool) -> logging.Logger:
-    """Returns a logger that writes to standard error; if `quiet` only warnings and errors."""
+    """Returns a logger that writes to standard error; if `quiet` is True, the logger writes only warnings and errors."""
     log = logging.getLogger("rayslurm.terminal")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -1,4 +1,4 @@
-"""`rayslurm doctor` checks whether runs will work on a cluster, and names what to mend; `rayslurm check` is its short form."""
+"""`rayslurm doctor` checks whether runs will work on a cluster, and names what to mend; `rayslurm check` prints problems only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIZES = ("num_nodes", "cpus_per_node", "gpus_per_node")
 
 
 def _options(command: Any) -> Any:
-    """Decorator that adds the options for the cluster to examine, and for the allocation that its jobs request."""
+    """Decorator that adds options to a command: for the cluster to examine, and for the allocation that jobs request."""
     for name in reversed((*_QUEUE, *_SIZES)):
         kind = click.IntRange(0) if name in _SIZES else click.STRING
         what = f"`{name}` of the SlurmQueueConfig."
@@ -32,7 +32,10 @@ def _options(command: Any) -> Any:
 
 
 def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
-    """Returns the configuration to examine: the cluster's resource, changed by the options."""
+    """Returns the configuration to examine: the resource of the chosen cluster, changed by the options.
+
+    `env` is the path of the payloads' environment; None for the environment of the resource. `options` are fields of the queue.
+    """
     cluster = the_cluster()
     queue = {name: value for name, value in options.items() if value is not None}
     slurm = changed(cluster.slurm, queue=cluster.slurm.queue.having(**queue))

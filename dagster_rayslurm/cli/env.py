@@ -1,4 +1,4 @@
-"""`rayslurm env`: creates the payloads' environment on a cluster ahead of runs, checks it, and lists and removes old ones."""
+"""`rayslurm env` creates and checks the payloads' environment on a cluster ahead of runs, and lists and removes environments."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .common import json_option, one_sentence_errors, print_json, print_table
 from .options import all_cluster_options, cluster_options
 
 _DAY = 86400.0
-_LEAST_AGE = 3600.0  # Seconds for which `prune` leaves an environment alone, because a run may be about to name it.
+_LEAST_AGE = 3600.0  # Seconds for which `prune` leaves an environment alone, because a run may be about to use the environment.
 _TIMEOUT = 600.0
 
 
 class _Log:
-    """A logger that prints messages in the terminal, without the prefix that they have in a Dagster log."""
+    """A logger that prints messages in the terminal, without the prefix "[rayslurm] " of messages in a Dagster log."""
 
     def info(self, text: str) -> None:
         click.echo(text.removeprefix("[rayslurm] "))
@@ -85,7 +85,7 @@ def push() -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress | None]:
-    """Inside the block, shows a progress bar; yields the function that updates the bar, or None if there is no terminal."""
+    """Shows a progress bar inside the block; yields the function that updates the bar, or None if there is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars

@@ -1,4 +1,4 @@
-"""`rayslurm logs` prints the output of a run, and follows it; `rayslurm cancel` ends a run, session or job."""
+"""`rayslurm logs` prints the output of a run, at once or until the run ends; `rayslurm cancel` ends a run, session or job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .ps import entry, ident_argument
 _CADENCE = Cadence(busy=0.2, idle=2.0, waiting=5.0)
 _CHUNK = 1024 * 1024
 _ASK_INTERVAL = 15.0  # Seconds between two looks into the queue while a record is silent.
-_END_TIMEOUT = 45.0  # Seconds in which a cancelled run ends; then its job is cancelled.
+_END_TIMEOUT = 45.0  # Seconds in which a cancelled run must end; after that the job is cancelled.
 
 
 @click.command()
@@ -76,7 +76,7 @@ def logs(ident: str, follow: bool) -> None:
 
 
 def _components(run: Entry) -> list[str | None]:
-    """Returns the names of a run's components, each of which has its own journal; [None] for a run without components."""
+    """Returns the names of a run's components; [None] for a run without components. Each component has a journal of its own."""
     try:
         return [*sorted(run.connection.call(edge_files.names, f"{run.directory}/{COMPONENTS}", repeat=True))] or [None]
     except FileNotFoundError:
@@ -84,23 +84,27 @@ def _components(run: Entry) -> list[str | None]:
 
 
 def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: bool) -> Follower:
-    """Returns a follower of a run or of one component; `own_job` says whether the run has a job, which Slurm may requeue."""
+    """Returns a follower of a run, or of the component `component` of a run; the follower writes to `log`.
+
+    `own_job` is True if the run has a Slurm job of its own, which Slurm may requeue.
+    """
     directory = run.directory if component is None else component_dir(run.directory, component)
     pipes = TerminalPipes(log)
     return Follower(run.connection, directory, nonce_of(run.name), pipes, log, _CADENCE, requeue=own_job, component=component)
 
 
 class _Job:
-    """Checks from time to time whether the Slurm job or the process of a run still exists."""
+    """The Slurm job or process of a run; checks from time to time whether the job or process still exists."""
 
     def __init__(self, run: Entry) -> None:
         self._run, self._asked_at = run, time.monotonic()
         self._over = "it has ended" if run.over else None
 
     def exit(self, ended: bool) -> str | None:
-        """Returns how the runtime has ended, in words; None while it runs, as far as the last check shows.
+        """Returns a phrase that says how the runtime ended; None if the runtime still ran at the last check.
 
-        `ended` says that the record has an end, after which only Slurm knows whether the job is requeued.
+        `ended` is True if the record has an end. The checks are then more frequent, because only Slurm knows whether the job is
+        requeued.
         """
         interval = _CADENCE.idle if ended else _ASK_INTERVAL
         if self._over is None and time.monotonic() - self._asked_at > interval:
@@ -145,7 +149,10 @@ def cancel(ident: str, now: bool, as_json: bool) -> None:
 
 
 def _end(one: Entry, now: bool) -> None:
-    """Ends a run, session or job; raises StartError or OSError if the end is not confirmed."""
+    """Ends a run, session or job; raises StartError or OSError if the end is not confirmed.
+
+    If `now` is True, the payload of a run gets no grace period.
+    """
     if one.kind == Kind.SESSION:
         assert one.generation is not None
         if one.job_id is None:
@@ -155,7 +162,7 @@ def _end(one: Entry, now: bool) -> None:
         return
     if one.kind == Kind.RUN:
         write_cancel_request(one.connection, one.directory, now)
-        # A run that waits has no runtime that would read the request. A run in a session shares its job with others.
+        # A run that waits has no runtime that would read the request. A run in a session shares the job with other runs.
         if one.state != "pending" and _ends(one, _END_TIMEOUT):
             return
         if one.job_id is None or not one.connection.read(f"{one.directory}/job_id", 0, 64):
@@ -172,7 +179,7 @@ def _end(one: Entry, now: bool) -> None:
 
 
 def _ends(run: Entry, timeout: float) -> bool:
-    """Waits until each journal of a run has its `end` record; returns False if one has none after `timeout` seconds."""
+    """Waits until each journal of a run has an `end` record; returns False if a journal has none after `timeout` seconds."""
     records = [_EndOfRecord(run, component) for component in _components(run)]
     deadline = time.monotonic() + timeout
     while not all(each.seen() for each in records):
@@ -183,7 +190,7 @@ def _ends(run: Entry, timeout: float) -> bool:
 
 
 class _EndOfRecord:
-    """Reads the journal of a run, or of one component, until the `end` record."""
+    """A reader that looks for the `end` record in the journal of a run, or of the component `component` of a run."""
 
     def __init__(self, run: Entry, component: str | None) -> None:
         directory = run.directory if component is None else component_dir(run.directory, component)

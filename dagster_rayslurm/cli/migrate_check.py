@@ -1,4 +1,4 @@
-"""`rayslurm migrate-check` reads Python files that use dagster-slurm, and says what to change; it imports none of them."""
+"""`rayslurm migrate-check` says what to change in Python files that use dagster-slurm, without importing the files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TEXTS = {
     "slurm_payload_path": f"{_AS_ARGUMENT} payload_path=",
     "slurm_pre_deployed_env_path": f"{_AS_ARGUMENT} environment=",
 }
-Finding = tuple[int, str, str]  # The line, what stands there, and what to write instead; "" if the name is the same here.
+Finding = tuple[int, str, str]  # Line, text in the file, and advice ("" if the name is the same here).
 
 
 @click.command()
@@ -64,7 +64,7 @@ def migrate_check(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _findings(tree: ast.Module) -> Iterator[Finding]:
-    """Yields what each name of dagster-slurm in a file becomes."""
+    """Yields a finding for each name of dagster-slurm in the parsed file `tree`."""
     names: dict[str, str] = {}  # By name in the file, the name in dagster_slurm; "" for the module itself.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -95,7 +95,10 @@ def _findings(tree: ast.Module) -> Iterator[Finding]:
 
 
 def _call(node: ast.Call, names: dict[str, str]) -> Iterator[Finding]:
-    """Yields what becomes of a method and of the keywords of one call."""
+    """Yields a finding for the method and for each keyword of a call.
+
+    `names` maps a name in the file to the name in dagster-slurm, or to "" for the module itself.
+    """
     called = _name(node.func, names) or ""
     owner = _RENAMED.get(called, called)
     method, on = (node.func.attr, _name(node.func.value, names)) if isinstance(node.func, ast.Attribute) else ("", None)
@@ -110,7 +113,10 @@ def _call(node: ast.Call, names: dict[str, str]) -> Iterator[Finding]:
 
 
 def _keywords(node: ast.Call, owner: str, known: Mapping[str, Any], noun: str) -> Iterator[Finding]:
-    """Yields what becomes of the keywords of a call, and of the keys of `extra_slurm_opts`."""
+    """Yields a finding for each keyword of a call to `owner`, and for each key of `extra_slurm_opts`.
+
+    `known` are the names of the keywords in this package, and `noun` is the word for a keyword, such as "field".
+    """
     queue = _public("SlurmQueueConfig").model_fields
     for each in node.keywords:
         if each.arg is None:
@@ -124,21 +130,24 @@ def _keywords(node: ast.Call, owner: str, known: Mapping[str, Any], noun: str) -
 
 
 def _becomes(name: str) -> str:
-    """Returns what to write instead of a class or function of dagster-slurm; "" if it has the same name here."""
+    """Returns advice about the name `name` of a class or function of dagster-slurm; "" if the name is the same here."""
     import dagster_rayslurm
 
     return "" if name == "*" or _public(name) else explain(_OURS, name, dagster_rayslurm.__all__, "name")
 
 
 def _name(node: ast.AST, names: dict[str, str]) -> str | None:
-    """Returns the name in dagster-slurm of what an expression refers to, "" for the module; None if that is something else."""
+    """Returns the name in dagster-slurm that an expression stands for: "" for the module, and None for anything else.
+
+    `names` maps a name in the file to the name in dagster-slurm, or to "" for the module itself.
+    """
     if isinstance(node, ast.Attribute):
         return node.attr if _name(node.value, names) == "" else None
     return names.get(node.id) if isinstance(node, ast.Name) else None
 
 
 def _public(name: str) -> Any:
-    """Returns a public class or function of this package; None if there is none of this name."""
+    """Returns the public class or function `name` of this package; None if this package has no such name."""
     import dagster_rayslurm
 
     return getattr(dagster_rayslurm, name, None) if name in dagster_rayslurm.__all__ else None

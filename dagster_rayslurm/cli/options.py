@@ -1,4 +1,4 @@
-"""The options of `rayslurm` that name the cluster, for all commands. This module imports nothing slow."""
+"""Options of `rayslurm` commands that name the cluster. This module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VARIABLES = {"cluster": "RAYSLURM_CLUSTER", "source": "RAYSLURM_FROM", "remote_
 
 
 def _remember(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Callback of click that stores the value of an option, of whichever nested command, for `cluster_option` to return."""
+    """Stores the value of an option in click's context, which nested commands share; `cluster_option` returns the value."""
     if value is not None:
         context.meta[_KEY + str(parameter.name)] = value
 
@@ -27,7 +27,7 @@ def _option(*names: str, **more: Any) -> Callable[[F], F]:
 
 
 def _cluster_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
-    """Callback of click for shell completion: returns the names of clusters that begin with `incomplete`."""
+    """Returns the names of clusters that begin with `incomplete`, for shell completion; [] if no `rayslurm.toml` can be read."""
     from .cluster import find_file, read_file
 
     try:
@@ -38,14 +38,20 @@ def _cluster_names(context: click.Context, parameter: click.Parameter, incomplet
 
 
 def cluster_options(command: F) -> F:
-    """Decorator that adds the options `--cluster` and `--from`, which users may write after `rayslurm` or after the command."""
+    """Decorator that adds the options `--cluster` and `--from` to a command.
+
+    Users may write both options after `rayslurm` or after the command.
+    """
     command = _option("--from", "source", metavar="MODULE:RESOURCE", help="A ComputeResource of your definitions.")(command)
     what = f"A cluster of the nearest {FILE}, or of that in ~/.config/rayslurm."
     return _option("--cluster", metavar="NAME", help=what, shell_complete=_cluster_names)(command)
 
 
 def all_cluster_options(command: F) -> F:
-    """Decorator that adds `cluster_options`, `--remote-base`, and `--prefix` for the names of environment variables."""
+    """Decorator that adds the options `--cluster`, `--from`, `--remote-base` and `--prefix` to a command.
+
+    `--prefix` is the beginning of the names of the environment variables that describe the edge node.
+    """
     what = "Base directory on the cluster, `remote_base` of the SlurmResource."
     command = _option("--remote-base", metavar="DIRECTORY", help=what)(command)
     what = "What the variables of the edge node begin with.  [default: SLURM_EDGE_NODE_]"
@@ -54,11 +60,11 @@ def all_cluster_options(command: F) -> F:
 
 
 def cluster_option(name: str) -> str | None:
-    """Returns the value of an option that names the cluster, given after `rayslurm` or after the command; None if not given."""
+    """Returns the value of the option `name`, which the user wrote after `rayslurm` or after the command; None if not given."""
     return click.get_current_context().meta.get(_KEY + name) or None
 
 
 def given(name: str) -> str | None:
-    """Returns the value of an option, or else of its environment variable; None if neither is set."""
+    """Returns the value of the option `name`, or else of the option's environment variable; None if neither is set."""
     variable = _VARIABLES.get(name)
     return cluster_option(name) or (os.environ.get(variable) if variable else None) or None

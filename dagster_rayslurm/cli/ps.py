@@ -1,4 +1,4 @@
-"""`rayslurm ps` and `show`: runs, sessions and jobs, whichever process started them."""
+"""`rayslurm ps` lists runs, sessions and jobs that any process started; `rayslurm show` describes a run, session or job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ident_argument = click.argument("ident", metavar="NAME")
 
 
 def entries() -> list[Entry]:
-    """Returns all runs, sessions and jobs of the configured cluster, if any, and the runs and sessions of the local mode."""
+    """Returns runs and sessions of the local mode, and runs, sessions and jobs of the cluster if a cluster is configured."""
     cluster, layout = find_cluster(), click.get_current_context().find_root().obj
     base = str(layout.base)
     found = list_here(base)
@@ -36,7 +36,7 @@ def entries() -> list[Entry]:
 
 
 def entry(ident: str) -> Entry:
-    """Returns the one run, session or job with the given name or id; raises ValueError if there is none, or more than one."""
+    """Returns the run, session or job with the name or id `ident`; raises ValueError if none, or more than one, matches."""
     return find(ident, entries())
 
 
@@ -97,7 +97,7 @@ def show(ident: str, as_json: bool) -> None:
 
 
 def read_journal(run: Entry) -> Iterator[Record]:
-    """Yields the records of a run's journal, the file in which the runtime notes events; raises OSError if it cannot be read."""
+    """Yields the records of a run's journal, the file of the runtime's events; raises OSError if the journal cannot be read."""
     if run.connection.modified(f"{run.directory}/{JOURNAL}") is None:
         raise OSError(f"{run.connection.place}: {run.directory}/{JOURNAL} cannot be read: No such file or directory")
     reader = LineReader()
@@ -106,7 +106,7 @@ def read_journal(run: Entry) -> Iterator[Record]:
 
 
 def _facts(records: Sequence[Record]) -> dict[str, Any]:
-    """Returns the values of a run's journal that `show` prints: phases, versions, nodes, end and usage, by name."""
+    """Returns values from the journal of a run by name, for `show` to print: phases, versions, nodes, end and usage."""
     facts: dict[str, Any] = {}
     for record in records:
         kind = record["type"]

@@ -1,4 +1,4 @@
-"""`rayslurm dashboard` and `rayslurm job`: look at a running Ray cluster, and submit jobs to it."""
+"""`rayslurm dashboard` shows the dashboard of a running Ray cluster; `rayslurm job` submits jobs to a running Ray cluster."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _TARGET = (
 
 
 def find_target(target: str, wait: bool = False) -> Found:
-    """Returns the running cluster with the given name; raises ClickException if there is none.
+    """Returns the running cluster with the name `target`; raises ClickException if no cluster, or more than one, has the name.
 
-    If `wait` is True, waits for the cluster as long as a run, session or job with that name has not ended.
+    If `wait` is True, waits for the cluster while a run, session or job with the name has not ended.
     """
     said, there = "", list[Entry]()
     while True:
@@ -57,13 +57,16 @@ def find_target(target: str, wait: bool = False) -> Found:
 
 
 def say(sentence: str) -> None:
-    """Prints a sentence for people on standard error, apart from the command's output."""
+    """Prints a sentence on standard error, apart from the command's output."""
     click.echo(f"rayslurm: {sentence}", err=True)
 
 
 @contextmanager
 def reached(target: str) -> Iterator[str]:
-    """Serves a cluster's dashboard inside the block, and yields its URL; raises ClickException if it cannot be reached."""
+    """Serves the dashboard of the cluster `target` inside the block, and yields the URL.
+
+    Raises ClickException if no running cluster has the name, or if the cluster cannot be reached.
+    """
     try:
         with served(find_target(target), say) as url:
             yield url
@@ -111,11 +114,12 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
 
 
 def _open(url: str) -> str:
-    """Opens a URL in the browser by a temporary HTML file that redirects to the URL; returns the file's path for deletion.
+    """Opens a URL in the browser; returns the path of a temporary HTML file, which the caller must delete.
 
-    The browser is started with that file, since other users can see the arguments of processes and the URL has a secret.
+    The browser opens the file, and the file redirects to the URL. The URL has a secret, and other users can see the arguments of
+    processes.
     """
-    fd, path = tempfile.mkstemp(prefix="rayslurm-", suffix=".html")  # Only this user may read it.
+    fd, path = tempfile.mkstemp(prefix="rayslurm-", suffix=".html")  # Only this user may read the file.
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(
             f'<!DOCTYPE html><meta http-equiv="refresh" content="0; url={html.escape(url)}"><title>Ray dashboard</title>\n'
@@ -153,9 +157,11 @@ for _name, _help in {
 
 
 def _ray_job(name: str, arguments: list[str], url: str) -> int:
-    """Runs `ray job` with this machine's Ray, and returns its exit code.
+    """Runs `ray job NAME` with the Ray of this machine; returns the exit code.
 
-    `ray job` prints the address of the cluster, so the secret is not in the address but in a header.
+    `arguments` follow the subcommand `name`. `url` is the proxy's URL of the dashboard, with the proxy's secret at the end. Ray
+    sends the secret in a header, because `ray job` prints the address of the cluster. Raises ClickException if Ray's job client
+    is not installed or cannot be started.
     """
     if importlib.util.find_spec("ray") is None:
         raise click.ClickException("Ray's job client is not installed here; run: pip install 'dagster-rayslurm[ray]'")

@@ -1,4 +1,4 @@
-"""The `ComputeResource` of a cluster: made from the fields of a `rayslurm.toml`, or taken from the user's own definitions."""
+"""Creates the `ComputeResource` of a cluster from a `rayslurm.toml`, or takes the resource from the user's definitions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ C = TypeVar("C", bound=dg.Config)
 
 
 def changed(config: C, **fields: Any) -> C:
-    """Returns a copy of a resource or configuration with new values of `fields`; other fields stay set or unset as they are."""
+    """Returns a copy of a resource or configuration with the new values `fields`; fields that were unset before stay unset."""
     return type(config)(**{**{name: getattr(config, name) for name in config.model_fields_set}, **fields})
 
 
 def make_resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResource:
-    """Returns the resource of a cluster; `fields` are the other fields of the resource, as a `rayslurm.toml` has them.
+    """Returns the resource of a cluster; `fields` are the fields of the resource as in a `rayslurm.toml`.
 
-    Raises `ValueError`, which names the origin of the cluster, if a field is wrong.
+    The login and the base directory of `cluster` replace the values in `fields`. Raises `ValueError` if a field is wrong; the
+    message names the origin of the cluster.
     """
     # `slurm` may be absent for a Slurm on this machine.
     slurm = {**fields.get("slurm", {}), "remote_base": cluster.remote_base, "ssh": _ssh_resource(cluster.ssh)}
@@ -54,7 +55,10 @@ def _ssh_resource(login: SSHLogin | None) -> SSHConnectionResource | None:
 
 
 def load_cluster(source: str) -> Cluster:
-    """Returns the cluster of the `ComputeResource` that MODULE:RESOURCE names; raises `ValueError` if it has no cluster."""
+    """Returns the cluster of the `ComputeResource` that `source`, MODULE:RESOURCE, names.
+
+    Raises `ValueError` if there is no such resource, or if the resource has no cluster.
+    """
     where = f"--from {source}"
     found = load_resource(source)
     if found.slurm is None:
@@ -70,10 +74,11 @@ def load_cluster(source: str) -> Cluster:
 
 
 def load_resource(source: str) -> ComputeResource:
-    """Returns the `ComputeResource` that MODULE:RESOURCE names: an object of a module, or a resource of its `Definitions`.
+    """Returns the `ComputeResource` that `source`, MODULE:RESOURCE, names.
 
-    MODULE is a dotted name or a file, as for `dagster dev`. Without RESOURCE the definitions must have a single one. Raises
-    `ValueError` if the resource is not found, or the module cannot be imported.
+    MODULE is a dotted name or a file, as for `dagster dev`. RESOURCE is a variable of the module, the key of a resource in the
+    module's `Definitions`, or VARIABLE.KEY for a key in the `Definitions` of a variable. Without RESOURCE, the definitions must
+    have a single `ComputeResource`. Raises `ValueError` if the resource is not found, or if the module cannot be imported.
     """
     module_name, _, name = source.partition(":")
     module = _module(module_name)
@@ -98,7 +103,7 @@ def load_resource(source: str) -> ComputeResource:
 
 
 def _definitions(value: Any) -> dg.Definitions | None:
-    """Returns `value` if it is `Definitions`, the result of `value()` if that has the decorator `dg.definitions`, else None."""
+    """Returns `value` if `value` is `Definitions`; `value()` for a function with the decorator `dg.definitions`; else None."""
     if isinstance(value, dg.Definitions):
         return value
     if type(value).__name__ == "LazyDefinitions":
@@ -108,7 +113,10 @@ def _definitions(value: Any) -> dg.Definitions | None:
 
 
 def _module(name: str) -> ModuleType:
-    """Imports and returns a module, given its dotted name (also in the current directory) or the path of its file."""
+    """Imports and returns a module; `name` is a dotted name, or the path of a file that ends in ".py".
+
+    A dotted name is also looked for in the current directory. Raises `ValueError` if the module cannot be imported.
+    """
     try:
         if not name.endswith(".py"):
             if (here := os.getcwd()) not in sys.path:

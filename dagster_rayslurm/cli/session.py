@@ -1,4 +1,4 @@
-"""`rayslurm session`: list, show and stop the warm sessions of this machine and of a Slurm cluster."""
+"""`rayslurm session` starts, lists, shows and stops the warm sessions of this machine and of a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COLUMNS = ("session", "state", "job", "node", "run", "wait", "served", "idle", 
 
 @dataclass
 class Session:
-    """A session of this machine or of the Slurm cluster, and the values that `list` prints, by column or JSON key."""
+    """A session of this machine or of the Slurm cluster; `row` holds the values that `list` prints, by column or JSON key."""
 
     connection: Connection
     generation: Generation
@@ -50,7 +50,7 @@ class Session:
     here: bool = False  # Whether the session is a process of this machine, without Slurm.
 
     def refresh(self) -> None:
-        """Asks the session for its description and updates `row`; does nothing if the session is not up."""
+        """Asks the session for a description, and updates `description` and `row`; does nothing if the session is not up."""
         if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
             return
         try:
@@ -162,7 +162,7 @@ def stop(layout: Layout, ident: str, as_json: bool) -> None:
 
 
 def _sessions(layout: Layout) -> list[Session]:
-    """Returns the sessions of this machine, and those of the cluster if one is configured."""
+    """Returns the sessions of this machine, and the sessions of the cluster if a cluster is configured."""
     here = LocalConnection()
     found = [
         Session(here, each, {**_row(here, each, SessionState.UP), "job_id": None}, here=True)
@@ -190,7 +190,11 @@ def _sessions(layout: Layout) -> list[Session]:
 
 
 def _row(connection: Connection, generation: Generation, state: SessionState, job: QueueRow | None = None) -> dict[str, Any]:
-    """Returns the values of a session that `list` prints; None for those that only the session itself or the queue knows."""
+    """Returns the values of a session that `list` prints, by column or JSON key.
+
+    A value that only the session itself or the queue knows is None. `job` is the session's job in the queue; None if there is no
+    job.
+    """
     announced = generation.announcement
     return {
         "key": generation.key,
@@ -209,9 +213,10 @@ def _row(connection: Connection, generation: Generation, state: SessionState, jo
 
 
 def _find(ident: str, found: list[Session], alive: bool = False) -> Session:
-    """Returns the session with a cluster id, job id, name, or beginning of a name; of several generations the newest one.
+    """Returns the session in `found` whose cluster id, job id, name or beginning of the name is `ident`.
 
-    If `alive`, sessions that have ended do not count. Raises ClickException if no session, or several, match.
+    Of several generations of a session, returns the newest generation. If `alive` is True, sessions that have ended do not count.
+    Raises ClickException if no session, or several sessions, match.
     """
     over = [each for each in found if each.row["state"] in _OVER]
     for candidates in ([each for each in found if each not in over], [] if alive else over):

@@ -1,4 +1,4 @@
-"""`rayslurm submit` runs a command on the cluster without Dagster; `rayslurm script` prints the batch script for it."""
+"""`rayslurm submit` runs a command on the cluster without Dagster; `rayslurm script` prints the batch script of a command."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SEVERAL: dict[str, Any] = {"multiple": True, "default": ()}
 
 
 def allocation_options(command: F) -> F:
-    """Decorator that adds the options for Slurm's allocation, and one for shell commands that run before the user's command."""
+    """Decorator that adds options to a command: for Slurm's allocation, and `--load-env` for shell commands that run first."""
     options = (
         click.option("--nodes", "--num-nodes", "-n", "nodes", type=click.IntRange(1), help="Number of nodes."),
         click.option("--gpus", "--num-gpus", "gpus", type=click.IntRange(0), help="GPUs on each node."),
@@ -67,7 +67,10 @@ def allocation_options(command: F) -> F:
 
 
 def _job_options(command: F) -> F:
-    """Decorator that adds all options of `submit`; some can also be given by their names in Ray's slurm-launch.py."""
+    """Decorator that adds the options that `submit` and `script` share to a command.
+
+    Some options also have the names from Ray's slurm-launch.py.
+    """
     options = (
         click.option("--name", "--exp-name", help="Name of the run and the job.  [default: that of the program]"),
         click.option("--command", "text", metavar="TEXT", help="The command as one text, instead of behind `--`."),
@@ -153,7 +156,10 @@ def script(standalone: bool, **options: Any) -> None:
 
 
 class _Job:
-    """The arguments of `ComputeResource.run` for the options of a command line; raises `ValueError` if an option is wrong."""
+    """A command line of `submit` or `script`: the resource to use, and the arguments of `ComputeResource.run`.
+
+    The constructor raises `ValueError` or `click.UsageError` if an option is wrong.
+    """
 
     def __init__(self, cluster: Cluster | None, options: Mapping[str, Any]) -> None:
         words, text = list(options["words"]), options["text"]
@@ -236,7 +242,7 @@ def _activation(resource: ComputeResource, commands: Sequence[str]) -> list[str]
 
 
 def queue_of(options: Mapping[str, Any]) -> SlurmQueueConfig | None:
-    """Returns the queue configuration that the options of `allocation_options` describe; None if none of them is given."""
+    """Returns the queue configuration for the options that `allocation_options` adds; None if the user gave no such option."""
     fields = {
         "num_nodes": options["nodes"],
         "cpus_per_node": options["cpus"],
@@ -249,9 +255,9 @@ def queue_of(options: Mapping[str, Any]) -> SlurmQueueConfig | None:
 
 
 def _resource(cluster: Cluster | None, mode: str | None) -> ComputeResource:
-    """Returns the cluster's resource in `mode`, or a resource in local mode if `cluster` is None.
+    """Returns the cluster's resource in the mode `mode`, or a resource in local mode if `cluster` is None.
 
-    If `mode` is None, the resource keeps its own mode, except that mode slurm replaces mode local.
+    If `mode` is None, the resource keeps the configured mode; mode slurm replaces mode local.
     """
     if cluster is None:
         return ComputeResource()
@@ -265,7 +271,11 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str | None:
-    """Returns the directory to send with the run; None to send no directory, or that of the resource's launcher."""
+    """Returns the directory to send with the run; None to send no directory, or if the launcher of the resource has a directory.
+
+    The default is ".", the current directory, but no directory if the current directory is the home directory or /. Raises
+    `click.UsageError` if both options are given.
+    """
     if options["working_dir"] and options["no_working_dir"]:
         raise click.UsageError("--working-dir and --no-working-dir exclude each other; give one of them")
     if options["working_dir"] or options["no_working_dir"] or resource.default_launcher.working_dir:
@@ -275,9 +285,9 @@ def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str |
 
 
 def _payload(words: Sequence[str], directory: str | None) -> Payload:
-    """Returns the payload for a command line: a list of words or, for a Python script to send, a text with the script's path.
+    """Returns the payload for the command line `words`: a list of words, or a text for a Python script that is sent by itself.
 
-    A script is sent by itself if it is not in the working directory that is sent.
+    A script is sent by itself if the script is not in the working directory `directory` that is sent.
     """
     python = words[0] in _PYTHONS and len(words) > 1
     script = words[1] if python else words[0]
@@ -289,7 +299,7 @@ def _payload(words: Sequence[str], directory: str | None) -> Payload:
 
 
 def _program(words: Sequence[str]) -> str:
-    """Returns a name for a run, from its command: that of the script or module, or else of the program."""
+    """Returns a name for a run of the command `words`: the name of the script or module, or else the name of the program."""
     script = next((word for word in words if word.endswith(".py")), None)
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else None
     return os.path.splitext(os.path.basename(script or module or words[0]))[0] or "run"
@@ -303,7 +313,7 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _where() -> str:
-    """Returns the options, as text to insert after `rayslurm`, with which a later command finds the same cluster; "" for none."""
+    """Returns the options that name this command's cluster, as text to insert after `rayslurm`; "" if no such option is given."""
     names = {"--cluster": "cluster", "--from": "source", "--prefix": "prefix", "--remote-base": "remote_base"}
     given = [(word, cluster_option(name)) for word, name in names.items()]
     return "".join(f"{word} {shlex.quote(value)} " for word, value in given if value)
@@ -318,7 +328,10 @@ def _tell_failure(failure: RunFailure) -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Lets SIGTERM cancel the run inside the block, as Ctrl-C does; after SIGHUP, when the terminal closes, the job goes on."""
+    """Turns SIGTERM inside the block into KeyboardInterrupt, which cancels the run as Ctrl-C does.
+
+    SIGHUP is not changed: when the terminal closes, the job goes on.
+    """
 
     def interrupt(signum: int, _: object) -> None:
         raise KeyboardInterrupt(signum)

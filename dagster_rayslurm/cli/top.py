@@ -1,4 +1,4 @@
-"""`rayslurm top`: a Ray cluster live in the terminal."""
+"""`rayslurm top` shows a running Ray cluster live in the terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KEYS = "j k: move   Enter: details   Tab: next view   t: tasks   q: quit"
 
 @dataclass(frozen=True)
 class Screen:
-    """The view and row that the user has chosen by keys. Pure."""
+    """The user's choices: the view, the row, whether details of the row are shown, and whether the user has quit. Immutable."""
 
     view: str = "nodes"
     row: int = 0
@@ -48,7 +48,7 @@ class Screen:
     over: bool = False
 
     def after(self, key: str, rows: int) -> Screen:
-        """Returns the screen after the user has pressed a key, in a view of `rows` rows."""
+        """Returns the screen after the user has pressed the key `key` in a view of `rows` rows."""
         if key in ("q", "\x03", ""):
             return replace(self, over=True)
         if key in ("j", "k"):
@@ -62,10 +62,10 @@ class Screen:
 
 @dataclass
 class Watch:
-    """Fetches the data that the screen shows, one query after another; a separate thread calls `run`."""
+    """The data of a cluster that the screen shows; `run`, called by a separate thread, fetches the data."""
 
     url: str
-    payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks a session for its payloads; None without one.
+    payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks the session for the payloads; None without a session.
     snapshot: Snapshot = field(default_factory=Snapshot)
     problem: str = ""  # Why the last request failed.
     over: threading.Event = field(default_factory=threading.Event)
@@ -119,7 +119,7 @@ def top(target: str, once: bool, as_json: bool) -> None:
 
 
 def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
-    """Returns a function that asks a cluster's session for its payloads; None if the cluster does not belong to a session."""
+    """Returns a function that asks a cluster's session for the session's payloads; None for a cluster without a session."""
     session = found.session
     if session is None:
         return None
@@ -171,7 +171,8 @@ def _live(watch: Watch, title: str, ended: Sequence[str]) -> None:
 def _single_keys() -> Iterator[Callable[[float], str | None]]:
     """Lets the terminal deliver keys without Enter inside the block; yields a function that reads one key.
 
-    The function returns the key, "" at the end of the input, or None if no key comes within the given seconds.
+    The argument of the function is a number of seconds. The function returns the key, "" at the end of the input, or None if no
+    key comes in time.
     """
     import os
     import termios
@@ -196,7 +197,7 @@ def _single_keys() -> Iterator[Callable[[float], str | None]]:
 
 
 def header(snapshot: Snapshot, title: str, problem: str) -> RenderableType:
-    """Returns the lines above the table: the cluster's totals, states of tasks and actors, and what can never be placed."""
+    """Returns the lines above the table: the totals, the states of tasks and actors, what can never be placed, and `problem`."""
     from rich.console import Group
     from rich.text import Text
 
@@ -218,7 +219,7 @@ def header(snapshot: Snapshot, title: str, problem: str) -> RenderableType:
 
 
 def rows(snapshot: Snapshot, view: str) -> list[list[str]]:
-    """Returns the rows of a view, each as the texts of its cells."""
+    """Returns the rows of a view; a row is a list of texts, one for each cell."""
     if view == "nodes":
         return [_node_row(node) for node in snapshot.nodes]
     if view in ("tasks", "actors"):
@@ -266,7 +267,7 @@ def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
 
 
 def details(node: Node) -> list[str]:
-    """Returns further lines about a node: its address, its Ray resources and each of its GPUs."""
+    """Returns further lines about a node: the address, the Ray resources, and each GPU."""
     bytes_of = ("memory", "objectStoreMemory")
     shown = {name: amount for name, amount in sorted(node.resources.items()) if not name.startswith("node:")}
     amounts = [f"{name} {amount / _GIB:.1f} GiB" if name in bytes_of else f"{name} {amount:g}" for name, amount in shown.items()]

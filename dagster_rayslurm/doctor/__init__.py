@@ -1,6 +1,6 @@
-"""`rayslurm doctor`: collects facts about a cluster, and turns them into report lines on what works, is doubtful or fails.
+"""Collects facts about a cluster for `rayslurm doctor`, and turns the facts into report lines.
 
-`collect`, `login` and `probe` query the cluster. The other modules are pure: they turn the facts into lines.
+`collect`, `login` and `probe` query the cluster. The other modules only turn facts into lines, and are pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..slurm.config import SlurmQueueConfig, SlurmResource
 
 
 class Verdict(TextEnum):
-    """The result of one check, as a line of the report shows it."""
+    """The result of one check, as the word at the beginning of a report line."""
 
     OK = "ok"
     WARNING = "warning"  # Runs work, but something is slow, unusual or will fail in some cases.
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The configuration to examine: a Slurm cluster, and the environment of the payloads on it."""
+    """The configuration to examine: a Slurm cluster, and the environment of the payloads on the cluster."""
 
     slurm: SlurmResource
     environment: Environment
@@ -66,7 +66,7 @@ def skipped(name: str, text: str) -> Line:
 
 
 def has_failure(lines: Iterable[Line]) -> bool:
-    """Returns whether any of the lines has the verdict FAILURE."""
+    """Returns True if at least one line has the verdict FAILURE."""
     return any(line.verdict is Verdict.FAILURE for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""The user's associations and QOS (quality of service) in Slurm's accounting, and their limits on jobs. Pure."""
+"""Parses the user's associations and QOS (quality of service) in Slurm's accounting, and compares the limits with a job. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOW = "`sacctmgr show associations user=$USER` and `sacctmgr show qos` show the
 
 @dataclass(frozen=True)
 class Row:
-    """An association or a QOS that sacctmgr lists; `columns` has its values by the column names of sacctmgr(1)."""
+    """An association or a QOS that sacctmgr lists; `columns` has the values by the column names of sacctmgr(1)."""
 
     what: str  # For sentences, such as "account physics" or "QOS normal".
     columns: dict[str, str]
@@ -32,14 +32,14 @@ class Row:
 
 
 def parse_associations(text: str, cluster: str) -> list[Row]:
-    """Returns this user's associations on a cluster, from the output of sacctmgr; on all clusters if `cluster` is ""."""
+    """Returns this user's associations on `cluster`, or on all clusters if `cluster` is "", from the output of sacctmgr."""
     names = (*_ASSOCIATION, "grpjobs", "grpsubmit", "grptres")
     rows = [Row("", dict(zip(names, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
     return [Row(f"account {row['account']}", row.columns) for row in rows if not cluster or row["cluster"] == cluster]
 
 
 def parse_qos(text: str) -> list[Row]:
-    """Returns all QOS in the output of sacctmgr."""
+    """Returns all QOS in the output `text` of sacctmgr."""
     rows = [dict(zip(_QOS, line.split("|"), strict=False)) for line in text.splitlines() if "|" in line]
     return [Row(f"QOS {row['name']}", row) for row in rows]
 
@@ -50,9 +50,9 @@ def qos_of(row: Row) -> list[str]:
 
 
 def forbids(row: Row, queue: SlurmQueueConfig, seconds: float | None) -> list[str]:
-    """Returns a sentence for each limit of an association or QOS that keeps every job with this allocation from running.
+    """Returns a phrase for each limit of the association or QOS `row` that keeps every job of the size `queue` from running.
 
-    `seconds` is the time limit of the job; None if the job has none.
+    `seconds` is the time limit of the job; None if the job has no time limit.
     """
     found = []
     for limit in ("maxjobs", "maxsubmit", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmit"):
@@ -75,7 +75,7 @@ def _amounts(tres: str) -> Sequence[tuple[str, int]]:
 
 
 def _wanted(queue: SlurmQueueConfig, kind: str) -> int | None:
-    """Returns the amount of a trackable resource (TRES) that the job requests; None for a kind other than nodes, CPUs or GPUs."""
+    """Returns how much of the trackable resource (TRES) `kind` the job requests; None for anything but nodes, CPUs and GPUs."""
     if kind == "node":
         return queue.num_nodes
     if kind == "cpu":

@@ -1,4 +1,4 @@
-"""Examines a cluster: collects facts, turns them into report lines, and leaves out checks that a failure makes pointless."""
+"""Examines a cluster: collects facts, turns the facts into report lines, and leaves out checks that a failure makes pointless."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MARGIN = 120.0  # Further seconds for the whole call on the edge node, for the 
 class Report:
     """The result of an examination: report lines, the partitions for a table, and Python code of a resource to paste.
 
-    `resource`, the code, is "" if Slurm showed no partitions.
+    The code `resource` is "" if Slurm showed no partitions.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -40,10 +40,10 @@ class Report:
 
 
 def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[str], None]) -> Report:
-    """Examines a cluster and returns the report; a job examines `probe_nodes` compute nodes as well, unless that number is 0.
+    """Examines a cluster and returns the report.
 
-    The job is left out if the report has a failure already. The job may wait `patience` seconds in the queue; `say` is called
-    with a sentence about why the job waits.
+    If `probe_nodes` is not 0, a job examines `probe_nodes` compute nodes as well, unless the report has a failure already. The
+    job may wait `patience` seconds in the queue; `say` is called with a sentence about why the job waits.
     """
     login = log_in(wanted.slurm.ssh)
     if isinstance(login, list):
@@ -85,7 +85,10 @@ def _script(request: JobRequest) -> str:
 
 
 def _environment(connection: Connection, wanted: Wanted, base: str, lines: list[Line]) -> list[str] | None:
-    """Adds a line about the environment to `lines`; returns the command that starts its Python, None if unusable or unchecked."""
+    """Adds a line about the environment to `lines`, and returns the command that starts the Python of the environment.
+
+    Returns None if the environment cannot be used or was not checked. `base` is the path of the base directory.
+    """
     name, environment = "environment", wanted.environment
     if isinstance(environment, SentEnvironment):
         lines.append(skipped(name, f"{type(environment).__name__} is made by the first run; `rayslurm env check` looks at it"))

@@ -24,9 +24,9 @@ _PARTS = ("network", "host key", "authentication", "login shell")
 
 @dataclass(frozen=True)
 class Login:
-    """A connection that works, and the report lines about it.
+    """A working connection, and the report lines about the login.
 
-    The edge node's clock is `skew` seconds ahead of this machine's, with an error of at most `margin` seconds.
+    The edge node's clock is `skew` seconds ahead of this machine's clock, with an error of at most `margin` seconds.
     """
 
     connection: Connection
@@ -53,7 +53,7 @@ def log_in(ssh: SSHConnectionResource | None) -> Login | list[Line]:
 
 
 def _failed(error: ConnectionFailed) -> list[Line]:
-    """Returns report lines for a failed login: OK for each part before the one that failed, and that failure with a remedy."""
+    """Returns report lines for a failed login: OK for each part that passed, and a failure for the part that failed."""
     sentence, _, remedy = str(error).partition("; ")
     passed = _PARTS[: _PARTS.index(error.subject)]
     return [*(ok(name, "passed") for name in passed), failure(error.subject, sentence, remedy or "try again later")]
@@ -79,7 +79,7 @@ def _host_keys(ssh: SSHConnectionResource) -> list[Line]:
 
 
 def _forwarding(connection: Connection) -> Line:
-    """Returns a line on whether the SSH server forwards TCP connections, tried with a port that listens on the edge node."""
+    """Returns a line that says whether the SSH server forwards TCP connections; the check connects to a port of the edge node."""
     port = connection.call(machine.listen_once, _FORWARD_TIMEOUT, repeat=True)
     answer = b""
     with contextlib.suppress(OSError), connection.connect("127.0.0.1", port, _FORWARD_TIMEOUT) as stream:

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import Line, failure, ok, size, warning
 
-_LEAST_FREE = 100 * 2**20  # Bytes without which a run cannot even write its record.
+_LEAST_FREE = 100 * 2**20  # Bytes without which a run cannot even write the record.
 _LITTLE_FREE = 2**30
 _LEAST_SHM = 256 * 2**20  # Bytes of /dev/shm below which Ray's object store is on disk.
 _FEW_FILES = 1000
@@ -26,7 +26,10 @@ _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 
 
 def edge_lines(facts: Mapping[str, Any], skew: float, margin: float) -> list[Line]:
-    """Returns the lines about the edge node, whose clock is `skew` seconds ahead of this machine's (± `margin`)."""
+    """Returns the lines about the edge node from `facts`, the result of `edge.site.survey`.
+
+    The edge node's clock is `skew` seconds ahead of this machine's clock, with an error of at most `margin` seconds.
+    """
     machine = facts["machine"]
     return [
         *_shell(facts["shell"]),
@@ -39,7 +42,10 @@ def edge_lines(facts: Mapping[str, Any], skew: float, margin: float) -> list[Lin
 
 
 def node_lines(machine: Mapping[str, Any], skew: float, margin: float, node: str) -> list[Line]:
-    """Returns the lines about the compute node `node`; its clock is `skew` seconds ahead of the edge node's (± `margin`)."""
+    """Returns the lines about the compute node `node` from `machine`, the facts of the node.
+
+    The node's clock is `skew` seconds ahead of the edge node's clock, with an error of at most `margin` seconds.
+    """
     where = f"{node}: "
     lines = [_clock(f"{where}clock", node, "the edge node", skew, margin)]
     lines += _base(machine, where, skew)
@@ -73,10 +79,10 @@ def _clock(name: str, machine: str, other: str, skew: float, margin: float) -> L
 
 
 def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]:
-    """Yields lines on whether only this user can write to the base directory, and on its space, clock and mount options.
+    """Yields lines about the base directory: who can write there, the free space, the file server's clock, and the mount options.
 
-    The name of each line begins with `where`, which is "" for the edge node. `skew` is by how many seconds the machine's clock is
-    ahead: new files seem to be that old on the machine, although the file server's clock is right.
+    The name of each line begins with `where`, which is "" for the edge node. `skew` is the number of seconds by which the
+    machine's clock is ahead. New files seem `skew` seconds old on such a machine, although the file server's clock is right.
     """
     name, base = f"{where}base directory", machine["directories"]["base"]
     path, choose = base["path"], "choose another SlurmResource.remote_base, of your own and shared with the compute nodes"
@@ -108,7 +114,7 @@ def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]
 
 
 def _space(base: Mapping[str, Any]) -> str | None:
-    """Returns why a directory takes no more files (full, or over quota); None if it takes more."""
+    """Returns the reason why a directory with the facts `base` takes no more files; None if the directory takes more files."""
     said = base.get("error", "")
     if "space left" in said or "quota" in said.lower():
         return str(said)
@@ -159,9 +165,9 @@ def _limits(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _variables(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
-    """Yields a warning about environment variables of the user that change how programs run; nothing if there are none."""
+    """Yields a warning about the user's environment variables that change how programs run; yields nothing without any."""
     set_there, found = machine["variables"], []
-    if where:  # Slurm sets its own ones there.
+    if where:  # In a job Slurm sets variables of its own.
         set_there = {key: value for key, value in set_there.items() if "_" not in key or key.startswith(("RAY_", "LD_"))}
     for name in ("PYTHONPATH", "PYTHONHOME"):
         if name in set_there:

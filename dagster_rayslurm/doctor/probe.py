@@ -1,4 +1,4 @@
-"""The probe: a small job that examines compute nodes from the inside; it is submitted, followed and removed as a run is."""
+"""Runs the probe, a small job that examines compute nodes from the inside; submits, follows and removes the job as a run does."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def run_probe(
     patience: float,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """Runs the probe on `nodes` compute nodes and returns the report lines; in any case removes the job and its directory.
+    """Runs the probe on `nodes` compute nodes and returns the report lines; always removes the job and the job's directory.
 
-    `interpreter` is the command that starts the environment's Python; None leaves the environment unexamined. The job
-    may wait `patience` seconds to start; `say` is called with a sentence about why it waits.
+    `interpreter` is the command that starts the environment's Python; None leaves the environment unexamined. The job may wait
+    `patience` seconds to start; `say` is called with a sentence about why the job waits.
     """
     nonce = secrets.token_hex(6)
     run_dir = f"{base}/runs/doctor-{nonce}"
@@ -81,7 +81,7 @@ def run_probe(
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
-    """Returns the request for a job in the user's queue, with the least CPUs, memory and time, so that the job starts soon."""
+    """Returns the request for a job in the user's queue with the least CPUs, memory and time. Such a job starts soon."""
     queue = wanted.queue.having(
         num_nodes=nodes,
         cpus_per_node=None,
@@ -103,7 +103,7 @@ def _files(
 ) -> dict[str, bytes]:
     """Returns the files of the run directory by name.
 
-    Files that the nodes will write exist from the start, empty, as NFS caches for a while that a name is missing.
+    Files that the nodes will write exist from the start and are empty, because NFS remembers for a while that a name is missing.
     """
     python = interpreter[0] if interpreter else ""
     command = ["sh", "-c", _START, "rayslurm", run_dir, python]
@@ -128,9 +128,10 @@ def _follow(
     patience: float,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """Waits until the nodes have written their facts, examines the nodes from the edge node too, and returns the lines.
+    """Waits until the nodes have written facts, then examines the nodes from the edge node, and returns the report lines.
 
-    If the job cannot start, waits longer than `patience` seconds, ends early, or Slurm says nothing of it, one line says so.
+    Returns one warning or failure instead if the job cannot start, if the job waits longer than `patience` seconds, if the job
+    ends early, or if squeue does not show the job. `began` is the time of the submission by `time.monotonic()`.
     """
     nodes, pause, waiting, started, heard = request.queue.num_nodes, 0.2, "", None, time.monotonic()
     while True:
@@ -142,7 +143,7 @@ def _follow(
         alive = [row for row in rows if row.state not in TERMINAL]
         now = time.monotonic()
         heard = now if rows else heard
-        if alive and alive[0].state in WAITING:  # In CONFIGURING its nodes are still being powered up.
+        if alive and alive[0].state in WAITING:  # In CONFIGURING the nodes of the job are still being powered up.
             if never := never_starts(alive, request):
                 return [failure("probe", f"the job can never start: {never}", "change SlurmQueueConfig as it says")]
             reason = alive[0].reason.replace("None", "")
@@ -178,7 +179,7 @@ def _rows(connection: Connection, job_id: int) -> list[QueueRow]:
 
 
 def _ended(connection: Connection, run_dir: str, job_id: int) -> list[Line]:
-    """Returns the lines for a job that ended before its nodes wrote their facts."""
+    """Returns the lines for a job that ended before all nodes wrote facts."""
     facts = fetch_job_facts(connection, job_id)
     log = b"".join(connection.read(f"{run_dir}/{name}", 0, _SHOWN) for name in (LOG, "node-0.log"))
     return ended_lines(

@@ -1,4 +1,4 @@
-"""Report lines about compute nodes, from the facts that the job of a probe collected there. Pure."""
+"""Report lines about compute nodes, from the facts that the job of a probe collected on the nodes. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from . import Line, Wanted, failure, ok, warning
 from .machine_lines import node_lines
 
 NO_PYTHON = 63  # Exit code of the probe's shell command on a node without Python.
-_SLOW_LAG = 5.0  # Seconds within which a node should see a change of a file and answer it.
+_SLOW_LAG = 5.0  # Seconds within which a node should see a change of a file and answer.
 # Number that slurmstepd reports in place of a signal if it cannot open the output file of srun (seen on 22.05).
 _NO_OUTPUT_FILE = 53
 _REMOTE_BASE = "choose a SlurmResource.remote_base on a file system that the edge and all compute nodes share"
 
 
 def ended_lines(end: Mapping[str, Any]) -> list[Line]:
-    """Returns a failure that explains why a job ended, or still runs, without facts of all its nodes; `end` describes the job."""
+    """Returns one failure that explains why a probe's job has not written facts for all nodes.
+
+    `end` describes the job. For a running job, `end` has `state`, `facts` (the number of nodes with facts) and `nodes` (the
+    number of nodes). For an ended job, `end` has `state`, `nodes` (the names), `signal`, `exit` and `log`.
+    """
     where, log = end.get("nodes") or "a compute node", end.get("log", "")
     last = next((line for line in reversed(log.splitlines()) if "error" in line.lower()), "")[:300]
     if end["state"] == "RUNNING":
@@ -40,8 +44,8 @@ def ended_lines(end: Mapping[str, Any]) -> list[Line]:
 def probe_lines(nodes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any], wanted: Wanted, seconds: float) -> list[Line]:
     """Returns the lines about the examined nodes.
 
-    `nodes` has the facts of each node, `measured` is the result of `edge.site.reach_and_measure`, and `seconds` is the time from
-    submission to the end.
+    `nodes` has the facts of each node. `measured` is the result of `edge.site.reach_and_measure`. `seconds` is the time from the
+    submission of the job to the end of the job.
     """
     hosts = [node["host"] for node in nodes]
     lines = [ok("probe", f"a job on {', '.join(hosts)}, {seconds:.0f} s from submission to the end")]

@@ -1,4 +1,4 @@
-"""Python code of a `SlurmResource` for the cluster that was examined, to paste into Dagster definitions. Pure."""
+"""Writes Python code of a `SlurmResource` for the examined cluster, to paste into Dagster definitions. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECRETS = ("password", "key_passphrase")
 
 
 def resource_text(wanted: Wanted, slurm: Slurm) -> str:
-    """Returns Python code that constructs the examined resource, with an existing partition in place of a missing one."""
+    """Returns Python code that constructs the examined resource; an existing partition replaces a missing partition."""
     partitions = slurm.chosen()
     if not partitions:
         partitions = sorted(slurm.partitions, key=lambda each: (not each.is_default, not each.usable))[:1]
@@ -25,10 +25,10 @@ def resource_text(wanted: Wanted, slurm: Slurm) -> str:
 
 
 def _made(config: StrictConfig | StrictResource, prefix: str = "SLURM_EDGE_NODE_") -> Iterator[str]:
-    """Yields the lines of the Python expression that constructs a configuration object, with a comma at the end.
+    """Yields the lines of a Python expression that constructs a configuration object; the last line ends with a comma.
 
-    The expression has the fields that differ from their defaults, and the time limit of a queue. A secret becomes an environment
-    variable whose name begins with `prefix`.
+    The expression has the fields that differ from the defaults, and always the time limit of a queue. A secret becomes an
+    environment variable whose name begins with `prefix`.
     """
     yield f"{type(config).__name__}("
     for name, field in type(config).model_fields.items():

@@ -1,4 +1,4 @@
-"""Report lines about Slurm: its programs and daemons, accounting, the partition, and a test submission. Pure."""
+"""Report lines about Slurm: programs and daemons, accounting, the partition, and a test submission. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MUNGE = re.compile(r"munge|authentication (error|fail)", re.IGNORECASE)
 
 
 class Answer(NamedTuple):
-    """The result of a command of Slurm; the exit code is None if the command took too long, and 127 if it was not found."""
+    """The result of a command of Slurm; `code` is None if the command took too long, and 127 if the program was not found."""
 
     code: int | None
     out: str
@@ -34,16 +34,16 @@ class Answer(NamedTuple):
 
     @property
     def said(self) -> str:
-        """The last line that the failed command printed, or a phrase such as "exit code 1" if it printed nothing."""
+        """The last line that the failed command printed, or a phrase such as "exit code 1" if the command printed nothing."""
         lines = (self.error or self.out).strip().splitlines()
         return lines[-1] if lines else "it took too long" if self.code is None else f"exit code {self.code}"
 
 
 def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any]]:
-    """Returns the commands that the edge node runs, by name: each command with its standard input and its variables.
+    """Returns the commands that the edge node runs, by name: each command with the standard input and the variables to keep.
 
-    `script` is the batch script of a job as it would be submitted, "" for no test submission; `login_variables` are the
-    `SBATCH_*` variables for sbatch.
+    `script` is the batch script of a job for a test submission; "" leaves the test submission out. `login_variables` are the
+    names of the `SBATCH_*` variables that sbatch may see.
     """
     commands: dict[str, Sequence[str]] = {
         "ping": ("scontrol", "ping"),
@@ -67,7 +67,7 @@ class Slurm:
     wanted: Wanted
 
     def answer(self, name: str) -> Answer:
-        """Returns the answer to one of the commands of `questions`, by its name."""
+        """Returns the answer to the command with the name `name` in `questions`."""
         return Answer(*self.facts["answers"][name])
 
     @property
@@ -81,13 +81,13 @@ class Slurm:
         return parse_partitions(self.answer("partitions").out, self.answer("nodes").out)
 
     def value(self, field: str) -> str | None:
-        """Returns the value of a queue's field, else of the `SBATCH_*` variable that sbatch uses for it; None without both."""
+        """Returns the value of the queue's field `field`, or else of the field's `SBATCH_*` variable; None if neither is set."""
         own = getattr(self.wanted.queue, field)
         variable = any(each.name == field and each.login_variable for each in SBATCH_FIELDS)
         return own or (self.facts["machine"]["variables"].get(f"SBATCH_{field.upper()}") if variable else None)
 
     def chosen(self) -> list[Partition]:
-        """Returns the partitions in which the job may run: the existing ones that it names, or the cluster's default one."""
+        """Returns the existing partitions that the job names; the cluster's default partition if the job names none."""
         named = (self.value("partition") or "").split(",")
         return [each for each in self.partitions if each.name in named or (named == [""] and each.is_default)]
 
@@ -104,7 +104,7 @@ def slurm_lines(facts: Mapping[str, Any], wanted: Wanted) -> list[Line]:
 
 
 def chosen_partition(slurm: Slurm) -> str:
-    """Returns the partition that a job with `partition="auto"` would get now; raises `ValueError` if none fits."""
+    """Returns the partition that a job with `partition="auto"` would get now; raises `ValueError` if no partition fits."""
     takes_jobs = [each for each in slurm.partitions if not any(_objections(each, slurm))]
     return str(choose(JobRequest("", "", slurm.wanted.queue), takes_jobs or slurm.partitions).request.queue.partition)
 
@@ -181,7 +181,7 @@ def _accounting(slurm: Slurm) -> Iterator[Line]:
 
 
 def _account(slurm: Slurm, rows: Sequence[Row]) -> Iterator[Line]:
-    """Yields lines on whether the user may charge the account and use the QOS, and whether their limits allow the job."""
+    """Yields lines that say whether the user may charge the account, may use the QOS, and stays within the limits."""
     account, qos, name = slurm.value("account"), slurm.value("qos"), "account"
     accounts = sorted({row["account"] for row in rows})
     mine = [row for row in rows if row["account"] == account] if account else rows
@@ -218,7 +218,7 @@ def _job_age(slurm: Slurm) -> Iterator[Line]:
 
 
 def _partition(slurm: Slurm) -> Iterator[Line]:
-    """Yields lines on whether the partition exists, takes this user's jobs, allows the time limit, and has fitting nodes."""
+    """Yields lines that say whether the partition exists, takes this user's jobs, allows the time limit, and has nodes."""
     name, named = "partition", slurm.value("partition")
     everything = slurm.partitions
     available = ", ".join(each.name for each in everything) or "none"
@@ -249,7 +249,7 @@ def _partition(slurm: Slurm) -> Iterator[Line]:
 
 
 def _objections(partition: Partition, slurm: Slurm) -> Iterator[str]:
-    """Yields each reason why a partition takes none of this user's jobs; nothing if the partition takes them."""
+    """Yields each reason why a partition takes no jobs of this user; yields nothing if the partition takes such jobs."""
     given = {name: slurm.value(name) for name in ("account", "qos", "reservation")}
     yield from objections(partition, slurm.wanted.queue.having(**given))
     groups, submitters = partition.names("AllowGroups"), partition.names("AllocNodes")
@@ -260,7 +260,7 @@ def _objections(partition: Partition, slurm: Slurm) -> Iterator[str]:
 
 
 def _nodes(slurm: Slurm, nodes: Sequence[Node]) -> Iterator[Line]:
-    """Yields lines on whether enough nodes work, and have the CPUs, memory and GPUs that the job requests of each."""
+    """Yields lines that say whether enough nodes work, and whether the nodes are as large as the job requests."""
     name, queue, config = "nodes", slurm.wanted.queue, slurm.config
     if not nodes:
         hidden = "nodes" in config.get("PrivateData", "")
@@ -309,7 +309,7 @@ def _gpus(slurm: Slurm, nodes: Sequence[Node]) -> Line | None:
 
 
 def _test(slurm: Slurm) -> Line:
-    """Returns a line with the answer of `sbatch --test-only`: that Slurm would take the job, or why Slurm would refuse it."""
+    """Returns a line about the answer of `sbatch --test-only`: Slurm would take the job, or the reason for a refusal."""
     name, test = "test submission", slurm.answer("test")
     if test.code == 0:
         line = next((line for line in test.error.splitlines() if "to start at" in line), "sbatch would take the job")

@@ -1,5 +1,6 @@
-"""Functions that run on the edge node, and the agent that runs them there for a client.
+"""Functions that run on the edge node, and the agent that runs the functions for a client.
 
-`Connection.call` takes a function of this package. Without SSH it calls the function in this process. The modules import the
-standard library and each other only, and work with Python 3.6, because the login node's own Python runs them.
+`Connection.call` takes a function of this package. Without SSH, `Connection.call` runs the function in this process. The modules
+import only the standard library and each other. The modules work with Python 3.6, because the login node's own Python runs the
+agent.
 """

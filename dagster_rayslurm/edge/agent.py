@@ -1,8 +1,8 @@
 """The agent: one process on the edge node that calls functions of this package for a client, many at a time.
 
-The client starts `command_line` by SSH. The process prints a hello line, which ends the output of the shell's start-up files, and
-then reads its program from standard input, so nothing is installed. Then messages go in both directions. When standard input
-ends, the agent kills the commands that it runs and exits, so nothing is left behind.
+The client starts `command_line` by SSH. The process prints a hello line, which ends the output of the shell's start-up files. The
+process then reads the agent's program from standard input, so nothing is installed. Then messages go in both directions. When
+standard input ends, the agent kills all running commands and exits.
 
 A message is one or more frames: the lengths of header and body, a header in JSON, and a body of bytes. The client imports this
 module for the encoding.
@@ -36,15 +36,16 @@ _BOOT = (
 
 
 def command_line(python: str, word: str) -> str:
-    """Return the command that starts the agent in a login shell; the agent prints `word` and then reads `program` from its input.
+    """Return the command that starts the agent in a login shell with the Python `python`.
 
-    The command has no newline, exclamation mark, backslash or quote that sh, csh or fish would interpret.
+    The agent prints a hello line with the text `word` twice, and then reads the result of `program` from standard input. The
+    command has no newline, exclamation mark, backslash or quote that sh, csh or fish would interpret.
     """
     return f"exec {python} -I -S -X utf8 -c '{_BOOT % word}'"
 
 
 def program(directory: str) -> bytes:
-    """Return the bytes that the agent reads first: the compressed source of all modules in a directory, after its length."""
+    """Return the bytes that the agent reads first: a length, and the compressed source texts of all modules in `directory`."""
     texts = {}
     for name in sorted(os.listdir(directory)):
         if name.endswith(".py"):
@@ -74,7 +75,11 @@ def _frame(header: "dict[str, Any]", body: memoryview) -> bytes:
 
 
 def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], list[Any]]]":
-    """Yield header and values of each message, until `read` returns fewer bytes than asked for; drops an incomplete message."""
+    """Yield the header and the values of each message until the stream ends.
+
+    `read(count)` returns the next `count` bytes, or fewer bytes at the end of the stream. An incomplete message at the end is
+    dropped.
+    """
     parts = {}  # type: dict[int, bytearray]
     while True:
         lengths = read(_LENGTHS.size)
@@ -101,11 +106,12 @@ def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], 
 
 
 class Sender:
-    """Sends messages of several threads over one stream; `write` must send all bytes that it gets, like `socket.sendall`.
+    """A sender of messages from several threads over one stream.
 
-    A message is cut into frames. Threads take turns after each frame, so that a large message does not hold up the others.
+    `write` must send all bytes of the argument, like `socket.sendall`. A message is cut into frames. Threads take turns after
+    each frame, so that a large message does not hold up other messages.
 
-    `broken` is called when a frame could not be sent whole, so that no other frame can follow it.
+    `broken` is called when a frame could not be sent whole, because no other frame can follow the broken frame.
     """
 
     def __init__(self, write: "Callable[[bytes], object]", broken: "Callable[[], object]") -> None:
@@ -132,7 +138,7 @@ class Sender:
 
 
 class _Modules:
-    """Import hook that loads the modules of this package from their source texts."""
+    """Import hook that loads the modules of this package from source texts."""
 
     def __init__(self, texts: "dict[str, str]") -> None:
         self._texts = texts
@@ -150,7 +156,8 @@ class _Modules:
 def serve(texts: "dict[str, str]", stdin: "Any") -> None:
     """Call the functions that messages on `stdin` name, and write the results to standard output; exit at the end of `stdin`.
 
-    The program that the client sends calls this function. `texts` are the source texts of the other modules, by name.
+    The program that the client sends calls this function. `texts` are the source texts of the other modules of this package, by
+    name.
     """
     sys.meta_path.insert(0, _Modules(texts))
     with open("/proc/self/environ", "rb") as file:

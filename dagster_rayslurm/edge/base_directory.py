@@ -1,4 +1,4 @@
-"""The base directory on a cluster: find and install bundles and the runtime, and remove files that were not used for long."""
+"""Finds and installs bundles and the runtime in the base directory on a cluster, and removes files not used for long."""
 
 import contextlib
 import grp
@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SWEPT = ".swept"  # File in the base directory that each sweep touches first, so that its age tells when the last sweep began.
+SWEPT = ".swept"  # File in the base directory that each sweep touches first; the age of the file tells when the last sweep began.
 BOOKMARK = ".followed"  # Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster.
 _LEFTOVER = 86400.0  # Seconds after which a file or directory with a temporary name counts as left by a killed process.
 _RUN = "[A-Za-z0-9_.-]+-[0-9a-f]{12}"
@@ -31,16 +31,17 @@ _OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions", "submiss
 
 
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
-    """Return who else can change the base directory (another user, everybody, or a group), and which of `places` exist in it.
+    """Return who else can change the base directory `base`, and which of the relative paths `places` exist there.
 
-    The result has four parts: the name of another user who owns the base directory or a directory of `_OURS` in it, or ""; the
-    path of such a directory that everybody may write to, or ""; the name of a group that may change the base directory, or "";
-    and those of `places` that exist and belong to this user. With such a user or path, the other parts are empty.
+    The result has four parts: the name of another user who owns the base directory or a directory of `_OURS`, or ""; the path of
+    such a directory that everybody may write to, or ""; the name of a group that may change the base directory, or ""; and the
+    existing `places` that belong to this user. If the first or the second part is not "", all other parts are empty.
 
-    The places are touched, because the sweep keeps recently touched files. Names are predictable, so on a shared file system
-    another user could place a runtime there. Therefore only files of this user count, in directories that this user owns and
-    that are not world-writable. The directories in `_OURS` are closed to the group, because project file systems open them by
-    umask or default ACL; the base directory is not, as it may hold files of other programs.
+    The places are touched, because the sweep keeps recently touched files. Names are predictable, so another user of a shared
+    file system could put a runtime there. Therefore only files of this user count, in directories that this user owns and that
+    are not world-writable. The directories of `_OURS` are closed to the group, because project file systems open new directories
+    by umask or default ACL. The base directory stays open to the group, because the base directory may hold files of other
+    programs.
     """
     user, group, found = os.geteuid(), "", []
     for name in ("", *_OURS):
@@ -77,10 +78,11 @@ def _name(entry: "object", number: int) -> str:
 
 
 def install(directory: str, name: str, archive: str, data: bytes) -> None:
-    """Unpack a .tar.gz archive as the directory `name` in `directory`, unless this user has that directory already.
+    """Unpack a .tar.gz archive as the directory `name` in `directory`, unless this user has a directory of that name already.
 
-    The archive is the file `archive` in `directory`, which is removed afterwards, or the bytes `data` if `archive` is "". An
-    existing directory has the same content, because `name` is the hash of the content. Raises OSError if tar fails.
+    The archive is the bytes `data` if `archive` is ""; otherwise the file `archive` in `directory`. The file `archive` is always
+    removed at the end. An existing directory has the same content, because `name` is the hash of the content. Raises OSError if
+    tar fails.
     """
     make_private(directory)
     target, uploaded = os.path.join(directory, name), os.path.join(directory, archive) if archive else ""
@@ -116,13 +118,13 @@ def make_private(directory: str) -> None:
 
 
 def install_file(directory: str, name: str, data: bytes) -> None:
-    """Write `data` to the read-only file `name` in a directory, which is created if missing and closed to other users."""
+    """Write `data` to the read-only file `name` in `directory`; a missing directory is created, and closed to other users."""
     make_private(directory)
     files.write(os.path.join(directory, name), data, 0o400)
 
 
 def remove(path: str) -> None:
-    """Remove a file, or a directory with everything in it, even if parts of it are read-only."""
+    """Remove a file, or a directory with all content, even if parts of the content are read-only."""
     for parent, _, _ in os.walk(path):
         with contextlib.suppress(OSError):
             os.chmod(parent, 0o700)
@@ -130,7 +132,7 @@ def remove(path: str) -> None:
 
 
 def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> "list[str]":
-    """Remove files below the base directory that were not used for `age` seconds; returns their paths, relative to it.
+    """Remove files below the base directory that were not used for `age` seconds; returns the removed paths, relative to `base`.
 
     Removes nothing if a process on any machine began a sweep less than `every` seconds ago. `jobs` are the ids of jobs that Slurm
     knows; None if Slurm does not answer.
@@ -143,14 +145,17 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
 
 
 def sweep_runs(base: str, age: float) -> "list[str]":
-    """Remove run directories, outputs and `BOOKMARK` files not used for `age` seconds, nothing else; returns relative paths."""
+    """Remove run directories, outputs and `BOOKMARK` files that were not used for `age` seconds.
+
+    Returns the removed paths, relative to the base directory.
+    """
     return _Sweep(base, age, None).runs()
 
 
 def sweep_environments(base: str, age: float) -> "list[str]":
-    """Remove prefixes and files to which no run or session refers, and which were not used for `age` seconds.
+    """Remove prefixes and files that were not used for `age` seconds, and to which no run or session refers.
 
-    Returns their paths, relative to the base directory.
+    Returns the removed paths, relative to the base directory.
     """
     return _Sweep(base, age, None).unused(("prefixes", "files"))
 
@@ -163,7 +168,7 @@ def _is_recent(path: str, age: float) -> bool:
 
 
 def _below(path: str, depth: int = 1) -> "list[str]":
-    """Return the paths of all entries down to `depth` levels below a directory; [] if it cannot be listed."""
+    """Return the paths of all entries down to `depth` levels below a directory; [] if the directory cannot be listed."""
     with contextlib.suppress(OSError):
         found = [os.path.join(path, name) for name in os.listdir(path)]
         return found + [each for one in found if depth > 1 and not os.path.islink(one) for each in _below(one, depth - 1)]
@@ -199,7 +204,7 @@ class _Sweep:
 
     @staticmethod
     def _awaits(path: str) -> bool:
-        """Return True for the directory of a submitted run whose outputs nobody has fetched; its job may wait for weeks."""
+        """Return True for the directory of a submitted run whose outputs nobody has fetched. The run's job may wait for weeks."""
         return os.path.exists(os.path.join(path, HANDLE)) and not os.path.exists(os.path.join(path, FETCHED))
 
     def run(self) -> "list[str]":
@@ -261,10 +266,10 @@ class _Sweep:
         return not any(_is_recent(each, self._age) for each in [path, *(_below(path) if place == "files" else ())])
 
     def _sweep_session(self, session: str) -> None:
-        """Remove the old and ended generations of a session, which are its numbered directories, one for each of its jobs.
+        """Remove the old and ended generations of a session. A generation is a numbered directory for one job of the session.
 
-        The newest generation stays, because its number determines the next number. If all generations have ended, and nothing in
-        the session was used for long, the session's directory is removed.
+        The newest generation stays, because the highest number determines the next number. If all generations have ended, and
+        nothing in the session was used for long, the whole directory of the session is removed.
         """
         numbers = sorted(map(int, self._names(session, "[1-9][0-9]{0,8}", directory=True)))
         old = []
@@ -282,7 +287,10 @@ class _Sweep:
                 self._retire(session, str(number))
 
     def _is_over(self, directory: str) -> bool:
-        """Return True if the job of a generation has ended or has no id; False if it may still run, or Slurm did not answer."""
+        """Return True if the job of the generation in `directory` has ended or has no id; False if the job may still run.
+
+        Without an answer of Slurm, only a file `exit` shows that a job has ended.
+        """
         if _text(os.path.join(directory, "exit")):
             return True
         job = _text(os.path.join(directory, "job_id"))
@@ -303,9 +311,10 @@ class _Sweep:
         return used
 
     def _retire(self, place: str, name: str) -> None:
-        """Rename a file or directory and then remove it, so that no other process finds a half of it under its name.
+        """Rename a file or directory, and then remove the renamed file or directory.
 
-        If another process has touched the file or directory meanwhile, it gets its name back (see `upload.deliver`).
+        No other process can therefore find a partly removed directory under the name. If another process has touched the file or
+        directory meanwhile, the old name is restored (see `upload.deliver`).
         """
         path, grave = self._path(place, name), self._path(place, self._grave)
         with contextlib.suppress(OSError):
@@ -316,7 +325,10 @@ class _Sweep:
             self._remove(place, name, self._grave)
 
     def _remove(self, place: str, name: str, now: str = "") -> None:
-        """Remove a file or directory, and add `name` to the list of removed paths; `now` is its present name if that differs."""
+        """Remove the file or directory `name` in `place`, and add the path to the list of removed paths.
+
+        `now` is the present name of a renamed file or directory; "" without a new name.
+        """
         path = self._path(place, now or name)
         with contextlib.suppress(OSError):
             remove(path)

@@ -1,4 +1,4 @@
-"""Reads the run directories of the elements of job arrays, many in one call. Paths are absolute."""
+"""Reads the run directories of many elements of job arrays in one call. Paths are absolute."""
 
 import contextlib
 import json
@@ -21,10 +21,10 @@ _MOST_LOG = 16 * 1024
 
 
 def arrays(run_dir: str) -> "list[dict[str, Any]]":
-    """Return the job arrays in the run directory of a step, in the order of their numbers.
+    """Return the job arrays in the run directory of a step, by ascending number.
 
-    Each array is a dict with `number`, `job_id` ("" if the id is not written) and `keys`, the partition keys of its elements ([]
-    if the keys cannot be read).
+    An array is a dict with `number`, `job_id` ("" if the id is not written) and `keys`, the partition keys of the elements ([] if
+    the keys cannot be read).
     """
     found = []
     for name in os.listdir(run_dir):
@@ -46,14 +46,14 @@ def ended(
 
     Args:
         run_dir: the run directory of the step, which has the directory `array-N` of each array.
-        wanted: by the number N of an array, ranges of elements; those whose file `.ended` exists are returned.
-        over: by the number N of each array in `wanted`, elements that are returned in any case, with their logs.
+        wanted: by the number N of an array, ranges of elements; an element in a range is returned if the file `.ended` exists.
+        over: by the number N of an array in `wanted`, elements that are returned in any case, with logs.
         limit: number of bytes; once the texts are longer, no more elements are read.
 
     Returns three values: the names of the files in the run directory; a row for each element; and the texts of all elements, one
-    after the other. An element's texts are its journal, its output up to `MOST_OUTPUT` bytes, and its logs. The row has the
+    after the other. The texts of an element are the journal, the output up to `MOST_OUTPUT` bytes, and the logs. A row has the
     number of the array, the number of the element, the length of the journal, the length of the output, the size of the whole
-    output and the length of the logs.
+    output, and the length of the logs.
     """
     rows, texts, size = [], [], 0
     for array, spans in wanted.items():
@@ -86,7 +86,7 @@ def touch(path: str) -> None:
 
 
 def _within(numbers: "Sequence[int]", spans: "Sequence[Sequence[int]]") -> "list[int]":
-    """Return the numbers that lie in one of the ranges `spans`, each a pair of first and last number.
+    """Return the numbers that lie in a range of `spans`; a range is a pair of the first and the last number.
 
     Numbers and ranges must be sorted.
     """

@@ -1,4 +1,4 @@
-"""Python environments on the cluster: find the Python and the versions in one, and build one from the files that were sent."""
+"""Python environments on the cluster: finds the Python and the versions in an environment, and builds sent environments."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
 # File in a prefix that `make` made, with the commands, and the command by which they were run.
 _RECIPE = "rayslurm.json"
-# Shell script that sources its first argument and then runs the command in the other arguments.
+# Shell script that sources the first argument and then runs the command in the other arguments.
 ACTIVATE = '. "$1" && shift && exec "$@"'
 # The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
 # packages, and runs in every Python, even one that is too old.
@@ -46,7 +46,7 @@ _IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_mod
 
 
 def find(prefix: str) -> "tuple[str, str]":
-    """Return the paths of the Python and of the `activate.sh` in an environment's directory; "" for one that is missing."""
+    """Return the paths of the Python and of the `activate.sh` in an environment's directory; "" stands for a missing file."""
     paths = [os.path.join(prefix, name) for name in _PYTHONS]
     script = os.path.join(prefix, "activate.sh")
     python = next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), "")
@@ -54,14 +54,15 @@ def find(prefix: str) -> "tuple[str, str]":
 
 
 def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: float, timeout: float) -> "dict[str, Any]":
-    """Return facts about the Python environment in the directory `prefix` or, if that is "", about the interpreter `python`.
+    """Return facts about the environment in the directory `prefix`, or about the interpreter `python` if `prefix` is "".
 
     Facts in the file `cache` are used again for `age` seconds, as long as the environment's paths do not change. `activate.sh`
     and Python may take `timeout` seconds to start. `imports` are modules that Python must be able to import.
 
-    Returns a dict with `python`, `activate`, `container`, `facts` (see `PROBE`), and `cached`, which is True if the facts come
-    from the cache. If the environment cannot be used, the dict has a `problem`, the key of a message in `environments.check`;
-    if it does not start, also its exit `code` and its `error` output.
+    Returns a dict with `python` and `activate` (paths), `container` (the content of container.json, or None), `facts` (see
+    `PROBE`; None for Pyxis, because only a job can look into the image), and `cached`, which is True if the facts come from the
+    cache. If the environment cannot be used, the dict has a `problem`, the key of a message in `environments.check`. If
+    `activate.sh` or Python fails, the dict also has the exit code `code` and the error output `error`.
     """
     activate, container, runner = "", None, []  # type: str, dict[str, Any] | None, list[str]
     if prefix:
@@ -69,7 +70,7 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
         python, activate = find(prefix)
         links = [path for path in (os.path.join(prefix, name) for name in _PYTHONS) if os.path.lexists(path)]
         if runner and links:
-            python = links[0]  # It may lead to a Python that this machine lacks.
+            python = links[0]  # The link may lead to a Python that this machine lacks.
         if not os.path.isdir(prefix):
             return {"problem": "file" if os.path.isfile(prefix) else "absent"}
         if not python and not activate and container is None:
@@ -96,9 +97,13 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
 
 
 def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Run `PROBE` with `python`, started by the command `start`; returns a dict with `facts` and `paths`, or with a `problem`."""
+    """Run `PROBE` with `python`, started by the command `start`; returns a dict with `facts` and `paths`, or with a `problem`.
+
+    `start` is the beginning of a command line, such as srun with options. `activate` is the path of a script to source first, or
+    "".
+    """
     environ = _environ(start)
-    word = os.urandom(16).hex()  # It separates the answer from what start-up scripts print.
+    word = os.urandom(16).hex()  # The word separates the answer from what start-up scripts print.
     if activate:
         start = [*start, "bash", "-c", ACTIVATE, "rayslurm", activate, "sh", "-c", 'echo "$0"; exec "$@"', word]
 
@@ -123,16 +128,16 @@ def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[st
 
 
 def _container(prefix: str) -> "dict[str, Any] | None":
-    """Return the content of `container.json`, which describes the container of a prefix; None for a prefix without one."""
+    """Return the content of `container.json`, which describes the container of a prefix; None if the file is missing."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, "container.json"), encoding="utf-8") as file:
         return dict(json.load(file))
     return None
 
 
 def _look_at_pyxis(container: "dict[str, Any]", timeout: float) -> "dict[str, Any]":
-    """Check that srun has the options of Pyxis and that the image exists; returns a dict, with a `problem` if not.
+    """Check that srun has the options of Pyxis and that the image exists; returns a dict, which has a `problem` if a check fails.
 
-    Without a problem the dict has `facts` that are None, because only a job can look into the image.
+    Without a problem, the `facts` in the dict are None, because only a job can look into the image.
     """
     if container["path"].startswith("/") and not os.path.exists(container["path"]):
         return {"problem": "image"}
@@ -155,7 +160,8 @@ def _states(paths: "list[str]") -> "list[list[int] | None]":
 # -- environments that are sent ------------------------------------------------------------------------------------------
 
 PREFIX = "{prefix}"  # Stands in the commands of `make` for the path of the new prefix.
-# Shell script that prints the platform, and by its first argument, `_PYTHON`, the Pythons that its other arguments name.
+# Shell script that prints the platform, and runs the program in the first argument, `_PYTHON`, by each Python that the other
+# arguments name.
 _PLATFORM = """\
 echo "machine $(uname -m)"
 echo "libc $(getconf GNU_LIBC_VERSION 2>/dev/null)"
@@ -179,13 +185,15 @@ def _environ(runner: "Sequence[str]") -> "dict[str, str]":
 
 
 def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Return the `machine` (architecture), `cpu` flags, `glibc` version ("" for another C library) and `pythons` of a machine.
+    """Return a dict that describes a machine: `machine` (the architecture), `cpu` (flags), `glibc` (the version) and `pythons`.
 
-    `runner` is the beginning of a command, such as srun and its options, that runs further words on the machine in question; an
-    empty `runner` means this machine. `python` is the path or name of the Python to describe; "" means each Python with a usual
-    name on the PATH. `pythons` has a list of path, version, implementation and architecture for each Python that was found.
+    `runner` is the beginning of a command, such as srun and options, that runs the following words on the machine; an empty
+    `runner` stands for this machine. `python` is the path or name of the Python to describe; "" stands for each Python with a
+    usual name on the PATH. `glibc` is "" for another C library. `pythons` has a list of path, version, implementation and
+    architecture for each Python that was found.
 
-    If there is no answer, the dict has only a `problem`, the last line of the error output.
+    If there is no answer within `timeout` seconds, or a command fails, the dict has only a `problem`, such as the last line of
+    the error output.
     """
     names = [python] if python else ["python3"] + ["python3.%d" % minor for minor in range(8, 20)]
     words = [*runner, "sh", "-c", _PLATFORM, "sh", _PYTHON, *names]
@@ -202,14 +210,14 @@ def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str,
 
 
 def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) -> str:
-    """Build the prefix `key` in a directory unless it exists; returns "", or the error message of a command that failed.
+    """Build the prefix `key` in `directory` unless the prefix exists; returns "", or the error message of a command that failed.
 
     The recipe has `commands`, and a `runner`: the words that run a command on a compute node, or [] for this machine. A copy of
-    the recipe is written into the prefix, where `look` finds the runner.
+    the recipe is written into the prefix, where `look` finds the runner. Each command may take `timeout` seconds.
 
-    Many files of a prefix contain its path, so that it cannot be renamed. Therefore each call works in a directory of its own,
-    and makes the link `key` to that directory once the prefix is complete. A lock lets other processes wait; on a file system
-    without locks several processes may build the prefix, and the first that is complete is used.
+    A prefix cannot be renamed, because many files of the prefix contain the path. Therefore each call works in a new directory,
+    and makes the link `key` to the new directory once the prefix is complete. A lock lets other processes wait. On a file system
+    without locks several processes may build the prefix; the first complete prefix is used.
     """
     base_directory.make_private(directory)
     link = os.path.join(directory, key)
@@ -223,7 +231,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.isdir(link):
             return ""
-        files.remove(link)  # It leads nowhere if the sweep was interrupted.
+        files.remove(link)  # The link leads nowhere if the sweep was interrupted.
         os.mkdir(prefix, 0o700)
         files.write(os.path.join(prefix, _RECIPE), json.dumps(recipe).encode(), 0o600)
         for command in recipe["commands"]:
@@ -233,7 +241,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
                 said = (error or out).decode("utf-8", "replace")[-1000:].strip()
                 late = "took over {:g} s".format(timeout) if code is None else "ended with exit code {}".format(code)
                 return said or "{} {}".format(os.path.basename(words[0]), late)
-        if recipe.get("node_local"):  # The nodes look whether their disks have room for it.
+        if recipe.get("node_local"):  # The nodes look whether their disks have room for the prefix.
             files.write(os.path.join(prefix, _RECIPE), json.dumps(dict(recipe, bytes=_size(prefix))).encode(), 0o600)
         with contextlib.suppress(FileExistsError):
             os.symlink(os.path.basename(prefix), link)
@@ -254,7 +262,10 @@ def _recipe(prefix: str) -> "dict[str, Any]":
 
 
 def made(base: str) -> "list[dict[str, Any]]":
-    """Return path, title, time of the last use, and size in bytes of each prefix that `make` has built below a base directory."""
+    """Return a dict for each prefix that `make` has built below `base`: `path`, `title`, last use `used`, and size `bytes`.
+
+    `used` is in seconds of the epoch.
+    """
     found = []
     directory = os.path.join(base, "prefixes")
     for name in sorted(os.listdir(directory) if os.path.isdir(directory) else []):

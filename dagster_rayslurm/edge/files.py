@@ -19,7 +19,7 @@ def modified(path: str) -> "float | None":
 
 
 def read(path: str, offset: int, limit: int) -> bytes:
-    """Read at most `limit` bytes of a file from `offset` on; returns b"" if the file does not exist."""
+    """Read at most `limit` bytes of a file, starting at `offset`; returns b"" if the file does not exist."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -29,9 +29,9 @@ def read(path: str, offset: int, limit: int) -> bytes:
 
 
 def read_many(paths: str, offsets: "list[int]", limit: int) -> "tuple[list[int], bytes]":
-    """Read up to `limit` bytes of each of several files, from an offset on; `paths` are separated by NUL characters.
+    """Read up to `limit` bytes of each of several files; `paths` are separated by NUL characters, `offsets` are the starts.
 
-    Returns the number of bytes of each file, or -1 for a file that cannot be read, and the bytes one after the other.
+    Returns the number of bytes read from each file, or -1 for a file that cannot be read, and the bytes of all files in a row.
     """
     sizes, parts = [], []
     for path, offset in zip(paths.split("\0"), offsets):
@@ -46,7 +46,7 @@ def read_many(paths: str, offsets: "list[int]", limit: int) -> "tuple[list[int],
 
 
 def write(path: str, data: bytes, mode: int) -> None:
-    """Create a file with this content and mode, or replace an existing one atomically."""
+    """Create a file with the content `data` and the mode `mode`; an existing file is replaced atomically."""
     temporary = temporary_name(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -72,7 +72,7 @@ def names(path: str) -> "list[str]":
 
 
 def make_dir(path: str) -> None:
-    """Make a directory and its parents, for this user only. An existing directory is no error."""
+    """Make a directory and missing parents, for this user only. An existing directory is no error."""
     if path and not os.path.isdir(path):
         make_dir(os.path.dirname(path))  # os.makedirs applies its mode to the last directory only.
         try:
@@ -83,12 +83,12 @@ def make_dir(path: str) -> None:
 
 
 def rename(old: str, new: str) -> None:
-    """Rename a file; a file that has the new name already is replaced."""
+    """Rename the file `old` to `new`; an existing file `new` is replaced."""
     os.rename(old, new)
 
 
 def remove(path: str) -> None:
-    """Remove a file, or a directory with everything in it. A missing path is no error."""
+    """Remove a file, or a directory with all content. A missing path is no error."""
     try:
         if not os.path.isdir(path) or os.path.islink(path):
             return os.unlink(path)
@@ -105,7 +105,8 @@ def remove(path: str) -> None:
 def open_read(path: str, version: "list[int]", offset: int, limit: int) -> "tuple[int, list[int], int, bytes]":
     """Open a file and read up to `limit` bytes from `offset` on, or from 0 if the file's version is not `version`.
 
-    Returns the descriptor, the file's version (size, time of the last change and inode), the offset, and the bytes read there.
+    Returns the descriptor, the file's version (size, time of the last change, and inode), the offset that was used, and the
+    bytes.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -120,14 +121,14 @@ def open_read(path: str, version: "list[int]", offset: int, limit: int) -> "tupl
 
 
 def read_at(fd: int, offset: int, limit: int) -> bytes:
-    """Read at most `limit` bytes of the open file `fd` from `offset` on; returns b"" at its end."""
+    """Read at most `limit` bytes of the open file `fd`, starting at `offset`; returns b"" at the end of the file."""
     return os.pread(fd, limit, offset)
 
 
 def open_write(path: str, offset: int) -> "tuple[int, int]":
-    """Open a file to write from `offset` on, and create it if it is missing; returns its descriptor and the offset to write at.
+    """Open a file for writing, and create a missing file; returns the descriptor and the offset at which to write.
 
-    The returned offset is 0 if the file has fewer than `offset` bytes.
+    The returned offset is `offset`, or 0 if the file has fewer than `offset` bytes.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if os.fstat(fd).st_size < offset:  # The host name may lead to another edge node now.
@@ -136,7 +137,7 @@ def open_write(path: str, offset: int) -> "tuple[int, int]":
 
 
 def write_at(fd: int, offset: int, data: bytes) -> int:
-    """Write all bytes of `data` at `offset` into the open file `fd`; returns their number."""
+    """Write all bytes of `data` at `offset` into the open file `fd`; returns the number of bytes."""
     view = memoryview(data)
     while view:
         count = os.pwrite(fd, view, offset)
@@ -145,7 +146,7 @@ def write_at(fd: int, offset: int, data: bytes) -> int:
 
 
 def finish(fd: int, temporary: str, path: str, mode: int) -> None:
-    """Set the mode of the open file `fd`, flush it to the disk, close it, and rename it from `temporary` to `path`."""
+    """Set the mode of the open file `fd`, flush and close the file, and rename the file from `temporary` to `path`."""
     try:
         os.fchmod(fd, mode)
         os.fsync(fd)

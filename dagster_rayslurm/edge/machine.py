@@ -1,7 +1,7 @@
-"""Facts of one machine for `rayslurm doctor`: clock, limits, directories, programs, network.
+"""Collects facts of one machine for `rayslurm doctor`: clock, limits, directories, programs, network.
 
-The agent calls `look` on the edge node. A compute node runs this file as a program, without the rest of the package: it writes
-its facts into the probe's directory and then answers the edge node and the other nodes for a while.
+The agent calls `look` on the edge node. On a compute node this file is a program without the rest of the package. The program
+writes the node's facts into the probe's directory, and then answers the edge node and the other nodes for a while.
 """
 
 import contextlib
@@ -76,9 +76,10 @@ def _directories(base: str) -> "dict[str, str]":
 
 
 def directory(path: str, write: bool = True) -> "dict[str, Any]":
-    """Return facts of a directory, such as its mode and free space; of its nearest parent if it does not exist yet.
+    """Return facts of a directory, such as mode and free space; for a missing directory, facts of the nearest existing parent.
 
-    With `write`, a small file is written there and removed.
+    If `write` is True, a small file is written into the directory or the parent, and removed. If a step fails, the dict has an
+    `error`.
     """
     facts = {"path": path, "exists": os.path.isdir(path), "parent": path}  # type: dict[str, Any]
     if os.path.lexists(path) and not facts["exists"]:
@@ -103,7 +104,10 @@ def directory(path: str, write: bool = True) -> "dict[str, Any]":
 
 
 def _try_to_write(path: str) -> float:
-    """Write, rename and remove a file; returns by how many seconds its time is ahead of this machine's clock."""
+    """Write, rename and remove a file in the directory `path`; returns the seconds by which the file's time is ahead.
+
+    The file's time is compared with this machine's clock.
+    """
     name = os.path.join(path, ".rs-doctor-" + os.urandom(6).hex())
     try:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -146,7 +150,7 @@ def _user_namespaces() -> bool:
 
 
 def _own_address() -> "str | None":
-    """Return the IP address that this machine's host name resolves to; None if it does not resolve."""
+    """Return the IP address that this machine's host name resolves to; None if the name does not resolve."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -159,8 +163,9 @@ def _own_address() -> "str | None":
 def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: str, environment: "Sequence[str]") -> None:
     """Run as the probe's job on one node: write the node's facts, answer connections, and connect to the first node.
 
-    Returns after `seconds`, or when the edge node writes into the file `STOP`. `rank` is the number of this node in the job.
-    `environment` is the command that starts the environment's Python, and `probe` the program that Python then runs.
+    Returns after `seconds`, or when the edge node writes into the file `STOP`. `run_dir` is the directory of the probe, and
+    `base` the base directory. `rank` is the number of this node in the job, which has `nodes` nodes. `environment` is the command
+    that starts the environment's Python, and `probe` is the program that the environment's Python then runs.
     """
     deadline = time.monotonic() + seconds
     server = _listen()
@@ -187,7 +192,7 @@ def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: 
 
 
 def _listen() -> "socket.socket | None":
-    """Start a server that sends `GREETING`, on a port as the runtime would choose it; returns None if no port is free."""
+    """Start a server that sends `GREETING`, on a port of the runtime's range; returns the socket, or None without a free port."""
     for _ in range(50):
         port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -211,7 +216,7 @@ def _greet(server: socket.socket) -> None:
 
 
 def listen_once(seconds: float) -> int:
-    """Wait in a thread, for at most `seconds`, for one connection to a loopback port, and answer it; returns the port at once."""
+    """Open a loopback port that answers one connection within `seconds`; returns the port at once, and waits in a thread."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.bind(("127.0.0.1", 0))
     server.listen(1)
@@ -228,7 +233,7 @@ def listen_once(seconds: float) -> int:
 
 
 def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
-    """Connect to the server of the node that `facts` describe, by its host name or else its addresses.
+    """Connect to the server of the node that `facts` describe, by the node's host name or else by the node's addresses.
 
     Returns a dict with the `seconds` that the connection took and the `host` that answered, or with an `error`.
     """
@@ -247,7 +252,7 @@ def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
 
 
 def _addresses() -> "list[str]":
-    """Return this node's IPv4 addresses from which it reaches the node that launched the job, and other networks."""
+    """Return the IPv4 addresses from which this node reaches the node that launched the job, and other networks."""
     found = []
     for target in (os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""), "192.0.2.1"):  # The second is for documentation (RFC 5737).
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -257,7 +262,7 @@ def _addresses() -> "list[str]":
 
 
 def _environment(command: "Sequence[str]", probe: str) -> "dict[str, Any]":
-    """Run `probe`, which is `environment.PROBE`, by the Python of `command` on this node; returns its `facts` or an `error`."""
+    """Run the program `probe` by the Python that `command` starts; returns a dict with the `facts` or with an `error`."""
     word = os.urandom(8).hex()
     try:
         done = subprocess.run(
@@ -277,7 +282,10 @@ def _environment(command: "Sequence[str]", probe: str) -> "dict[str, Any]":
 
 
 def _content(path: str) -> bytes:
-    """Return the content of a file, opened anew so that a network file system looks for changes; b"" if it cannot be read."""
+    """Return the content of a file; b"" if the file cannot be read.
+
+    The file is opened anew, so that a network file system looks for changes.
+    """
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -286,14 +294,14 @@ def _content(path: str) -> bytes:
 
 
 def _append(path: str, value: object) -> None:
-    """Append a line of JSON to a file that the edge node has created, because a new name would be seen late on NFS."""
+    """Append a line of JSON to a file that the edge node has created, because on NFS a new name would be seen late."""
     with open(path, "ab", 0) as file:
         file.write(json.dumps(value).encode() + b"\n")
         os.fsync(file.fileno())
 
 
 def last_line(data: bytes) -> "dict[str, Any] | None":
-    """Return the value in the last complete line of JSON in `data`; None if there is none yet."""
+    """Return the value in the last complete line of JSON in `data`; None if `data` has no complete line."""
     lines = data.split(b"\n")[:-1]
     return json.loads(lines[-1].decode()) if lines else None
 

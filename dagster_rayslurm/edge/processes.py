@@ -1,4 +1,4 @@
-"""Runs a command to its end, and kills it with all its descendants if it takes too long."""
+"""Runs commands, and kills the processes of a command's Unix session if the command takes too long."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ _PIPE = 1024 * 1024  # Most bytes that a pipe holds (pipe(7)).
 
 # The running commands, by name of the thread that waits for each.
 _running = {}  # type: dict[str, subprocess.Popen[bytes]]
-_ended = set()  # type: set[str]  # Names of threads whose commands are to be killed, those that have not begun included.
+_ended = set()  # type: set[str]  # Names of threads whose commands are to be killed, even commands that have not begun.
 
 
 def run(
@@ -29,10 +29,11 @@ def run(
     environ: "Mapping[str, str] | None" = None,
     directory: str = "",
 ) -> "tuple[int | None, bytes, bytes]":
-    """Run a command to its end; returns its exit code (128 + N if signal N ended the command), its output, its error output.
+    """Run a command until the command ends; returns the exit code, the output, and the error output.
 
-    The code is 127 if the program does not exist, and None if the command took over `timeout` seconds and was killed. Background
-    processes that the command leaves behind are not waited for, and their output is dropped.
+    The code is 128 + N if signal N ended the command, 127 if the program does not exist, 126 if the program cannot be started for
+    another reason, and None if the command took over `timeout` seconds and was killed. Background processes that the command
+    leaves behind are not waited for, and the output of such processes is dropped.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     words = [word.encode("utf-8", "surrogateescape") for word in command]
@@ -69,7 +70,10 @@ def run(
 
 
 def _communicate(process: "subprocess.Popen[bytes]", stdin: bytes, deadline: "float | None") -> "tuple[bytes, bytes]":
-    """Send `stdin` to a process and collect its outputs until it ends or the deadline comes; returns output, error output."""
+    """Send `stdin` to a process until the process ends or the deadline comes; returns the output and the error output.
+
+    `deadline` is a time by `time.monotonic()`, or None.
+    """
     assert process.stdin and process.stdout and process.stderr
     outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     rest, pause = memoryview(stdin), 0.005
@@ -105,7 +109,7 @@ def _communicate(process: "subprocess.Popen[bytes]", stdin: bytes, deadline: "fl
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the processes of a command's Unix session. Those that have started a session of their own survive."""
+    """Kill the processes of a command's Unix session. Processes that have started another session survive."""
     _kill_session(process.pid, signal.SIGTERM)
     _wait(process, time.monotonic() + _GRACE)
     _kill_session(process.pid, signal.SIGKILL)
@@ -127,7 +131,7 @@ def _kill_session(session: int, signum: int) -> None:
 
 
 def end(name: str) -> None:
-    """Kill the command that the thread called `name` runs or will run, without waiting."""
+    """Kill, without waiting, the command that the thread called `name` runs now or starts later."""
     _ended.add(name)
     process = _running.get(name)
     if process is not None:
@@ -135,7 +139,7 @@ def end(name: str) -> None:
 
 
 def end_all() -> None:
-    """Kill all running commands, and wait until they have ended."""
+    """Kill all running commands, and wait until the commands have ended."""
     threads = [threading.Thread(target=_end, args=(process,), daemon=True) for process in list(_running.values())]
     for thread in threads:
         thread.start()

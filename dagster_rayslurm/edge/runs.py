@@ -17,9 +17,10 @@ _MOST_BYTES = 1024 * 1024
 
 
 def listing(base: str, squeue: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Return the run directories and sessions below `base`, and the exit code and output of the command `squeue`.
+    """Return a dict of the `runs` and `sessions` below `base`, and of the result of the command `squeue` as `queue`.
 
-    Raises PermissionError if a directory of sessions belongs to another user.
+    `queue` has the exit code, the output and the error output of the command, which may take `timeout` seconds. Raises
+    PermissionError if a directory of sessions belongs to another user.
     """
     code, out, error = slurm.run(list(squeue), b"", timeout, [])
     return {
@@ -30,10 +31,11 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float) -> "dict[str, An
 
 
 def runs(directory: str) -> "list[dict[str, Any]]":
-    """Return a dict for each run directory, the oldest first, with its name and the time of its last change.
+    """Return a dict for each run directory in `directory`, the oldest first; [] if `directory` cannot be listed.
 
-    The dict also has Dagster's run id, step and assets, and the beginnings of some files, by name. `clusters` maps the path of
-    each cluster.json, which has the address of a Ray cluster, to its content.
+    The dict has the `name`, the time of the last change as `modified`, Dagster's `run_id`, `step` and `assets`, and the
+    beginnings of some `files` by name. `clusters` maps the path of each cluster.json to the content, which has the address of a
+    Ray cluster.
     """
     found = []
     try:
@@ -46,7 +48,7 @@ def runs(directory: str) -> "list[dict[str, Any]]":
             if os.path.isdir(path):
                 found.append(_run(path, name))
         except OSError:
-            pass  # A sweep removes it meanwhile.
+            pass  # A sweep removes the directory meanwhile.
     return sorted(found, key=lambda run: run["modified"])
 
 

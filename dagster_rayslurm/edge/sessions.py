@@ -1,8 +1,8 @@
 """Files of warm sessions, whose Slurm jobs serve several payloads. Paths are absolute.
 
-Each session has a directory, with a numbered directory for each of its allocations.
+Each session has a directory, with a numbered directory for each allocation of the session.
 
-Ages are differences between times of the file system, since the clocks of its clients differ.
+Ages are differences between times of the file system, because the clocks of the machines differ.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-JOB_ID = "job_id"  # File in a run directory: the id of its job.
+JOB_ID = "job_id"  # File in a run directory: the id of the job.
 CREATOR = "creator"
 ABANDONED = "abandoned"
 # Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest.
 MANIFEST = "offer.json"
 _EXIT, _ANNOUNCEMENT, _WAITING = "exit", "session.json", "waiting"
 _MOST_BYTES = 1024 * 1024
-_READ_RETRY = 0.2  # Seconds before a failed read is repeated: a network file system that lost sight of a file finds it then.
+_READ_RETRY = 0.2  # Seconds before a failed read is repeated: a network file system that lost a file then finds the file.
 
 
 def check_owner(*directories: str) -> None:
-    """Raise PermissionError if a directory belongs to another user, who could put a session with a command of their own there."""
+    """Raise PermissionError if a directory belongs to another user. Such a user could place a session with any command there."""
     for each in directories:
         user = os.stat(each).st_uid
         if user != os.geteuid():
@@ -40,11 +40,12 @@ def check_owner(*directories: str) -> None:
 
 
 def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]":
-    """Return a dict for each allocation of the sessions whose names match `pattern`, which may have wildcards.
+    """Return a dict for each allocation of the sessions below `base` whose names match `pattern`, which may have wildcards.
 
-    If `newest` is True, `pattern` is the name of one session, and only the newest allocation is returned. The dict of an
-    allocation has its `session` and `number`, the texts of its `files`, whether it is `abandoned`, and its `age` in seconds,
-    which is 0 if the session has announced itself. Raises PermissionError if a directory belongs to another user.
+    If `newest` is True, `pattern` is the name of one session, and only the newest allocation is returned. A dict has the name of
+    the session as `session`, the `number` of the allocation, the texts of the `files` by name, the bool `abandoned`, and the
+    `age` in seconds. The age is 0 if the session has announced itself, or if `newest` is False. Raises PermissionError if a
+    directory belongs to another user.
     """
     sessions, found = os.path.join(base, "sessions"), []
     if not os.path.isdir(sessions):
@@ -95,7 +96,7 @@ def _readable(path: str) -> str:
 
 
 def wait_for(directory: str, waiter: str) -> None:
-    """Record, or confirm, that the process with the name `waiter` waits for the allocation in a directory to start."""
+    """Record that the process `waiter` waits for the allocation in `directory` to start; a repeated call confirms the record."""
     waiting = os.path.join(directory, _WAITING)
     if not os.path.isdir(waiting):
         os.mkdir(waiting, 0o700)
@@ -104,10 +105,11 @@ def wait_for(directory: str, waiter: str) -> None:
 
 
 def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
-    """Record that a process no longer waits; returns True if no process waits any more and no session has announced itself.
+    """Record that the process `waiter` no longer waits; returns True if the allocation in `directory` is then abandoned.
 
-    The allocation is then marked as abandoned. A process that did not confirm for `fresh` seconds counts as gone. The session may
-    announce itself meanwhile, so its announcement is looked for before and after the mark is made.
+    The allocation is marked as abandoned if no process waits any more and the session has not announced itself. A process without
+    a confirmation for `fresh` seconds counts as gone. The session may announce itself meanwhile, so the announcement is looked
+    for before and after the mark is made.
     """
     waiting, announcement = os.path.join(directory, _WAITING), os.path.join(directory, _ANNOUNCEMENT)
     if not os.path.isdir(directory):

@@ -19,10 +19,11 @@ _SHELL_TIMEOUT = 30.0  # Seconds for the start-up files of the login shell.
 
 
 def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) -> "dict[str, Any]":
-    """Return the facts of the edge node, and the results of Slurm commands that run in parallel.
+    """Return a dict with the facts of the edge node, and as `answers` the results of Slurm commands that run in parallel.
 
-    Each of the `questions` is a command, its standard input and the `SBATCH_*` variables to keep, and may take `timeout` seconds.
-    Each of the `answers` is the exit code (None if it took too long), the output, the error output, and the seconds that it took.
+    `questions` maps a name to a command, the standard input of the command, and the names of the `SBATCH_*` variables to keep.
+    `answers` maps the name to the exit code (None if the command took too long), the output, the error output, and the duration
+    in seconds. Each command may take `timeout` seconds. `base` is the base directory.
     """
     answers = {}  # type: dict[str, Any]
 
@@ -32,7 +33,7 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
         texts = [text.decode("utf-8", "replace") for text in (out, error)]
         answers[name] = [code, *texts, time.monotonic() - began]
 
-    # It runs alone first: it looks for Slurm's programs with a login shell if that is needed.
+    # This command runs alone first, because it may look for Slurm's programs with a login shell.
     ask("version", ["sbatch", "--version"], "", [])
     threads = [
         threading.Thread(target=ask, args=(name, *question), name="survey-" + name) for name, question in questions.items()
@@ -51,15 +52,17 @@ def expand(base: str) -> str:
 
 
 def programs() -> "dict[str, str]":
-    """Return the path of each program of Slurm, as `slurm.run` would find it; "" if there is none."""
+    """Return the path of each program of Slurm, as `slurm.run` would find the program; "" for a missing program."""
     path = slurm.search_path(slurm.login_environment())
     return {name: shutil.which(name, path=path) or "" for name in _PROGRAMS}
 
 
 def _shell() -> "dict[str, Any]":
-    """Run `true` in the user's shell, as `ssh HOST true` would; returns exit code, seconds, and what start-up files print.
+    """Run `true` in the user's login shell, as `ssh HOST true` would; returns a dict with the result.
 
-    bash reads ~/.bashrc for a command only if it believes to be run by sshd: at SHLVL below 2, with SSH_CLIENT (bash(1)).
+    The dict has the `path` of the shell, the `seconds`, the exit code `code`, and what start-up files print: `out` and `error`.
+    Without SSH the shell is not run. bash reads ~/.bashrc for a command only if sshd seems to have started bash: at SHLVL below
+    2, with SSH_CLIENT (bash(1)).
     """
     environ = dict(os.environ)
     environ.pop("SHLVL", None)
@@ -83,7 +86,7 @@ def _groups() -> "list[str]":
 
 
 def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
-    """Return the last facts that each node of a probe has written; None for a node that has written none yet."""
+    """Return the last facts that each node of a probe has written; None for a node that has written no facts yet."""
     found = []  # type: list[dict[str, Any] | None]
     for rank in range(nodes):
         found.append(machine.last_line(files.read(os.path.join(run_dir, machine.FACTS % rank), 0, 1024 * 1024)))
@@ -93,9 +96,10 @@ def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
 def reach_and_measure(run_dir: str, nodes: "list[dict[str, Any]]", patience: float) -> "dict[str, Any]":
     """Connect to each node of a probe, and measure how late the nodes see a change of a file in `run_dir`.
 
-    Returns for each node in `reached` the result of `machine.reach`; in `lags` the seconds from the change until the node's
-    answer is seen here, None if that takes over `patience` seconds; in `skews` the seconds by which the node's clock is ahead of
-    this machine's, exact to half of the lag.
+    `nodes` has the facts of each node. Returns a dict of three lists with an entry for each node. `reached` has the result of
+    `machine.reach`. `lags` has the seconds from the change until the node's answer is seen here, or None if the answer takes over
+    `patience` seconds. `skews` has the seconds by which the node's clock is ahead of this machine's clock, exact to half of the
+    lag.
     """
     reached = [machine.reach(node) if node["port"] else {"error": "no port is free"} for node in nodes]
     began, at = time.monotonic(), time.time()

@@ -1,8 +1,8 @@
-"""Slurm's programs on the edge node: find them, run them without variables that stand for options, and submit a job once.
+"""Finds and runs Slurm's programs on the edge node, without variables that stand for options, and submits a job once.
 
-Users and sites set variables that stand for options (squeue(1), sbatch(1) and so on, "ENVIRONMENT VARIABLES", Slurm 22.05).
-Some hide jobs or select another cluster. sbatch hands its variables on to the job, where srun takes them for options as well
-(tried on 22.05: SRUN_CPUS_PER_TASK, SLURM_WORKING_DIR, SLURM_TASK_PROLOG, SLURM_EXCLUSIVE).
+Users and sites set variables that stand for options of Slurm's programs (squeue(1), sbatch(1) and so on, "ENVIRONMENT VARIABLES",
+Slurm 22.05). Some variables hide jobs or select another cluster. sbatch hands variables on to the job, where srun takes the
+variables for options as well (tried on 22.05: SRUN_CPUS_PER_TASK, SLURM_WORKING_DIR, SLURM_TASK_PROLOG, SLURM_EXCLUSIVE).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Exit codes of `submit`: the run directory cannot be written, another process has made it, and sbatch is not found.
+# Exit codes of `submit`: the run directory cannot be written; another process has made the run directory; there is no sbatch.
 CANNOT_WRITE, TAKEN, NO_PROGRAM = 70, 78, 127
 
 _OPTIONS = re.compile("(SLURM|SRUN|SBATCH|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO)_[A-Za-z0-9_]*")
@@ -37,22 +37,23 @@ _login_path = []  # type: list[str]
 
 
 def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":
-    """Return those environment variables of a Dagster process on the edge node that its Slurm jobs may see.
+    """Return the variables in `environ`, the environment of a Dagster process on the edge node, that Slurm jobs may see.
 
-    sbatch hands its whole environment to the job, and sites may keep it in the accounting database (slurm.conf(5),
-    `AccountingStoreFlags=job_env`). Dagster's secrets, and `SLURM_*` and TMPDIR of a job in which Dagster runs, stay out.
+    The result has no secrets of Dagster, no TMPDIR, and of the `SLURM_*` variables only SLURM_CONF. sbatch hands the whole
+    environment to the job, and sites may keep the environment in the accounting database (slurm.conf(5),
+    `AccountingStoreFlags=job_env`).
     """
     return {name: environ[name] for name in environ if name in _JOB_MAY_SEE or name.startswith(_JOB_MAY_SEE_PREFIXES)}
 
 
 def without_options(environ: "Mapping[str, str]", keep: "Sequence[str]" = ()) -> "dict[str, str]":
-    """Return the variables without those that stand for options of Slurm's programs, except those in `keep`."""
+    """Return `environ` without the variables that stand for options of Slurm's programs; the variables in `keep` stay."""
     kept = (*keep, *_HOW_TO_REACH_SLURM)
     return {name: environ[name] for name in environ if name in kept or not _OPTIONS.fullmatch(name)}
 
 
 def login_environment() -> "Mapping[str, str]":
-    """Return all environment variables of this process if it is the agent; in a Dagster process those that jobs may see."""
+    """Return the environment variables of the agent; in a Dagster process, only the variables that jobs may see."""
     return os.environ if __name__.startswith("rayslurm_edge.") else job_environment(os.environ)
 
 
@@ -64,15 +65,15 @@ def now() -> float:
 def run(
     command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", directory: str = ""
 ) -> "tuple[int | None, bytes, bytes]":
-    """Run a command that is or runs a program of Slurm, as `processes.run` does; `keep` names `SBATCH_*` variables to pass on."""
+    """Run a command with the environment for Slurm's programs, as `processes.run` does; `keep` names `SBATCH_*` variables."""
     return processes.run(command, stdin, timeout, environment(keep), directory)
 
 
 def environment(keep: "Sequence[str]") -> "dict[str, str]":
     """Return the environment variables for a program of Slurm, with the `SBATCH_*` variables in `keep`.
 
-    The PATH of a non-interactive login is often shorter than that of an interactive one. So if that PATH has no sbatch, a login
-    shell is run once for its PATH.
+    If the PATH has no sbatch, a login shell is run once, and the directory of sbatch is added to the PATH. The PATH of a
+    non-interactive login is often shorter than the PATH of an interactive login.
     """
     environ = without_options(login_environment(), keep)
     environ["PATH"] = search_path(environ)
@@ -80,14 +81,14 @@ def environment(keep: "Sequence[str]") -> "dict[str, str]":
 
 
 def command_line(command: "Sequence[str]") -> "list[str]":
-    """Return the command line with which a shell of this user runs a command as `run` does: same PATH, no option variables."""
+    """Return a command line that runs `command` in a shell of this user as `run` does: same PATH, no option variables."""
     kept = environment(())
     removed = ["--unset=" + name for name in sorted(os.environ) if _OPTIONS.fullmatch(name) and name not in kept]
     return ["env", *removed, "PATH=" + kept.get("PATH", os.defpath), *command]
 
 
 def search_path(environ: "Mapping[str, str]") -> str:
-    """Return the PATH for Slurm's programs: that of `environ`, and the directory of sbatch if only a login shell finds it."""
+    """Return the PATH of `environ`, with the directory of sbatch at the end if only a login shell finds sbatch."""
     path = environ.get("PATH", os.defpath)
     if shutil.which("sbatch", path=path):
         return path
@@ -115,16 +116,17 @@ def submit(
     claim: str,
     texts: "Mapping[str, str]",
 ) -> "tuple[int | None, bytes, bytes]":
-    """Create a run directory and run the sbatch `command` in it, unless the directory has the file of a job id already.
+    """Create a run directory and run the sbatch `command` there, unless the directory has the file of a job id already.
 
-    Returns exit code, output and error output. The output is the time on the edge node and, in further lines, the output of
-    sbatch, or the job id from the file. `texts` are the files of the run directory by name; each character is a byte.
+    Returns the exit code, the output and the error output. The output is the time on the edge node and, in further lines, the
+    output of sbatch, or the job id from the file. The exit code is CANNOT_WRITE if the run directory cannot be written. `texts`
+    are the files of the run directory by name; each character is a byte.
 
-    `claim` is the name of a session's job, or "" for any other job. A session's job is submitted only by the process that makes
-    the directory, which `mkdir` decides on NFS too; the exit code is TAKEN for any other process. If another process has given up
-    this claim during the submission, the submitted job is cancelled, and the exit code is TAKEN as well.
+    `claim` is the name of a session's job, or "" for any other job. Only the process that makes the directory submits a session's
+    job; for any other process the exit code is TAKEN. `mkdir` decides on NFS too which process makes the directory. If another
+    process has given up the claim during the submission, the submitted job is cancelled, and the exit code is TAKEN as well.
 
-    An error while the job id is written into the file is ignored, because the job can be found by its name.
+    An error while the job id is written into the file is ignored, because the job can be found by name.
     """
 
     def slurm(*words: str) -> "tuple[int | None, bytes, bytes]":
@@ -159,7 +161,7 @@ def submit(
 
 
 def _claimed(run_dir: str, claim: str) -> bool:
-    """Create the run directory of a session's job; returns False if another process did, or has given up this claim."""
+    """Create the run directory of the session's job `claim`; returns False if another job created or abandoned the directory."""
     session = os.path.dirname(run_dir)
     files.make_dir(session)
     above = [os.path.dirname(os.path.dirname(session)), os.path.dirname(session), session]
@@ -183,12 +185,13 @@ def queue(
     interval: float = 0.0,
     known: float = 0.0,
 ) -> "tuple[int | None, bytes, bytes]":
-    """Return this user's jobs as the squeue `command` prints them, or a recent answer from a file that all processes share.
+    """Return this user's jobs as the squeue `command` prints the jobs, or a recent answer from a file that all processes share.
 
-    The answer in the file is used for `interval` seconds, or longer if slurmctld takes long to answer. `path` is the path of
-    the file; if it is "", squeue is run. Returns exit code, output and error output. The first line of the output
-    is the time of the call. If there is a newer answer than the one that began at the time `known`, the next line has the times
-    before and after squeue ran, and then the output of squeue follows.
+    `path` is the path of the file; if `path` is "", squeue is always run. The answer in the file is used for `interval` seconds,
+    or longer if slurmctld takes long to answer.
+
+    Returns the exit code, the output and the error output. The first line of the output is the time of the call. If the answer
+    began after the time `known`, the next line has the times before and after squeue ran, and the output of squeue follows.
     """
     at = now()
     stamp = b"%.3f\n" % at
@@ -214,10 +217,10 @@ def _times(answer: bytes) -> "tuple[float, float]":
 
 
 def _claim(directory: str, at: float, interval: float) -> bool:
-    """Claim the next run of squeue for this process; returns False if another process ran it within `interval` seconds.
+    """Claim the next run of squeue for this process; returns False if another process ran squeue within `interval` seconds.
 
-    The time of the last run is part of a file's name. Only one process can rename that file, on NFS too, and so there is one
-    query in each interval of the cluster's clock.
+    `at` is the present time. The time of the last run is part of a file's name. Only one process can rename the file, on NFS too,
+    and so there is one query in each interval of the cluster's clock.
     """
     stamps = [int(name[6:]) for name in os.listdir(directory) if re.fullmatch("asked-[0-9]+", name)]
     last = max(stamps, default=0)

@@ -1,8 +1,8 @@
-"""Runs that were submitted without waiting for their end: one job for each idempotency key, and a listing of all such runs.
+"""Keeps one job for each idempotency key of runs that were submitted without waiting for the end, and lists all such runs.
 
-A claim is the announcement of a process that it submits the job of a key. Each key has a directory, and each claim a numbered
-directory in there, which appears complete. A file in the claim's directory is renamed once it is decided whether the claim has a
-job. Both steps are atomic, on NFS too, so that all processes see the same decision. Paths are absolute.
+A claim is the announcement of a process to submit the job of a key. Each key has a directory, and each claim of the key has a
+numbered directory there, which appears complete. A file in the claim's directory is renamed once a process has decided whether
+the claim has a job. Both steps are atomic, on NFS too, so that all processes see the same decision. Paths are absolute.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ _MOST_BYTES = 1024 * 1024
 def claim(directory: str, after: int, text: str) -> "tuple[int, str, str, float]":
     """Return the number, state, text and age in seconds of the newest claim in `directory`, the directory of a key.
 
-    If no claim has a number above `after`, first creates one with the text `text`. Raises OSError if that fails.
+    If no claim has a number above `after`, a claim with the text `text` is created first. Raises OSError if no claim can be
+    created.
     """
     files.make_dir(directory)
     while True:
@@ -67,10 +68,10 @@ def _state(path: str) -> str:
 
 
 def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence[str]") -> "dict[str, Any]":
-    """Return the submitted runs below the directory `base`, and the result of the command `squeue`, as a dict.
+    """Return a dict of the submitted runs below the directory `base`, and of the result of the command `squeue`.
 
-    The dict has `runs`, a dict for each run, and `queue`, the exit code, output and error output of the command. For runs whose
-    names are in `known`, only `name` and `known` are returned. If there are no other runs, the command is not run. The command is
+    The dict has `runs`, a dict for each run, and `queue`, the exit code, output and error output of the command. The dict of a
+    run whose name is in `known` has only `name` and `known`. If there are no other runs, the command is not run. The command is
     ended after `timeout` seconds.
     """
     runs, skip = [], set(known)
@@ -95,7 +96,7 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence
 
 
 def take_report(run_dir: str, sensor: str) -> str:
-    """Make `sensor` the sensor that reports the end of a run, unless the run has such a sensor; return the name of that sensor.
+    """Make `sensor` report the end of a run, unless the run has a reporting sensor already; return the reporting sensor's name.
 
     Returns "" if no sensor is to report the end of the run.
     """

@@ -1,6 +1,6 @@
-"""Nodes that failed a health check, remembered in the base directory for all runs of this user: one file for each node.
+"""Keeps a list of nodes that failed a health check in the base directory, for all runs of this user: one file for each node.
 
-Processes on any machine write and read these files without locks. Ages are differences between times of the file system.
+Processes on any machine write and read the files without locks. Ages are differences between times of the file system.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _MOST_BYTES = 65536
 
 
 def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
-    """Record failed health checks, in a file for each node; a dict has the `node`'s name, the `check`, and what it `found`."""
+    """Record failed health checks; each dict has the name of the `node`, the `check`, and what the check found, as `found`."""
     directory = os.path.join(base, DIRECTORY)
     base_directory.make_private(directory)
     for each in nodes:
@@ -31,13 +31,16 @@ def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
 
 
 def known(base: str, most_age: float) -> "list[dict[str, Any]]":
-    """Return the nodes noted at most `most_age` seconds ago, each with its `age` in seconds, the latest first; forget others."""
+    """Return a dict for each node that was noted at most `most_age` seconds ago, the latest first; remove older files.
+
+    The dict has `node`, `check`, `found` and the `age` in seconds.
+    """
     directory, found = os.path.join(base, DIRECTORY), []
     names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)] if os.path.isdir(directory) else []
     now = clock_of(directory) if names else 0.0
     for name in names:
         path = os.path.join(directory, name)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # Another process may forget it at the same time.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # Another process may remove the file meanwhile.
             age = now - os.stat(path).st_mtime
             if age > most_age:
                 os.unlink(path)

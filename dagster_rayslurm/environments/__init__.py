@@ -1,6 +1,7 @@
-"""Configuration of the Python environments that payloads run in, and the Python interpreter of each.
+"""Classes for the configuration of payloads' Python environments, and the Python interpreter of an environment.
 
-The module `send` installs an environment on the cluster if it is missing there; `check` tests it before a job is submitted.
+The module `send` installs an environment on the cluster if the environment is missing there. The module `check` tests an
+environment before a job is submitted.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from ..edge.environment import ACTIVATE, find
 from ..fields import check_text, checked, choice, is_env_var, plain_text
 from ..ssh.base import check_no_variable, is_rooted
 
-# `activate.sh` of a `CommandEnvironment` prints this and the command, after the error output of a command that failed.
+# `activate.sh` of a `CommandEnvironment` prints this text and the command, after the error output of a command that failed.
 COMMAND_FAILED = "rayslurm: this command failed: "
 
 
 def _lines(commands: object) -> object:
-    """Return a list of commands unchanged; raises `ValueError` if it is empty, or a command is blank or not a string."""
+    """Return a list of commands unchanged; raises `ValueError` if the list is empty, or if a command is blank or not a string."""
     if isinstance(commands, str):
         raise ValueError(f"{commands!r} is one text; write a list of commands, [{commands!r}]")
     if isinstance(commands, (list, tuple)) and not all(isinstance(each, str) and check_text(each).strip() for each in commands):
@@ -149,22 +150,23 @@ Environment = Union[
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python executable of an environment, and the path of the `activate.sh` to source before Python starts, or None."""
+    """The Python executable of an environment, and the path of an `activate.sh` to source before Python starts, or None."""
 
     python: str
     activate: str | None = None
-    srun: tuple[str, ...] = ()  # Options with which `srun` starts its container (Pyxis).
+    srun: tuple[str, ...] = ()  # Options with which `srun` starts a container of the image (Pyxis).
 
     def start(self, *arguments: str) -> list[str]:
-        """Return the command that sources `activate.sh`, if there is one, and starts this Python with the given arguments."""
+        """Return the command that starts this Python with `arguments`, after sourcing `activate.sh` if there is such a file."""
         command = [self.python, *arguments]
         return command if self.activate is None else ["bash", "-c", ACTIVATE, "rayslurm", self.activate, *command]
 
 
 def resolve_environment(environment: Environment) -> Interpreter:
-    """Return the interpreter for payloads on this machine: that of a pre-deployed environment, else the Python that runs Dagster.
+    """Return the interpreter for payloads on this machine.
 
-    Raises `ValueError` if the path of a pre-deployed environment has neither bin/python nor activate.sh.
+    The interpreter is the Python of a pre-deployed environment; for any other environment, the Python that runs Dagster. Raises
+    `ValueError` if the path of a pre-deployed environment has neither bin/python nor activate.sh.
     """
     if not isinstance(environment, PreDeployedEnvironment):
         return Interpreter(sys.executable)
@@ -179,7 +181,7 @@ def resolve_environment(environment: Environment) -> Interpreter:
 
 
 def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
-    """Return the path of a pre-deployed environment on the cluster, or for the inherited one the path of Dagster's Python.
+    """Return the path on the cluster of a pre-deployed environment, or of Dagster's Python for an inherited environment.
 
     The path is absolute or begins with "~/". The path is "" for an environment that the module `send` installs. `over_ssh` is
     False if Dagster itself runs on the edge node. Raises `ValueError` if the environment cannot be on the cluster.

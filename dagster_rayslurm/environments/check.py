@@ -1,4 +1,4 @@
-"""Check a Python environment on the Slurm cluster before submission, not after hours in the queue."""
+"""Check a Python environment on the Slurm cluster before a job is submitted, instead of after hours in the queue."""
 
 from __future__ import annotations
 
@@ -67,10 +67,12 @@ def check_environment_on(
 def facts_of(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> tuple[str, Facts]:
-    """Return the path of an environment on the cluster and its `Facts`; raises `StartError` if a payload cannot run in it.
+    """Return the path of an environment on the cluster and the environment's `Facts`.
 
-    The edge node caches the facts for up to a day, while Python and the directories on its import path do not change; this
-    process caches them for five minutes. Before cached facts lead to an error, the environment is examined again.
+    `ray` is None for a payload without Ray, and `needs_pipes` is True for a payload with Dagster Pipes. Raises `StartError` if
+    the environment cannot run such a payload. The edge node caches the facts in `cache_dir` for up to a day, as long as Python
+    and the directories on the import path do not change. This process caches the facts for five minutes. Before cached facts lead
+    to an error, the environment is examined again.
     """
     try:
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
@@ -111,7 +113,7 @@ def facts_of(
 
 
 def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
-    """Return an error message for a `problem` that `look` found; `named` is the environment's image or, without one, its path."""
+    """Return an error message for a `problem` that `look` found; `named` is the environment's image, or else `path`."""
     said, failed, command = str(found.get("error", "")).partition(COMMAND_FAILED)
     said, kind = " ".join(said.split()), found["problem"]
     if named != path and kind == "python":
@@ -126,7 +128,11 @@ def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
 
 
 def refusal(facts: Facts, path: str, ray: RaySpec | None, needs_pipes: bool) -> str | None:
-    """Return a sentence with the reason why an environment cannot run a payload, and the remedy; None if it can."""
+    """Return a sentence with the reason why an environment cannot run a payload and the remedy; None if the environment can.
+
+    `path` is the name of the environment in the sentence. `ray` is None for a payload without Ray, and `needs_pipes` is True for
+    a payload with Dagster Pipes.
+    """
     how = "have it installed when the image is made" if facts.in_image else "install it there"
     install = f"{how}: {'python3' if facts.in_image else facts.interpreter.python} -m pip install"
     if facts.python < (3, 8):

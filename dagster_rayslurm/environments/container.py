@@ -1,11 +1,12 @@
 """Containers: a prefix on the cluster whose `bin/python` is a script that starts the Python of an image inside a container.
 
-The check before submission, the identity of sessions and the job script therefore treat it like any other prefix. Ray, the
-payloads and the runtime of each node run inside the container; the Slurm step that starts them is outside. Pyxis is not a
-program of its own: it adds options to `srun`.
+The check before submission, the identity of sessions and the job script therefore treat such a prefix like any other prefix. Ray,
+the payloads and the runtime of each node run inside the container; the Slurm step that starts the runtime is outside. Pyxis is
+not a program of its own, but adds options to `srun`.
 
-The command lines follow ch-run(1) of Charliecloud 0.31 and 0.38 and podman-run(1) of Podman 4.3, which were tried, and "apptainer
-exec" in the user documentation of Apptainer 1.3 and the usage page in the wiki of Pyxis 0.20, which were not.
+The command lines for Charliecloud 0.31 and 0.38 follow ch-run(1), and the command lines for Podman 4.3 follow podman-run(1); both
+were tried. The command lines for Apptainer 1.3 follow "apptainer exec" in the user documentation, and the options for Pyxis 0.20
+follow the usage page in the wiki; both were not tried.
 """
 
 from __future__ import annotations
@@ -175,10 +176,10 @@ _MADE = 'for place in {targets} "$HOME"; do mkdir -p "$2/image$place" || exit; d
 
 
 def send_container(connection: Connection, environment: ContainerEnvironment, base: str, ensure: Callable[[Recipe], str]) -> str:
-    """Install a prefix whose Python runs inside the container; returns the path of the prefix on the cluster.
+    """Install a prefix whose Python runs inside a container of the image; returns the path of the prefix on the cluster.
 
-    `ensure` builds the prefix of a recipe if it is missing, and returns its path. Raises `ValueError`, whose sentence names the
-    remedy, if the image or a mount cannot be used.
+    `ensure` builds the prefix of a recipe if the prefix is missing, and returns the path of the prefix. Raises `ValueError` if
+    the image or a mount cannot be used; the sentence names the remedy.
     """
     check_no_variable(environment.image, "environment: image")
     mounts = _mounts(environment, base, lambda path: expand_home(connection, path))
@@ -188,9 +189,10 @@ def send_container(connection: Connection, environment: ContainerEnvironment, ba
 
 
 def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequence[str]) -> Recipe:
-    """Return the `Recipe` that makes an environment's directory for a container image on the cluster: scripts that start it.
+    """Return the recipe of a prefix with the scripts that start a container of an image.
 
-    `image` is a path on the cluster or, for Pyxis only, a reference to a registry.
+    `image` is a path on the cluster or, for Pyxis only, a reference to an image in a registry. `mounts` have the form
+    SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
     """
     runtime = environment.runtime
     about: dict[str, object] = {"image": environment.image, "path": image, "program": PROGRAMS[runtime]}
@@ -232,12 +234,12 @@ def pyxis_options(image: str, mounts: Sequence[str], options: Sequence[str]) -> 
 
 
 def _places(mounts: Sequence[str], which: int) -> list[str]:
-    """Return the paths before (`which` is 0) or after (1) the first colon of mounts in the form SOURCE:TARGET."""
+    """Return the path before the first colon (`which` is 0) or after the first colon (`which` is 1) of each mount."""
     return [each.split(":")[which] for each in mounts]
 
 
 def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[str]:
-    """Return the mounts of the base directory and of what the user lists, each as SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
+    """Return the mounts of the base directory `base` and of the environment, as SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
 
     Leaves out a mount of files that the container sees anyway. `expand` replaces "~" in a path. Raises `ValueError` for a mount
     in another form.
@@ -262,7 +264,10 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
 
 
 def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:
-    """Return the recipe that puts an image into a prefix; None if the image is on the cluster, or is fetched by Pyxis."""
+    """Return the recipe that puts an image into a prefix; None if the image is on the cluster, or if Pyxis fetches the image.
+
+    Raises `ValueError` if an image on this machine cannot be read.
+    """
     image, runtime = environment.image, environment.runtime
     if image.startswith(("/", "~/")) or (runtime == "pyxis" and not image.startswith("./")):
         return None

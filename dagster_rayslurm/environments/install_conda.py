@@ -1,7 +1,7 @@
-"""A program that installs conda packages into a prefix. It is sent to the cluster with a Python and py-rattler, which run it.
+"""A program that installs conda packages into a prefix.
 
-Its arguments are the prefix, the variables and scripts that the pixi project adds to the activation (JSON), and the paths of the
-packages' archives.
+The program is sent to the cluster, together with a Python and py-rattler. The arguments of the program are the prefix, the
+variables and scripts that the pixi project adds to the activation (JSON), and the paths of the packages' archives.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ async def _install(archives: list[str], prefix: str, cache: Path) -> None:
 
 
 def _activation(prefix: str, variables: dict[str, str], scripts: list[str]) -> str:
-    """Return the text of `activate.sh`, which activates the packages, exports `variables` and sources files with the `scripts`.
+    """Return the text of an `activate.sh` that activates the packages in the prefix, exports `variables` and sources `scripts`.
 
-    The scripts, given as texts, are written into the prefix.
+    `scripts` are texts, which are written into files in the prefix.
     """
     from rattler.shell import ActivationVariables, Shell, activate
 
@@ -53,7 +53,10 @@ def _activation(prefix: str, variables: dict[str, str], scripts: list[str]) -> s
 
 
 def main(prefix: str, project: str, archives: list[str]) -> None:
-    """Install the packages into the prefix, write its `activate.sh`, and remove the installer."""
+    """Install the packages in `archives` into the prefix, write an `activate.sh`, and remove the installer.
+
+    `project` is JSON: the variables and scripts that the pixi project adds to the activation.
+    """
     installer = Path(prefix, INSTALLER)
     sys.path.insert(0, str(installer / "packages"))
     # An edge node is shared, and limits the number of threads of a user.

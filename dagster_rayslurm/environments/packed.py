@@ -1,4 +1,4 @@
-"""Environments from archives of conda-pack, venv-pack, pixi-pack or pex; the content of an archive shows which tool wrote it."""
+"""Environments from archives of conda-pack, venv-pack, pixi-pack or pex; the content of an archive shows the tool."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
 
 
 def _script(path: str, platform: Platform) -> tuple[str, list[str], Python | None]:
-    """Return a shell script that unpacks the archive, the script's further arguments, and the Python on the cluster, or None.
+    """Return a shell script that unpacks the archive, further arguments of the script, and the Python that starts the archive.
 
-    The further arguments come after the archive and the prefix. The Python is None if the script needs none of the
-    cluster. Raises `ValueError` for a file that no known tool wrote.
+    The further arguments come after the archive and the prefix. The Python is an interpreter on the cluster; None if the script
+    needs no interpreter of the cluster. Raises `ValueError` for a file that no known tool wrote.
     """
     with open(path, "rb") as file:
         start = file.read(_HEADER)

@@ -1,12 +1,14 @@
 """Environments from lock files of pixi.
 
-py-rattler, the library that pixi is made of, reads the lock here and installs the packages on the cluster. The packages are sent
-as they are in their channel, one file each. py-rattler is sent too, with a copy of the environment's own Python to run it, so
-that the cluster needs nothing but `tar`. py-rattler (25 MB) and the Python are sent once to each cluster; the environment's
-Python must be 3.10 or newer. Two alternatives were worse. An installer of our own for the edge node's Python would repeat much
-of rattler: prefixes in text, in C strings and in wide strings, long shebangs, entry points, files that two packages have. It
-would also need zstd for `.conda` archives, which Python has since 3.14 only, or archives that are packed anew here and are
-larger. A prefix that is installed here for its later path can only be sent as a whole, since many of its files contain that path.
+py-rattler, the library that pixi is made of, reads the lock on this machine and installs the packages on the cluster. The
+packages are sent as the channel has them, one file each. py-rattler is sent too, with a copy of the environment's own Python to
+run py-rattler, so that the cluster needs nothing but `tar`. py-rattler (25 MB) and the Python are sent once to each cluster; the
+environment's Python must be 3.10 or newer.
+
+Two alternatives were worse. An installer of our own for the edge node's Python would repeat much of rattler: prefixes in text, in
+C strings and in wide strings, long shebangs, entry points, files that two packages have. Such an installer would also need zstd
+for `.conda` archives, which Python has since 3.14 only, or larger archives that are packed anew on this machine. A prefix that is
+built on this machine for the later path can only be sent as a whole, since many files of the prefix contain the path.
 """
 
 from __future__ import annotations
@@ -82,9 +84,10 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
 def _locked(
     path: str, manifest: str, name: str, subdir: str, platform: Platform
 ) -> tuple[str, list[CondaLockedBinaryPackage], list[PypiLockedPackage]]:
-    """Return the lock file's name of the platform, and the conda and PyPI packages that it locks for the environment `name`.
+    """Return the name of the platform in the lock file, and the locked conda and PyPI packages of the environment `name`.
 
-    The packages are sorted by name. Raises `ValueError` if the lock has none.
+    `path` is the lock file, and `subdir` is the platform's name in conda. The packages are sorted by name. Raises `ValueError` if
+    the lock has no packages of the environment for the platform.
     """
     from rattler.exceptions import ParseCondaLockError
     from rattler.lock import CondaLockedBinaryPackage, LockFile, PypiLockedPackage
@@ -142,7 +145,7 @@ def _check_fit(
 
 
 def _purls(package: CondaLockedBinaryPackage) -> list[str]:
-    """Return the names of the PyPI packages that a conda package contains, from its package URLs, such as `pkg:pypi/torch`."""
+    """Return the names of the PyPI packages that a conda package contains, from package URLs such as `pkg:pypi/torch`."""
     record = package.package_record
     purls: Sequence[str] = json.loads(record.to_json()).get("purls") or [] if record is not None else []
     return [found[1] for found in (re.match(r"pkg:pypi/([^@?#]+)", each) for each in purls) if found]
@@ -198,7 +201,10 @@ def _python(conda: Sequence[CondaLockedBinaryPackage], lock: str, platform: Plat
 def _wheels(
     uv: str, pypi: Sequence[PypiLockedPackage], top: str, platform: Platform, python: Python
 ) -> tuple[list[Piece], list[str]]:
-    """Return the wheels of PyPI packages, and the paths of the source directories on this machine that some are built from."""
+    """Return the wheels of PyPI packages, and the paths of the source directories from which this machine builds some wheels.
+
+    Raises `ValueError` if a locked wheel does not run on the platform.
+    """
     tags = set(wheels.tags_of(platform, python))
     sources = {f"{each.name} {each.version}": _source(top, each) for each in pypi}
     unfit = [name for name, source in sources.items() if not wheels.runs_on(source, tags)]
@@ -213,7 +219,10 @@ def _wheels(
 
 
 def _source(top: str, package: LockedPackage) -> Any:
-    """Return the place and SHA-256 of a locked package as an object of `packaging.pylock`, such as `PackageWheel`."""
+    """Return the place and SHA-256 of a locked package as an object of `packaging.pylock`, such as `PackageWheel`.
+
+    `top` is the directory of the lock file.
+    """
     from packaging import pylock
 
     place = package.location.removeprefix("direct+")
@@ -249,7 +258,11 @@ def _rattler(uv: str, platform: Platform, python: Python) -> Piece:
 
 
 def _interpreter(conda: Sequence[CondaLockedBinaryPackage], pieces: Mapping[str, Piece]) -> Piece:
-    """Return an archive of the unpacked conda packages of Python and its dependencies, to run `install_conda` on the cluster."""
+    """Return an archive with the unpacked conda packages of Python and of Python's dependencies.
+
+    The Python in the archive runs `install_conda` on the cluster. `pieces` are the archives of the packages, by the name of the
+    package.
+    """
     depends = {each.name: each.package_record.depends for each in conda if each.package_record is not None}
     names, new = set[str](), {"python"}
     while new:

@@ -1,4 +1,4 @@
-"""The manifest of a pixi project: the packages that it wants, and the variables and scripts that it adds to the activation.
+"""The manifest of a pixi project: the packages for an environment, and the variables and scripts of the activation.
 
 https://pixi.sh/latest/reference/pixi_manifest/ describes the tables.
 """
@@ -18,18 +18,19 @@ from packaging.utils import canonicalize_name
 
 @dataclass(frozen=True)
 class Wanted:
-    """The packages that a manifest wants in an environment on a platform, and its additions to the activation."""
+    """The packages that a manifest wants in an environment on a platform, and the additions to the activation."""
 
     conda: list[tuple[str, str]]  # Name of each package, and version and build as in a MatchSpec; "" for any.
     pypi: list[tuple[str, str]]  # Name of each package, and version specifier; "" for any.
-    variables: dict[str, str]  # Variables that the activation sets after it has sourced the scripts of the packages.
-    scripts: list[str]  # Paths of scripts that the activation sources at its end.
+    variables: dict[str, str]  # Variables that the activation sets after the scripts of the packages.
+    scripts: list[str]  # Paths of scripts that the activation sources last.
 
 
 def read_manifest(path: str) -> Mapping[str, Any]:
-    """Return the tables of a pixi.toml, or those below tool.pixi in a pyproject.toml and all tables of that file as "pyproject".
+    """Return the tables of a pixi.toml, or the tables below tool.pixi in a pyproject.toml.
 
-    Raises `ValueError` if the file cannot be read or has no such tables.
+    For a pyproject.toml, the result also has all tables of the file as "pyproject". Raises `ValueError` if the file cannot be
+    read, or if a pyproject.toml has no table tool.pixi.
     """
     try:
         with open(path, "rb") as file:
@@ -56,7 +57,7 @@ def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
 
 
 def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
-    """Return the packages, activation variables and activation scripts of some features of the manifest.
+    """Return the packages, activation variables and activation scripts of the features `features` of a manifest.
 
     `selectors` name the `[target.NAME]` tables that apply to the platform, such as "unix" and "linux-64"; later selectors win.
     """
@@ -81,7 +82,7 @@ def _merged(parts: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
 
 
 def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
-    """Return how a lock fails to have the wanted version of a PyPI package, such as "lacks numpy"; "" if the lock has it.
+    """Return a phrase about a lock without the wanted version of a PyPI package, such as "lacks numpy"; "" if the lock fits.
 
     `spec` is the wanted version specifier. `versions` are the versions in the lock, by canonical name.
     """
@@ -113,10 +114,11 @@ def _pypi_version(spec: object) -> str:
 
 
 def _pyproject(tables: Mapping[str, Any], feature: str) -> Iterable[tuple[str, str]]:
-    """Yield name and version specifier of each requirement that a pyproject.toml lists for a feature by standard tables.
+    """Yield the name and the version specifier of each requirement that standard tables of a pyproject.toml list for a feature.
 
-    For the feature "default" these requirements are the dependencies of the project; for another feature, those of the extra and
-    the dependency group with its name. Requirements with an environment marker are left out.
+    For the feature "default", the requirements are the dependencies of the project. For another feature, the requirements are the
+    content of the extra and of the dependency group with the feature's name. Requirements with an environment marker are left
+    out.
     """
     project = tables.get("project", {})
     if feature == "default":

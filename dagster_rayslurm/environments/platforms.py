@@ -1,4 +1,4 @@
-"""Detects the platform for which an environment is made: that of the compute nodes, by a command run on one with `srun`."""
+"""Detects the platform of the compute nodes, for which an environment is built, by a command that `srun` runs on a node."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..slurm.request import srun_command
 from ..ssh.base import Connection
 
 _FORMAT = "rayslurm platform 2"
-# Seconds for which this machine's cache of a platform is valid for a prefix that is there, and for one that is to be made.
+# Seconds for which this machine's cache of a platform is valid: for an existing prefix, and for a prefix that is to be made.
 PLATFORM_AGE, FRESH_AGE = 86400.0, 600.0
-# Seconds in which Slurm must grant a node, because an environment must not wait in the queue before its job does.
+# Seconds in which Slurm must grant a node, because an environment must not wait in the queue before the job does.
 _PATIENCE = 20
 _LOOK_TIMEOUT = 60.0
 # The flags of /proc/cpuinfo that each level has in addition to the one before (psABI of x86-64, "Micro-Architecture Levels").
@@ -49,28 +49,28 @@ class Platform:
     machine: str
     glibc: tuple[int, ...]  # Empty if there is another C library.
     pythons: tuple[Python, ...]
-    level: str  # What the CPUs can do, such as "x86-64-v3"; the machine where there are no levels.
+    level: str  # Level of the CPUs, such as "x86-64-v3"; `machine` for an architecture without levels.
     # Architecture and Pythons of the edge node, and the `srun` words that run a command on a compute node where that is needed.
     edge_machine: str = ""
     edge_pythons: tuple[Python, ...] = ()
     on_node: tuple[str, ...] = ()
 
     def runner(self, python: Python | None) -> tuple[str, ...]:
-        """Return the `srun` prefix by which a command runs on a compute node; () if the command can run on the edge node instead.
+        """Return the `srun` words to put before a command; () if the command can run on the edge node.
 
-        None for `python` stands for a command that needs no Python of the cluster.
+        `python` is the Python of the cluster that the command needs; None if the command needs no such Python.
         """
         here = not self.on_node or (self.edge_machine == self.machine and (python is None or python in self.edge_pythons))
         return () if here else self.on_node
 
 
 def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConfig], age: float, log: Any) -> Platform:
-    """Return the common platform of the nodes that `queues` ask for, or without queues that of the edge node.
+    """Return the common platform of the nodes that `queues` ask for; without queues, the platform of the edge node.
 
-    The platform has the Python that the command or path `wanted` names, or if `wanted` is "" all Pythons with a usual name. An
-    answer of up to `age` seconds ago is used again. If no node is free, an older answer is used; without one, the function logs
-    a warning and returns the platform of the edge node.
-    Raises `ValueError` if the nodes of the queues have different architectures.
+    The platform has the Python that the command or path `wanted` names, or all Pythons with a usual name if `wanted` is "". An
+    answer of up to `age` seconds ago is used again. If no node is free, an older answer is used. If there is no older answer, the
+    function logs a warning to `log` and returns the platform of the edge node. Raises `ValueError` if the nodes of the queues
+    have different architectures.
     """
     here = _platform(f"the edge node {connection.place}" if queues else connection.place, _found(connection, wanted, [], age))
     nodes = []
@@ -88,7 +88,7 @@ def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConf
 
 
 def common(platforms: Sequence[Platform]) -> Platform:
-    """Return a platform whose programs run on all the given platforms; raises `ValueError` if their architectures differ."""
+    """Return a platform whose programs run on all the given platforms; raises `ValueError` if the architectures differ."""
     first, *others = platforms
     for other in others:
         if other.machine != first.machine:
@@ -116,7 +116,7 @@ def cached(*names: str) -> str:
 
 
 def _found(connection: Connection, wanted: str, runner: list[str], age: float) -> dict[str, Any]:
-    """Return an answer of `edge.platform`: a cached one of up to `age` seconds ago, else a new one, else an older cached one.
+    """Return an answer of `edge.platform`: a cached answer of up to `age` seconds ago, else a new answer, else an older answer.
 
     Returns a dict with a `problem` if there is no answer at all.
     """
@@ -144,7 +144,10 @@ def _platform(place: str, found: dict[str, Any], here: Platform | None = None, o
 
 
 def cpu_level(machine: str, flags: Sequence[str]) -> str:
-    """Return the level of a CPU with these flags of /proc/cpuinfo, such as "x86-64-v3"; `machine` if its CPUs have no levels."""
+    """Return the level of a CPU, such as "x86-64-v3"; `machine`, the architecture, if the architecture has no levels.
+
+    `flags` are the CPU's flags in /proc/cpuinfo.
+    """
     if machine != "x86_64":
         return machine
     reached = "x86-64-v1"

@@ -1,4 +1,4 @@
-"""Recipes of environments: the files to send, and the commands that build a prefix from them on the cluster."""
+"""Recipes of environments: the files to send, and the commands that build a prefix from the files on the cluster."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 from . import COMMAND_FAILED
 
-_FORMAT = "rayslurm environment 2"  # Part of the hash of each recipe; a change of it gives all prefixes new names.
+_FORMAT = "rayslurm environment 2"  # Part of the hash of each recipe; a change of this text gives all prefixes new names.
 
 COMPILE = "--compile-bytecode"  # Option of uv that compiles modules.
 COMPILE_ALL = "compileall"  # Module of Python that compiles modules.
 
-# By path of a file: its state when this process read it, and its SHA-256.
+# By path of a file: the state of the file when this process read the file, and the SHA-256.
 _digests: dict[str, tuple[object, str]] = {}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A file to send to the cluster; `get` returns its path on this machine, after fetching or building the file if need be."""
+    """A file to send to the cluster; `get` fetches or builds the file if need be, and returns the path on this machine."""
 
     digest: str  # Hash of the content, or of what the file is built from.
     name: str
@@ -39,23 +39,23 @@ class Piece:
 class Recipe:
     """The commands that build a prefix; a word of a command is a text, or a `Piece` that stands for a file to send.
 
-    `edge.PREFIX` in a word stands for the path of the prefix. `inputs` returns a value that differs when a local file that the
-    recipe was written from has changed.
+    `edge.PREFIX` in a word stands for the path of the prefix. `inputs` returns a value that changes when a file on this machine
+    changes from which the recipe was written.
     """
 
     commands: Sequence[Sequence[str | Piece]]
     inputs: Callable[[], object]
     # The `srun` words that run the commands on a compute node if the edge node cannot (see `Platform.runner`).
     runner: Sequence[str] = ()
-    node_local: bool = False  # Whether each node of a job makes a copy for itself, see `runtime.node.local_copy`.
+    node_local: bool = False  # Whether each node of a job makes a copy of the prefix, see `runtime.node.local_copy`.
 
     @property
     def pieces(self) -> list[Piece]:
-        """The files that the commands need, each once."""
+        """The files that the commands need, without duplicates."""
         return list({word.place: word for command in self.commands for word in command if isinstance(word, Piece)}.values())
 
     def words(self, base: str) -> list[list[str]]:
-        """Return the commands for a cluster with this base directory, with a path in place of each file."""
+        """Return the commands for a cluster with the base directory `base`; the path of the file replaces each `Piece`."""
         return [
             [posixpath.join(base, each.place) if isinstance(each, Piece) else each for each in words] for words in self.commands
         ]
@@ -63,12 +63,13 @@ class Recipe:
     def words_for_copy(self, base: str) -> list[list[str]]:
         """Return the commands that build a copy of the prefix on a node's own disk.
 
-        These commands compile no modules, because that would take most of the time: Python compiles a module at its first import.
+        The commands compile no modules, because compilation would take most of the time. Python compiles a module at the first
+        import.
         """
         return [[word for word in words if word != COMPILE] for words in self.words(base) if COMPILE_ALL not in words]
 
     def path(self, base: str) -> str:
-        """Return the path of the prefix on a cluster with this base directory."""
+        """Return the path of the prefix on a cluster with the base directory `base`."""
         return posixpath.join(base, "prefixes", self.key)
 
     @property
@@ -87,7 +88,10 @@ def digest_of(path: str) -> str:
 
 
 def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
-    """Return a `Piece` for a file on this machine, and a function whose result changes with the file; may raise `OSError`."""
+    """Return a `Piece` for a file on this machine, and a function whose result changes with the file.
+
+    Raises `OSError` if the file cannot be read.
+    """
 
     def state() -> object:
         found = os.stat(path)
@@ -109,6 +113,9 @@ _rayslurm() {{ _rayslurm=$?; printf '{COMMAND_FAILED}%s\\n' "$1" >&2; return $_r
 
 
 def activate_script(commands: Sequence[str]) -> str:
-    """Return the text of an `activate.sh` that reads bash's login files and runs commands; if one fails, prints that command."""
+    """Return the text of an `activate.sh` that reads bash's login files and runs `commands`.
+
+    The script stops at a command that fails, and prints the command.
+    """
     lines = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in commands]
     return _ACTIVATE + "\n".join([*lines, ""])

@@ -1,8 +1,8 @@
 """Installs environments on the cluster: one prefix for each recipe, named by the hash of the recipe.
 
-The steps are the same for uv, pixi and packed environments: detect the platform of the cluster, write a recipe for it on this
-machine, send the files of the recipe that the cluster lacks, and run the commands of the recipe there once. The new prefix is
-then used like a pre-deployed environment.
+The steps are the same for uv, pixi and packed environments: detect the platform of the cluster, write a recipe for the platform
+on this machine, send the files of the recipe that the cluster lacks, and run the commands of the recipe on the cluster once. The
+new prefix is then used like a pre-deployed environment.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def send_environment(
     progress: Progress | None = None,
     make: bool = True,
 ) -> Environment:
-    """Install an environment on the cluster if it is missing there; returns a pre-deployed environment with its path.
+    """Install a missing environment on the cluster; returns a pre-deployed environment with the path of the installed prefix.
 
-    An environment that is not a `SentEnvironment` is returned as it is. The prefix is built for the nodes that `queues` ask for,
-    or without queues for the edge node. If several processes need the prefix at the same time, one builds it and the others wait.
-    `progress` is called during transfers; without it, long transfers are logged. If `make` is False, a missing prefix is an
-    error.
+    An environment that is not a `SentEnvironment` is returned unchanged. The prefix is built for the nodes that `queues` ask for,
+    or without queues for the edge node. If several processes need the prefix at the same time, one process builds the prefix and
+    the other processes wait. `progress` is called during transfers; without `progress`, long transfers are logged. If `make` is
+    False, a missing prefix is an error.
 
     Raises:
         StartError: the environment cannot be made; the sentence says what to do.
@@ -75,7 +75,7 @@ def send_environment(
         log.warning(f"[rayslurm] remote_base: {sentence}")
 
     def ensure(recipe: Recipe) -> str:
-        """Return the path of the prefix of a recipe, after building the prefix if it is missing."""
+        """Return the path of the prefix of a recipe; builds a missing prefix first."""
         path = recipe.path(base)
         if missing(connection, base, [path], warn):
             if not make:
@@ -118,7 +118,7 @@ def recipe_for(
 ) -> Recipe:
     """Return the recipe of a uv, pixi or packed environment for the platform of the cluster, detected up to `age` seconds ago.
 
-    Raises `ValueError`, whose sentence names the remedy, if the environment cannot be installed there.
+    Raises `ValueError` if the environment cannot be installed on the cluster; the sentence names the remedy.
     """
     wanted, write = _writer(environment)
     platform = look_at(connection, wanted, queues, age, log)
@@ -132,7 +132,7 @@ def recipe_for(
 
 
 def _written(environment: Environment, platform: Platform, write: Callable[[Any, Platform], Recipe]) -> Recipe:
-    """Return the recipe that `write` creates for an environment and platform; a stored one if its input files are unchanged."""
+    """Return the recipe that `write` creates for an environment and platform; an earlier recipe if no input file has changed."""
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:
@@ -143,9 +143,9 @@ def _written(environment: Environment, platform: Platform, write: Callable[[Any,
 
 
 def _writer(environment: Environment) -> tuple[str, Callable[[Any, Platform], Recipe]]:
-    """Return the command or path of the Python that the environment needs ("" for any), and the function that creates recipes.
+    """Return the Python that the environment needs, as a command, a path or "" for any, and the function that creates recipes.
 
-    Only the module of that function is imported, as each import takes time.
+    Only the module of the returned function is imported, because each import takes time.
     """
     if isinstance(environment, UvEnvironment):
         from .uv import uv_recipe, wanted_command
@@ -161,7 +161,7 @@ def _writer(environment: Environment) -> tuple[str, Callable[[Any, Platform], Re
 
 
 def fetch(pieces: Sequence[Piece], log: Any) -> list[str]:
-    """Fetch or build files, and return their paths on this machine; raises `StartError` if one cannot be fetched or built."""
+    """Fetch or build files, and return the paths on this machine; raises `StartError` if a file cannot be fetched or built."""
     found: list[str] = []
     logged_at = time.monotonic()
     try:
@@ -177,7 +177,11 @@ def fetch(pieces: Sequence[Piece], log: Any) -> list[str]:
 
 
 def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: Any, progress: Progress | None) -> None:
-    """Send the recipe's files that the cluster lacks, and run its commands there; raises `StartError` if a step fails."""
+    """Send the recipe's files that the cluster lacks, and run the recipe's commands on the cluster.
+
+    `title` describes the environment in lists. Raises `StartError` if a step fails, and `OSError` if the cluster cannot be
+    reached.
+    """
     began, pieces = time.monotonic(), {posixpath.join(base, each.place): each for each in recipe.pieces}
     path, lacking = recipe.path(base), missing(connection, base, list(pieces))
     local = dict(zip(lacking, fetch([pieces[each] for each in lacking], log), strict=True))

@@ -43,7 +43,7 @@ def wanted_command(python: str | None) -> str:
 
 
 def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
-    """Return the recipe that installs the locked wheels; raises `ValueError` if the platform has no fitting Python or wheels."""
+    """Return the recipe that installs the locked wheels; raises `ValueError` if no Python or no wheels fit the platform."""
     try:
         from packaging.pylock import Pylock
     except ImportError:
@@ -75,7 +75,10 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
 
 
 def _lock_file(directory: str) -> str | None:
-    """Return the path of a project's uv.lock, in its directory or, for a member of a workspace, in one above; None if missing."""
+    """Return the path of the uv.lock in a project's directory or in the nearest parent directory; None if there is no uv.lock.
+
+    The uv.lock of a workspace is in a parent directory of the workspace's members.
+    """
     places = [directory, *map(str, Path(directory).parents)]
     return next(filter(os.path.isfile, (os.path.join(each, "uv.lock") for each in places)), None)
 
@@ -86,10 +89,10 @@ def _content(path: str) -> bytes:
 
 
 def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the lock of a project as the text of a pylock.toml (PEP 751), and the paths of its pyproject.toml and uv.lock.
+    """Return the lock of a project as the text of a pylock.toml (PEP 751), and the paths of pyproject.toml and uv.lock.
 
-    The text is cached while these two files do not change, unless the lock has local packages besides the project itself. Raises
-    `ValueError` if a file is missing or uv refuses the lock.
+    The text is cached while both files do not change, unless the lock has local packages besides the project itself. Raises
+    `ValueError` if a file is missing, or if uv refuses the lock.
     """
     if not os.path.isfile(manifest := os.path.join(project, "pyproject.toml")):
         raise ValueError(f"there is no pyproject.toml in {project}; name the directory of a project of uv, or use requirements=…")
@@ -113,7 +116,10 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
 
 
 def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python) -> tuple[list[Piece], list[str]]:
-    """Return the wheels of a lock for the platform, and the paths of the source directories that some of them are built from."""
+    """Return the wheels of a lock for the platform, and the paths of the source directories from which some wheels are built.
+
+    Raises `ValueError` if the lock has no fitting wheel of a package.
+    """
     from packaging.pylock import PylockSelectError
 
     tags, files, directories = wheels.tags_of(platform, python), list[Piece](), list[str]()
@@ -130,7 +136,10 @@ def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python)
 
 
 def _lacking(lock: Pylock, platform: Platform, python: Python, tags: set[Any], error: Exception) -> str:
-    """Return the error message for a lock without fitting wheels: they need a newer glibc, or there is none for the platform."""
+    """Return the error message for a lock without fitting wheels.
+
+    The message says that wheels need a newer glibc, or that the lock has no wheel for the platform.
+    """
     from packaging.pylock import PylockSelectError
 
     where, newest = wheels.described(platform, python), replace(platform, glibc=(2, 99))
@@ -146,7 +155,7 @@ def _lacking(lock: Pylock, platform: Platform, python: Python, tags: set[Any], e
 
 
 def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tuple[Python, Piece | None]:
-    """Return the Python for a new environment, and the archive to send if the cluster does not have that Python, else None.
+    """Return the Python for a new environment, and the archive to send if the cluster lacks the Python, else None.
 
     `wanted` is a version, a command or a path, or None; `allowed` is the project's `requires-python`, or None. Raises
     `ValueError` if there is no fitting Python.
@@ -177,7 +186,10 @@ def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tu
 
 
 def _bring(uv: str, version: str, platform: Platform) -> tuple[Python, Piece]:
-    """Return a Python for the platform, downloaded by uv or cached, and an archive with it in the directory `interpreter`."""
+    """Return a Python for the platform, and an archive that has the Python in the directory `interpreter`.
+
+    uv downloads the Python, unless the archive is cached on this machine. Raises `ValueError` if uv fails.
+    """
     request = f"cpython-{version}-linux-{platform.machine}-gnu"
     directory = os.path.dirname(cached("pythons", request, ""))
     with locked("environment-python"):

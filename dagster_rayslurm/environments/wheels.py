@@ -1,4 +1,4 @@
-"""Wheels for a cluster: which of them run there, where they come from, and uv, which installs them there.
+"""Wheels for a cluster: selects, fetches and builds wheels, and provides uv to install the wheels there.
 
 Only this machine needs the internet.
 """
@@ -27,7 +27,7 @@ from .platforms import Platform, Python, cached
 from .recipe import COMPILE, Piece
 
 EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
-ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: it needs neither configuration files nor the internet.
+ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: no configuration files, and no internet.
 # Minor versions of glibc 2 that `uv --python-platform` knows (uv 0.13).
 _MANYLINUX = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 _TIMEOUT = 900.0
@@ -36,7 +36,7 @@ _TIMEOUT = 900.0
 
 
 def find_uv() -> tuple[str, str]:
-    """Return the path of uv on this machine, and its version; raises `ValueError` if uv is not installed."""
+    """Return the path and the version of uv on this machine; raises `ValueError` if uv is not installed."""
     try:
         from uv import find_uv_bin
 
@@ -54,7 +54,7 @@ def _version_of(uv: str) -> str:
 
 
 def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
-    """Run uv on this machine and return its output; raises `ValueError` with the error message of uv if it fails."""
+    """Run uv on this machine and return the output; raises `ValueError` with the error message of uv if uv fails."""
     environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     try:
         done = subprocess.run(
@@ -71,8 +71,8 @@ def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
 def compile_requirements(uv: str, requirements: str, platform: Platform, python: Python, final: bool = False) -> str:
     """Resolve a requirements file to wheels for a platform; returns the text of a pylock.toml.
 
-    The text is cached on this machine, and uv keeps the versions in it until the requirements change. With `final`, for
-    requirements that never change, a cached text is returned without a run of uv. Raises `ValueError` if uv finds no solution.
+    The text is cached on this machine, and uv keeps the versions in the text until the requirements change. `final` says that the
+    requirements never change; a cached text is then returned without a run of uv. Raises `ValueError` if uv finds no solution.
     """
     version = ".".join(map(str, python.version[:2]))
     newest = next((minor for minor in _MANYLINUX if platform.glibc >= (2, minor)), None)
@@ -107,7 +107,7 @@ def described(platform: Platform, python: Python) -> str:
 
 
 def tags_of(platform: Platform, python: Python) -> list[Any]:
-    """Return the tags of wheels that run on the platform, the best first; no plain linux tags, as these do not tell the glibc."""
+    """Return the tags of wheels that run on the platform, the best first. Plain linux tags are missing, as they name no glibc."""
     from packaging.tags import compatible_tags, cpython_tags
 
     names = [f"manylinux_2_{minor}_{python.machine}" for minor in range(platform.glibc[1], 4, -1)]
@@ -141,21 +141,21 @@ def markers_of(python: Python) -> Any:
 
 
 def state_of(paths: Iterable[str], directories: Iterable[str]) -> object:
-    """Return a value that differs from an earlier one if one of the files, or a file in one of the directories, has changed."""
+    """Return a value that changes if one of the files `paths`, or a file in one of `directories`, changes."""
     found = [os.stat(path) if os.path.exists(path) else None for path in paths]
     stamps = [each and (each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
     return stamps, [bundle_directory(directory).name for directory in directories]
 
 
 def runs_on(source: Any, tags: set[Any]) -> bool:
-    """Return True if `source` is a wheel with one of these tags, or is no wheel but source code."""
+    """Return True if `source` is a wheel with one of `tags`, or if `source` is not a wheel but source code."""
     from packaging.utils import parse_wheel_filename
 
     return kind_of(source) != "wheel" or bool(set(parse_wheel_filename(source.filename)[-1]) & tags)
 
 
 def path_of(top: str, source: Any) -> str:
-    """Return the path on this machine of a package's local source, which its lock file names relative to the directory `top`."""
+    """Return the path on this machine of a package's local source; `top` is the directory for relative paths in the lock file."""
     return os.path.normpath(os.path.join(top, source.path))
 
 
@@ -165,9 +165,10 @@ def kind_of(source: object) -> str:
 
 
 def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, python: Python, tags: set[Any]) -> Piece:
-    """Return the wheel of a package: the one in the lock, or one that this machine builds from the locked sources.
+    """Return the wheel of a package: the wheel in the lock, or a wheel that this machine builds from the locked sources.
 
-    `name` is the package in words, for error messages. Raises `ValueError` if there can be no wheel for the platform.
+    `name` is the package in words, for error messages. `top` is the directory for relative paths in the lock. Raises `ValueError`
+    if there can be no wheel for the platform.
     """
     what = kind_of(source)
     if what == "vcs":
@@ -182,7 +183,10 @@ def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, pyth
 
 
 def fetched(name: str, source: Any, top: str) -> Piece:
-    """Return a `Piece` for a file that the lock names by URL or path; its `get` fetches the file and checks its SHA-256."""
+    """Return a `Piece` for a file that the lock names by URL or path; `get` of the piece fetches the file and checks the SHA-256.
+
+    `name` is the package in words, for error messages. Raises `ValueError` if the lock has no SHA-256 of the file.
+    """
     place = source.url or path_of(top, source)
     digest = source.hashes.get("sha256")
     if digest is None:
@@ -234,7 +238,7 @@ def _content(place: str) -> Iterator[bytes]:
 
 
 def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Platform, python: Python, tags: set[Any]) -> Piece:
-    """Return a wheel that is built once from the sources at the path `get()`, whose hash is `digest`.
+    """Return a wheel that this machine builds once from sources; `get()` returns the path of the sources, `digest` is the hash.
 
     Raises `ValueError` if the wheel cannot be built, or does not run on the platform.
     """
@@ -261,7 +265,7 @@ def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Pl
 
 
 def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Python) -> Piece:
-    """Return the wheel of a tool, uv or py-rattler, in the version `version`; the tool installs environments on the platform."""
+    """Return the wheel of a tool that installs environments on the platform: uv or py-rattler, in the version `version`."""
     from packaging.pylock import Pylock
 
     path = cached("requirements", f"{name}-{version}.txt")
@@ -272,7 +276,7 @@ def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Pyt
 
 
 def uv_program(uv: str, version: str, platform: Platform, python: Python) -> Piece:
-    """Return the executable of uv for the platform, extracted from its wheel."""
+    """Return the executable of uv for the platform, extracted from the wheel of uv."""
     wheel = tool_wheel(uv, "uv", version, platform, python)
 
     def get() -> str:
