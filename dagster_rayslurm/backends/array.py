@@ -1,8 +1,8 @@
-"""Runs each partition of a step in an allocation of its own: as an element of a job array, in as few arrays as Slurm allows.
+"""Runs each partition of a step in an allocation of its own, as an element of a job array, in as few arrays as possible.
 
 The run directory of the step has a directory for each array, with the files from which all elements of the array start. Each
-element makes its own run directory below the directory of its array. One remote call reads the records of all elements that have
-ended. One `squeue`, which all steps share, shows the states of all other elements.
+element makes a run directory of the element's own in the directory of the array. One remote call reads the records of all
+elements that have ended. One `squeue`, which all steps share, shows the states of all other elements.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _LIMITS = 'exec sacctmgr --noheader --parsable2 show associations user="$(id -un
 
 
 class Superseded(Exception):
-    """Raised by `Arrays.poll` if a later attempt at the step has taken the arrays over."""
+    """The error that `Arrays.poll` raises if a later attempt at the step has taken the arrays over."""
 
 
 @dataclass(eq=False)
 class Ended:
-    """One partition whose element has ended, with the evidence, messages and output of its payload."""
+    """One partition whose element has ended, with the evidence, the messages and the output of the partition's payload."""
 
     key: str
     array: int  # Number of the array in the run directory.
@@ -82,7 +82,7 @@ class _Element:
 
 @dataclass(eq=False)
 class Array:
-    """One job array of a step, with those of its elements that have not ended."""
+    """One job array of a step, with the array's elements that have not ended."""
 
     number: int
     job: SlurmJob
@@ -97,7 +97,7 @@ class Array:
 
 
 class ArrayBackend(BatchBackend):
-    """Runs partitions as elements of job arrays; call `arrays` instead of `start`."""
+    """Runs the partitions of a step as elements of job arrays. Callers use `arrays` instead of `start`."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         if not (asked := self.connection.read(os.path.join(run_dir, REQUEST_FILE), 0, _MOST_BYTES)):
@@ -120,7 +120,7 @@ class ArrayBackend(BatchBackend):
                 raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
 
     def prepare(self, plan: Plan, run_dir: str, step: Step) -> _Prepared:
-        """Send a plan's files to the cluster; returns the parts from which the files of each array are made."""
+        """Send a plan's files to the cluster, and return the parts from which the files of each array are made."""
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
         base = self._request(plan, job_name="rayslurm", comment="")
@@ -137,7 +137,8 @@ class ArrayBackend(BatchBackend):
     def _found(self, run_dir: str, queue: QueueSnapshot) -> list[dict[str, Any]]:
         """Returns the arrays of a run directory, in the form of `edge.elements.arrays`; [] if the run directory does not exist.
 
-        If the job id of an array is not stored, the id is taken from the row in `queue` with the array's job name, and stored.
+        If the job id of an array is not stored, the function takes the id from the row in `queue` with the array's job name, and
+        stores the id.
         """
         try:
             arrays = self.connection.call(elements.arrays, run_dir, repeat=True)
@@ -153,11 +154,11 @@ class ArrayBackend(BatchBackend):
     def arrays(
         self, plan: Plan, run_dir: str, context: Mapping[str, Any], step: Step, keys: Sequence[str], max_concurrent: int | None
     ) -> Arrays:
-        """Returns an `Arrays` object for the partitions `keys`; submits no array yet.
+        """Returns an `Arrays` object for the partitions `keys`, and submits no array.
 
-        If `step` is reattached, the object goes on with the arrays that an earlier attempt submitted; otherwise the run directory
-        is created. `context` is the Pipes context with the time windows of all partitions. `max_concurrent` is the most elements
-        that run at the same time; None is no limit. Raises StartError or OSError.
+        If `step` is reattached, the object continues the arrays that an earlier attempt submitted. Otherwise the run directory is
+        created. `context` is the Pipes context with the time windows of all partitions. `max_concurrent` is the largest number of
+        elements that run at the same time; None is no limit. Raises StartError or OSError.
         """
         prepared = self.prepare(plan, run_dir, step)
         made = Arrays(self, prepared, run_dir, context, step, max_concurrent, list(keys))
@@ -186,7 +187,7 @@ class _Prepared:
 
 @dataclass(eq=False)
 class Arrays:
-    """The job arrays of one step: submits them, watches their elements, and cancels them."""
+    """The job arrays of one step: an object submits the arrays, watches their elements, and cancels the arrays."""
 
     backend: ArrayBackend
     prepared: _Prepared
@@ -219,21 +220,22 @@ class Arrays:
 
     @property
     def job_ids(self) -> str:
-        """The Slurm job ids of all arrays so far, separated by commas; "" without an array."""
+        """The Slurm job ids of all arrays so far, separated by commas; "" if no array was submitted."""
         return ", ".join(array.job.job_id for array in self.running)
 
     @property
     def begun(self) -> bool:
-        """Whether an element has started in an array that has not ended."""
+        """Whether an element of an array has started, if the array still has elements that have not ended."""
         return any(array.begun for array in self.running if array.open)
 
     # ---- Submission
 
     def adopt(self, number: int, job_id: str, keys: Sequence[str], queue: QueueSnapshot) -> None:
-        """Go on with array `number` of an earlier attempt, whose elements run the partitions `keys`, in this order.
+        """Continue array `number` of an earlier attempt.
 
-        If `job_id` is "", the submission of the array failed or may still be under way. Then the array is cancelled by its job
-        name, and its partitions go on waiting.
+        The elements of the array run the partitions `keys`, in the order of `keys`. If `job_id` is "", the submission of the
+        array failed or may still be under way. Then the function cancels the array by its job name, and the partitions wait for
+        another array.
         """
         self._next_number = max(self._next_number, number + 1)
         request = self._request(number, len(keys))
@@ -249,8 +251,8 @@ class Arrays:
     def submit_next(self) -> bool:
         """Submit an array of the next waiting partitions if Slurm has room; returns whether an array was submitted.
 
-        With `max_concurrent`, the next array waits until all elements have ended. Raises RunFailure if Slurm accepted no array
-        for the queue timeout, and StartError or OSError for any other failed submission.
+        If `max_concurrent` is not None, no array is submitted until all elements have ended. Raises RunFailure if Slurm accepted
+        no array for as long as the queue timeout. Raises StartError or OSError if the submission fails for another reason.
         """
         if not self.waiting or time.monotonic() < self._next_attempt or (self.max_concurrent is not None and self.open):
             return False
@@ -316,7 +318,7 @@ class Arrays:
         )
 
     def _files(self, request: JobRequest, directory: str, keys: Sequence[str]) -> dict[str, bytes]:
-        """Returns the files of an array's directory, by name: the batch script, and the files from which the elements start."""
+        """Returns the files of an array's directory, by name: the batch script, and all files with which the elements start."""
         windows = {key: self.context[PARTITIONS][key] for key in keys}
         files = run_files(self.prepared.plan, {**self.context, PARTITIONS: windows})  # type: ignore[typeddict-item]
         own = {name: files[name] for name in (PAYLOAD, CONTEXT, SECRETS) if name in files}
@@ -348,8 +350,9 @@ class Arrays:
     def poll(self) -> list[Ended]:
         """Look at the queue and the records once; returns the elements that have ended since the last call.
 
-        Raises RunFailure if an array can never start or waited for too long, Superseded if a later attempt has taken the arrays
-        over, and OSError if the cluster is out of reach. After an error, the next call returns the elements found so far.
+        Raises RunFailure if an array can never start or has waited for too long. Raises Superseded if a later attempt has taken
+        the arrays over. Raises OSError if the cluster is out of reach. After an error, the next call returns the elements that
+        were found before the error.
         """
         self._look_at_queue()
         self._read_records()
@@ -378,7 +381,10 @@ class Arrays:
                 array.job.check_waiting()
 
     def _read_records(self) -> None:
-        """Find the elements that have ended, by their records or else by Slurm's state; may raise Superseded."""
+        """Find the elements that have ended: by their records, or by Slurm's state if the record of an element has no end.
+
+        Raises Superseded if a later attempt has taken the arrays over, and OSError if the cluster is out of reach.
+        """
         wanted: dict[str, list[list[int]]] = {}
         over: dict[str, list[int]] = {}
         gone = []
@@ -410,10 +416,10 @@ class Arrays:
             self._with_record(by_number[array_number], number, texts[0], texts[1], whole, log)
 
     def _with_record(self, array: Array, number: int, journal: bytes, output: bytes, whole: int, log: str) -> None:
-        """Read the record of an element; if the element has ended, call `_take`.
+        """Read the record of an element, and call `_take` if the element has ended.
 
-        `journal` and `output` are the contents of the record's files, `output` only up to a limit. `whole` is the full length of
-        the output in bytes, and `log` the end of the runtime's log.
+        `journal` and `output` are the contents of the record's two files; `output` may be only the beginning of the file. `whole`
+        is the full length of the output file in bytes. `log` is the end of the runtime's log.
         """
         element = array.open[number]
         nonce = f"{self.prepared.plan.payload.nonce}-{number}"
@@ -450,9 +456,10 @@ class Arrays:
         self._take(array, number, ended)
 
     def _take(self, array: Array, number: int, ended: Ended) -> None:
-        """Make `poll` return an element that has ended.
+        """Add an element that has ended to the elements that the next `poll` returns.
 
-        If Slurm may explain the end better than the record, `_explain` adds Slurm's accounting first.
+        If Slurm's accounting may explain the end better than the record, the element waits until `_explain` has asked for the
+        accounting.
         """
         if not needs_job_facts(ended.evidence):
             del array.open[number]
@@ -462,14 +469,17 @@ class Arrays:
         array.open[number].ended = ended
 
     def _output(self, array: Array, number: int, reader: LineReader, data: bytes, whole: int) -> Iterator[Record]:
-        """Yields the recorded output of an element: first `data`, then further reads until `whole` bytes are read."""
+        """Yields the lines of an element's recorded output, from `data` and from further reads, until `whole` bytes are read."""
         path = os.path.join(array.directory, str(number), "stdio.jsonl")
         while data:
             yield from reader.feed(data)
             data = self.connection.read(path, reader.next_read, _MOST_BYTES) if reader.next_read < whole else b""
 
     def _is_settled(self, element: _Element, started: bool, log: str) -> bool:
-        """Returns whether Slurm calls the element over, and its record, which has no `end`, can no longer change."""
+        """Returns whether Slurm calls the element over, and the element's record, which has no `end`, can no longer change.
+
+        `started` says whether the beginning of the record was read. `log` is the end of the runtime's log.
+        """
         if element.over_at is None:
             return False
         status, waited = element.watch.view, time.monotonic() - element.over_at
@@ -485,7 +495,8 @@ class Arrays:
     def _explain(self) -> None:
         """Query Slurm's accounting for the elements that `_take` left waiting, at most every `_ASK_INTERVAL` seconds.
 
-        An element is ready once the accounting has its final state, or the element's time limit `explain_by` is over.
+        An element is ready for `poll` as soon as the accounting has the element's final state, or at the time `explain_by` of the
+        element.
         """
         pending = [(array, number, each) for array in self.running for number, each in array.open.items() if each.ended]
         if not pending or time.monotonic() - self._asked_at < _ASK_INTERVAL:
@@ -508,7 +519,7 @@ class Arrays:
     # ---- The end
 
     def cancel(self) -> None:
-        """Cancel all arrays, and wait until Slurm confirms their ends, for a minute at most for each array."""
+        """Cancel all arrays, and wait until Slurm confirms the end of each array, for at most a minute for each array."""
         self.waiting = []
         alive = [array for array in self.running if array.open]
         if alive:
@@ -524,7 +535,7 @@ def _array_dir(run_dir: str, number: int, *names: str) -> str:
 
 
 def _facts_of(label: str, element: _Element) -> JobFacts | None:
-    """Returns the end of an element as the queue showed it, as if from Slurm's accounting; None if the queue showed no end."""
+    """Returns the end of an element as the queue showed it, in the form of Slurm's accounting; None if the queue showed none."""
     row = element.row
     if row is not None and row.state in TERMINAL:
         try:

@@ -1,4 +1,4 @@
-"""Code that all backends share: their protocols, a run directory's files, cancelling a payload, and removing old files."""
+"""Code that all backends share: protocols, files of a run directory, requests to end a payload, and removal of old files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REPEATED = 1.0
 
 @dataclass(frozen=True)
 class Step:
-    """One attempt at a Dagster step that runs a payload; `owner` tells whether this attempt still owns the payload."""
+    """One attempt at a Dagster step that runs a payload."""
 
     run_id: str
     step_key: str
@@ -50,7 +50,7 @@ class Step:
 
 
 class RunningPayload(Protocol):
-    """A payload whose runtime was started or waits in Slurm's queue. The defaults in this class suit a local process."""
+    """A payload whose runtime was started or waits in Slurm's queue. The defaults of the methods suit a local process."""
 
     cluster_id: str  # Name of the Ray cluster.
     job_id: str | None = None  # Slurm's job id; None without Slurm.
@@ -62,9 +62,10 @@ class RunningPayload(Protocol):
         return False
 
     def poll(self, evidence: Evidence) -> str | None:
-        """Returns how the runtime ended, in words; None while it lives.
+        """Returns how the runtime ended, in words; None while the runtime lives.
 
-        Raises RunFailure if the runtime can never start, or has waited for too long.
+        Raises RunFailure if the runtime can never start, or has waited for too long. An implementation may add findings to
+        `evidence`.
         """
 
     def next_reads(self) -> Sequence[Read]:
@@ -72,20 +73,20 @@ class RunningPayload(Protocol):
         return ()
 
     def cancel(self, now: bool = False) -> None:
-        """Ask the runtime to end the payload: at once with `now`, otherwise after a grace period."""
+        """Ask the runtime to end the payload: at once if `now` is True, otherwise after a grace period."""
 
     def kill(self) -> None:
         """End the runtime and all its processes at once."""
 
     def explain(self, evidence: Evidence) -> None:
-        """Add logs and Slurm's accounting to the evidence; called if the record alone does not explain the end."""
+        """Add logs and Slurm's accounting to the evidence. Called if the record alone does not explain the payload's end."""
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
-        """Returns the Dagster metadata that this backend adds to a result or failure, such as the Slurm job id."""
+        """Returns the Dagster metadata that the backend adds to a result or failure, such as the Slurm job id."""
         return {}
 
     def release(self, evidence: Evidence) -> None:
-        """Stop watching the runtime; before that, end a runtime that must not go on, such as one that never started."""
+        """Stop watching the runtime, and first end a runtime that must not go on, such as a runtime that never started."""
 
 
 # Callback that a backend calls with each payload as soon as the payload's runtime was started. `release` of such a payload is
@@ -111,10 +112,13 @@ class Backend(Protocol):
         """The pauses between two reads of a payload's run record."""
 
     def check(self, plan: Any, /) -> None:
-        """Raise a ValueError, which names the configuration field, if this backend cannot run a plan; nothing is started."""
+        """Raise ValueError if this backend cannot run a plan. The message names the configuration field. Nothing is started."""
 
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
-        """Create a run directory and start its runtimes, or continue those of a reattached step; raises StartError or OSError."""
+        """Create a run directory and start the plan's runtimes, or continue the runtimes of a reattached step.
+
+        Calls `register` with each payload whose runtime was started. Raises StartError or OSError.
+        """
 
     def example(self, plan: Any, /) -> str:
         """Returns the command or batch script of a plan, for display; words in capitals stand for values not yet known."""
@@ -125,13 +129,13 @@ class Backend(Protocol):
 
 @runtime_checkable
 class CanReattach(Protocol):
-    """A backend whose payloads outlive the Dagster process, so that a later attempt at the step can continue them."""
+    """A backend whose payloads outlive the Dagster process, so that a later attempt at the step can continue the payloads."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        """Returns whether `start` can continue the payload of a run directory: it runs this plan and has not failed."""
+        """Returns whether `start` can continue the payload of a run directory: the payload runs this plan and has not failed."""
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
-        """End the payload of a run directory whose owner, a Dagster process, died while it was ending the payload.
+        """End the payload of a run directory after the payload's owner, a Dagster process, died while ending the payload.
 
         The payload has `grace_period` seconds to end by itself. Raises StartError if Slurm does not confirm the end.
         """
@@ -139,20 +143,20 @@ class CanReattach(Protocol):
 
 @runtime_checkable
 class CanExclude(Protocol):
-    """A backend whose jobs can avoid nodes that failed a health check."""
+    """A backend whose Slurm jobs can avoid nodes that failed a health check."""
 
     def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
         """Record nodes that failed a health check, so that later jobs of this user can avoid them; raises OSError."""
 
     def exclusion_for_plan(self, plan: Any, /) -> Exclusion:
-        """Returns the nodes that a new job would avoid for failed health checks; raises OSError if Slurm does not answer."""
+        """Returns the nodes that a new job would avoid after failed health checks; raises OSError if Slurm does not answer."""
 
 
 # ---- Files
 
 
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
-    """Returns the content of the files that a run directory has before its runtime starts, by file name.
+    """Returns the files that a run directory has before the payload's runtime starts, as contents by file name.
 
     The files of the run record are empty. On NFS, a file that was looked up before it existed would stay missing for a minute.
     """
@@ -170,18 +174,18 @@ def write_run_dir(connection: Connection, run_dir: str, files: Mapping[str, byte
 
 
 def cancel_request_json(now: bool) -> str:
-    """Returns a cancel request as the JSON text that the runtime reads; `now` leaves the payload no grace period."""
+    """Returns a cancel request as the JSON text that the runtime reads. If `now` is True, the payload has no grace period."""
     return json.dumps({"op": Operation.CANCEL, "now": now})
 
 
 def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> None:
-    """Ask the runtime of a run directory to end the payload: at once with `now`, otherwise after a grace period."""
+    """Ask the runtime of a run directory to end the payload: at once if `now` is True, otherwise after a grace period."""
     connection.write(os.path.join(run_dir, CANCEL), cancel_request_json(now).encode())
 
 
 @dataclass
 class CancelRequest:
-    """The request to end one payload: `send` makes the first try to deliver the request, and `resend` each further try."""
+    """The request to end one payload. `send` tries to deliver the request for the first time, and `resend` tries again."""
 
     deliver: Callable[[bool], Any]  # Called with `now` to deliver the request; raises OSError on failure.
     log: Any
@@ -191,13 +195,13 @@ class CancelRequest:
     sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
 
     def send(self, now: bool) -> None:
-        """Send the request, unless it was sent before; a request with `now` is sent even after a request with a grace period."""
+        """Send the request, unless a request was sent before. A request with `now` is sent even after a request without `now`."""
         if self.now is None or now > self.now:
             self.now, self.delivered, self.sent_at = now, False, -math.inf
             self.resend()
 
     def resend(self) -> None:
-        """Send the request again if it was not delivered, at most once a second."""
+        """Send the request again if the request was not delivered, at most once a second. Logs the first failure as a warning."""
         if self.now is None or self.delivered or time.monotonic() - self.sent_at < _INTERVAL:
             return
         try:
@@ -229,7 +233,7 @@ def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM inside a block that must not be interrupted halfway; the first one takes effect afterwards."""
+    """Delay SIGINT and SIGTERM until the end of the block. Then the first of the delayed signals takes effect."""
     came: list[int] = []
     try:
         with _handled_by(came.append):
@@ -243,9 +247,9 @@ def delayed_interrupts() -> Iterator[None]:
 def noticed_interrupts() -> Iterator[Callable[[], None]]:
     """Record each SIGINT and SIGTERM inside a block, and call the handler that was installed before the block.
 
-    Yields a function that calls the handler of the first such signal again, or does nothing if none has come. A block that goes
-    on must call the function now and then, because Python ignores an exception that a handler raises while the main thread runs a
-    callback of the garbage collector.
+    Yields a function without arguments: the function calls the handler of the first recorded signal again, or does nothing if no
+    signal has come. A long block must call the function now and then, because Python ignores an exception that a handler raises
+    while the main thread runs a callback of the garbage collector.
     """
     came: list[Callable[[], None]] = []
 
@@ -267,9 +271,9 @@ def noticed_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt; yields a function that tells if another one came.
+    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt.
 
-    The function returns True once another signal has come, more than `_REPEATED` seconds after the block began.
+    Yields a function that returns whether another signal has come, more than `_REPEATED` seconds after the block began.
     """
     ignored_until = time.monotonic() + _REPEATED
     later: list[int] = []
@@ -280,14 +284,15 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 def sweep_remote(
     connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60, timeout: float = 600.0
 ) -> list[str]:
-    """Remove the files on the cluster that were not used for `retention_days`: run directories, sessions, bundles and runtimes.
+    """Remove the run directories, sessions, bundles and runtimes on the cluster that were not used for `retention_days`.
 
-    The directory of a session's allocation stays while its job may live. The newest directory of each session stays as long as
-    any process looks for that session, because its number determines the next number. A bundle or runtime stays while a run or
-    session names it. Only one process, on whatever machine, sweeps within `every_minutes`; with 0 each call sweeps.
+    The directory of a session's allocation stays while the allocation's job may live. The newest directory of each session stays
+    while any process looks for the session, because the number of the newest directory determines the next number. A bundle or
+    runtime stays while a run or session names the bundle or runtime. Of all processes on all machines, only one sweeps within
+    `every_minutes`. If `every_minutes` is 0, each call sweeps.
 
     Returns the removed paths, relative to the base directory; [] if no sweep is due. Raises OSError if the cluster cannot be
-    reached, the base directory cannot be written, or the timeout is over; a later sweep removes the rest.
+    reached, the base directory cannot be written, or the timeout is over. A later sweep removes the rest.
     """
     swept = connection.modified(os.path.join(base, SWEPT))
     # If the clocks differ, a sweep starts in vain, or later.

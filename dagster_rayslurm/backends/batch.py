@@ -1,4 +1,4 @@
-"""Slurm mode: run each payload in a batch job of its own."""
+"""Slurm mode: run each payload in a batch job of the payload's own."""
 
 from __future__ import annotations
 
@@ -71,16 +71,17 @@ class ClusterBackend:
         remember(self.connection, str(self.layout.base), nodes)
 
     def exclusion(self, request: JobRequest) -> Exclusion:
-        """Returns the nodes that a job must avoid; if the field `avoids_unhealthy` is False, there are none.
+        """Returns the nodes that a job must avoid; no nodes if the field `avoids_unhealthy` is False.
 
         Raises OSError if the cluster or Slurm does not answer.
         """
         return exclusion_for(self.connection, str(self.layout.base), request) if self.avoids_unhealthy else Exclusion()
 
     def placed(self, request: JobRequest, step: Step) -> JobRequest:
-        """Returns the job request with a partition in place of "auto", and without the nodes that failed a health check.
+        """Returns the job request with a partition in place of "auto", changed to exclude the nodes that failed a health check.
 
-        Logs the choice of the partition. Raises StartError if no partition fits, and OSError if the cluster does not answer.
+        Logs the choice of the partition and the excluded nodes. Raises StartError if no partition fits, and OSError if the
+        cluster does not answer.
         """
         if is_auto(request):
             try:
@@ -95,9 +96,10 @@ class ClusterBackend:
         return self._avoiding(request, step)
 
     def _avoiding(self, request: JobRequest, step: Step) -> JobRequest:
-        """Returns the job request, changed to exclude the nodes that failed a health check, and logs the names of these nodes.
+        """Returns the job request, changed to exclude the nodes that failed a health check, and logs the excluded nodes.
 
-        If Slurm does not answer, logs a warning and returns the job request unchanged.
+        If Slurm does not answer, logs a warning and returns the job request unchanged. Raises OSError if the cluster cannot be
+        reached.
         """
         try:
             exclusion = self.exclusion(request)
@@ -136,7 +138,10 @@ class JobBackend(ClusterBackend):
     detect_platform: bool = True  # Whether environments are made for the compute nodes' platform, or for the edge node's.
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
-        """Send a plan's files to the cluster; returns the files, the Python that runs the plan, and the path of the runtime."""
+        """Send a plan's files to the cluster; returns the files, the Python that runs the plan, and the path of the runtime.
+
+        Raises StartError if the files or the base directory cannot be used, and OSError if the cluster cannot be reached.
+        """
         base = str(self.layout.base)
         packed = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
         with remote_base_errors(base):
@@ -145,9 +150,9 @@ class JobBackend(ClusterBackend):
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
-        """Cancel the job by its name if the block fails or is interrupted, but not after SubmissionRefused.
+        """Cancel the job by the job's name if the block fails or is interrupted, except after SubmissionRefused.
 
-        Slurm may have accepted the job although its answer did not arrive. After SubmissionRefused there is no job.
+        Slurm may have accepted the job although Slurm's answer did not arrive. After SubmissionRefused there is no job.
         """
         try:
             yield
@@ -159,7 +164,7 @@ class JobBackend(ClusterBackend):
             raise
 
     def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
-        """Create a run directory with `files` and submit its job, unless that job was submitted before; returns the job.
+        """Create a run directory with `files`, and submit its job unless the job was submitted before; returns the job.
 
         Callers must be inside `cancel_on_error`, which cancels the job if the submission fails halfway.
         """
@@ -181,7 +186,10 @@ class JobBackend(ClusterBackend):
         )
 
     def interpreter_for(self, plan: Plan, step: Step) -> Interpreter:
-        """Send the environment if the cluster lacks it, check that its Python can run the plan, and return that Python."""
+        """Send the environment if the cluster lacks it; returns the environment's Python.
+
+        Raises StartError if the environment cannot be sent, or the Python cannot run the plan.
+        """
         queues = [each.queue for each in self.components] or [self.queue] if self.detect_platform else []
         environment = send_environment(self.connection, self.environment, str(self.layout.base), step.log, queues)
         return check_environment_on(self.connection, environment, plan.ray, plan.uses_pipes, str(self.layout.environments))
@@ -189,7 +197,7 @@ class JobBackend(ClusterBackend):
 
 @dataclass(frozen=True)
 class SubmittedBackend(JobBackend):
-    """Follows the job of a run that `ComputeResource.submit` has submitted; `start` submits nothing."""
+    """Follows the job of a run that `ComputeResource.submit` has submitted. `start` submits no job."""
 
     handle: RunHandle = field(kw_only=True)
 
@@ -218,7 +226,7 @@ class SubmittedBackend(JobBackend):
 
 
 class BatchBackend(JobBackend):
-    """Runs each payload in a Slurm job of its own."""
+    """Runs each payload in a Slurm job of the payload's own."""
 
     def check(self, plan: Plan) -> None:
         self._request(plan, job_name="rayslurm", comment="")
@@ -267,7 +275,7 @@ class BatchBackend(JobBackend):
     ) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
         """Send a plan's files to the cluster; returns the files, the job request, and the run directory's files by name.
 
-        With `submits`, the job request has a partition in place of "auto", and excludes nodes that failed a health check.
+        If `submits` is True, the job request has a partition in place of "auto", and excludes nodes that failed a health check.
         """
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
@@ -315,7 +323,7 @@ def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
 
 
 def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> None:
-    """Raise ValueError, which names the field, if a path cannot be resolved on the cluster."""
+    """Raise ValueError if a path cannot be resolved on the cluster. The message names the path's configuration field."""
     path_on_cluster(environment, over_ssh=slurm.ssh is not None)
     for name, path in (("remote_base", slurm.remote_base), ("data_dir", plan.payload.data_dir)):
         if path is None:
@@ -326,15 +334,15 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
 
 
 def cluster_nonce(cluster_id: str) -> str | None:
-    """Returns the nonce in a Ray cluster's id, such as "slurm-0123456789ab"; None if the text is no such id."""
+    """Returns the nonce in a Ray cluster's id, such as "slurm-0123456789ab"; None if `cluster_id` has another form."""
     match = re.fullmatch(rf"{CLUSTER}([0-9a-f]{{12}})", cluster_id)
     return match[1] if match else None
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the Slurm job of a Ray cluster; returns False if Slurm's queue has no job of the cluster.
+    """Cancel the Slurm jobs of a Ray cluster; returns False if Slurm's queue has no job of the cluster.
 
-    Raises StartError if Slurm does not confirm the end of the job, and OSError if Slurm does not answer.
+    Raises StartError if Slurm does not confirm the end of a job, and OSError if Slurm does not answer.
     """
     nonce = cluster_nonce(cluster_id)
     if nonce is None:
@@ -348,14 +356,17 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
 
 
 def live_jobs(connection: Connection, nonce: str) -> list[int]:
-    """Returns the ids of a payload's jobs and job arrays that are not over; raises OSError if Slurm does not answer."""
+    """Returns the ids of the jobs and job arrays of a payload that are not over. Raises OSError if Slurm does not answer.
+
+    `nonce` is the payload's nonce, with which the names of the jobs end.
+    """
     own = [row for row in fetch_queue(connection).rows if is_job_of(row.name, nonce)]
     alive = [row for row in own if row.is_leader and row.state not in TERMINAL]
     return list(dict.fromkeys((elements_of(row.label) or (row.job_id, []))[0] for row in alive))
 
 
 def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
-    """Returns the content of `runtime.json`, with which a job's runtime starts; `queue` has the signal before the time limit."""
+    """Returns the content of `runtime.json`, with which a job's runtime starts. `queue` has the signal before the time limit."""
     signal_name, before = split_signal(queue.signal_before_timeout)
     components = component_specs(request)
     return RuntimeSpec(
@@ -377,13 +388,19 @@ def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQ
 def job_script(
     request: JobRequest, interpreter: Interpreter, runtime: str, run_dir: str, slurm: SlurmResource, role: str = "node"
 ) -> str:
-    """Returns the batch script that starts the runtime on all nodes; `role` is the runtime's subcommand."""
+    """Returns the batch script that starts the runtime on all nodes. `role` is the runtime's subcommand, such as "node".
+
+    `runtime` and `run_dir` are paths on the cluster.
+    """
     options = (*interpreter.srun, f"--container-workdir={run_dir}") if interpreter.srun else ()
     return render_script(request, interpreter.start("-I", runtime, role, run_dir), run_dir, slurm.site, options)
 
 
 def example_script(request: JobRequest, slurm: SlurmResource, role: str = "node", directory: str = "runs/RUN_DIR") -> str:
-    """Returns the batch script of a job request for display, with words in capitals for values known only at submission."""
+    """Returns the batch script of a job request for display, with words in capitals for values known only at submission.
+
+    `role` is the runtime's subcommand, and `directory` the run directory's path below the base directory.
+    """
     base = slurm.remote_base
     parts = [
         replace(each, queue=each.queue.having(partition="PARTITION") if each.queue.partition == AUTO else each.queue)

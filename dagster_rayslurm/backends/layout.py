@@ -1,4 +1,4 @@
-"""Paths: the directories below a base directory, absolute paths on a cluster, and names of run directories."""
+"""Paths: the directories below a base directory, absolute paths on a cluster, and the names of run directories."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ssh.base import Connection, ConnectionFailed, expand_home
 
 @dataclass(frozen=True)
 class Layout:
-    """The paths of the directories below a base directory, with the same names on this machine and on a cluster."""
+    """The paths of the directories below a base directory. This machine and a cluster have the same names of directories."""
 
     base: Path
 
@@ -37,13 +37,16 @@ def absolute(connection: Connection, path: str) -> str:
 
 
 def nonce_of(name: str) -> str:
-    """Returns the nonce of a payload, from the name of its run directory."""
+    """Returns the nonce of a payload: the last part of the name of the payload's run directory."""
     return name.rpartition("-")[2]
 
 
 @contextmanager
 def remote_base_errors(base: object) -> Iterator[None]:
-    """Turn an OSError raised in the block into a StartError about the cluster's base directory; let connection errors pass."""
+    """Turn an OSError in the block into a StartError about `base`, the base directory on the cluster.
+
+    ConnectionFailed passes unchanged.
+    """
     try:
         yield
     except ConnectionFailed:

@@ -1,4 +1,4 @@
-"""List and find a user's runs, sessions and other Slurm jobs on a cluster, and the runs and sessions on this machine."""
+"""Lists and finds a user's runs, sessions and other Slurm jobs on a cluster, and the runs and sessions on this machine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _OVER = (_ENDED, _LOST, _UNKNOWN)  # A run that has no job and no started runtim
 
 
 def list_all(connection: Connection, base: str) -> list[Entry]:
-    """Returns the runs and sessions below a base directory, and the user's other jobs in Slurm's queue, by one remote call.
+    """Returns the runs and sessions below a base directory, and the user's other jobs in Slurm's queue. Makes one remote call.
 
     Raises OSError if the cluster or Slurm does not answer.
     """
@@ -110,9 +110,9 @@ def list_here(base: str) -> list[Entry]:
 
 
 def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the entries with the name, job id or cluster id `ident`.
+    """Returns the entries whose name, job id or cluster id is `ident`.
 
-    If there are none, returns the entries of the Dagster run, step or asset `ident`. If there are none of these either, and
+    If there are no such entries, returns the entries whose Dagster run, step or asset is `ident`. If these are missing, too, and
     `ident` has at least `_SHORTEST` characters, returns the entries whose name or Dagster run id begins with `ident`.
     """
     exact = [each for each in entries if ident and ident in (each.name, each.job_id, each.cluster_id)]
@@ -123,10 +123,10 @@ def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def find(ident: str, entries: Sequence[Entry]) -> Entry:
-    """Returns the one entry to which `ident` refers (see `named`).
+    """Returns the single entry to which `ident` refers (see `named`).
 
-    If several entries match, returns the newest generation of a session, else the only entry that has not ended, else the newest
-    run of a step or asset. Raises ValueError if no entry matches, or several are left.
+    If several entries match, returns the first of these that exists: the newest generation of a session, the only entry that has
+    not ended, the newest run of a step or asset. Raises ValueError if no entry matches, or if several entries are left.
     """
     matching = named(ident, entries)
     # A session and its payloads share a job. Of several generations of a session the newest is meant.
@@ -193,14 +193,20 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
 
 
 def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:
-    """Returns the state of a run whose partitions are elements of a job array, and a text with how many elements run and wait."""
+    """Returns the state of a run in a job array, and a text that says how many elements run and how many wait.
+
+    `rows` are the rows of the array's elements in the queue.
+    """
     running = sum(row.state in ACTIVE for row in rows)
     waiting = count_jobs(row for row in rows if row.state in WAITING)
     return "running" if running else "pending" if waiting else _ENDED, f"{running:,} elements run, {waiting:,} wait"
 
 
 def access_in(content: Any) -> ClusterAccess | None:
-    """Returns how to reach a Ray cluster, from the parsed content of its file; None if empty, damaged or of another version."""
+    """Returns how to reach a Ray cluster, from the parsed content of the file that describes the cluster.
+
+    Returns None if the content is empty, damaged or of another version.
+    """
     try:
         return from_fields(ClusterAccess, content) if content else None
     except SpecError:
@@ -208,7 +214,7 @@ def access_in(content: Any) -> ClusterAccess | None:
 
 
 def is_running(pid: object) -> bool:
-    """Whether a process of this machine lives; True also if `pid` is not an integer, because the process is then unknown."""
+    """Returns whether the process `pid` of this machine lives. Returns True also if `pid` is not an integer."""
     if not isinstance(pid, int):
         return True
     try:
@@ -259,7 +265,7 @@ def _job(connection: Connection, row: QueueRow) -> Entry:
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
-    """Returns the JSON object in a file's content as a dictionary; an empty one if the content is damaged or no object."""
+    """Returns the JSON object in a text as a dictionary; an empty dictionary if the text is damaged or holds no object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -48,11 +48,11 @@ class ThisMachine:
     cadence: Cadence = LOCAL_CADENCE
 
     def sweep(self, retention_days: float) -> None:
-        """Do nothing: in every mode, the caller itself removes old files from this machine."""
+        """Do nothing, because the caller removes old files from this machine in every mode."""
 
 
 class LocalBackend(ThisMachine):
-    """Runs payloads on this machine, each with a runtime and a Ray cluster of its own."""
+    """Runs payloads on this machine. Each payload has a runtime and a Ray cluster of the payload's own."""
 
     def check(self, plan: Plan) -> None:
         problem = lacking(plan, "GiB")
@@ -84,12 +84,18 @@ class LocalBackend(ThisMachine):
         )
 
     def on_this_machine(self, ray: RaySpec, components: Sequence[ComponentSpec]) -> RaySpec:
-        """Returns the settings of a Ray cluster for this machine alone, on which its components are simulated."""
+        """Returns the settings `ray` of a Ray cluster, changed for this machine alone.
+
+        `components` are the components of the job, which this machine simulates.
+        """
         return replace(on_one_machine(ray, components, resources.count_cpus(os.environ)), simulate=self.simulate)
 
 
 class OwnRuntime(RunningPayload):
-    """The runtime of one payload: a child process that ends when its standard input closes, at the latest when Dagster ends."""
+    """The runtime of one payload, as a child process.
+
+    The process ends when Dagster closes its standard input, or when Dagster ends.
+    """
 
     def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
         self.cluster_id = cluster_id
@@ -128,25 +134,32 @@ class OwnRuntime(RunningPayload):
 
 
 def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:
-    """Returns the command that starts a runtime in `directory`; `role` is the runtime's subcommand, such as "run"."""
+    """Returns the command that starts a runtime in `directory`. `role` is the runtime's subcommand, such as "run"."""
     return interpreter.start("-I", str(install_runtime(layout.runtimes)), role, directory)
 
 
 def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:
-    """Start a runtime that logs into `directory`, and return its process; Ctrl-C in a terminal does not reach the runtime."""
+    """Start a runtime that logs into `directory`, and return the runtime's process.
+
+    Ctrl-C in a terminal does not reach the runtime. `command` starts the runtime; `stdin` is a file descriptor, `subprocess.PIPE`
+    or `subprocess.DEVNULL`.
+    """
     with open(os.path.join(directory, RUNTIME_LOG), "ab") as log:
         return subprocess.Popen(command, cwd=directory, stdin=stdin, stdout=log, stderr=log, start_new_session=True)
 
 
 def reap_later(process: subprocess.Popen[bytes]) -> None:
-    """Start a thread that waits for the end of a process, so that a long-lived Dagster process keeps no zombie."""
+    """Start a thread that waits for the end of a process.
+
+    Without the thread, a long-lived Dagster process would keep a zombie.
+    """
     threading.Thread(target=process.communicate, name="rayslurm-reaper", daemon=True).start()
 
 
 def lacking(plan: Plan, *units: str) -> str | None:
-    """Returns a sentence about the first requirement of a plan that this machine does not meet; None if there is none.
+    """Returns a sentence about the first requirement of a plan that this machine does not meet; None if all requirements are met.
 
-    Only requirements in one of the `units` are checked: "CPUs", "GPUs" or "GiB".
+    The function checks only requirements in one of the `units`: "CPUs", "GPUs" or "GiB".
     """
     for label, footprint in _footprints(plan):
         asked = tuple(want for want in footprint if want.unit in units and want.amount is not None)
@@ -157,7 +170,7 @@ def lacking(plan: Plan, *units: str) -> str | None:
 
 
 def _footprints(plan: Plan) -> list[tuple[str, Footprint]]:
-    """Returns pairs of a label and the resources that a node of a plan needs; the label names the component, or is "".
+    """Returns pairs of a label and the resources that a node of a plan needs. The label names the node's component; "" for none.
 
     GPUs of components are left out, because local mode simulates these GPUs.
     """

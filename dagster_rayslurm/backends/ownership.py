@@ -1,8 +1,8 @@
-"""Ownership of a payload that outlives its Dagster process: only the owner ends it, judges it or removes its files.
+"""Ownership of a payload that outlives its Dagster process. Only the owner ends or judges the payload, or removes its files.
 
-The name of a file in the run directory names the owner. A later attempt takes the payload over by renaming that file. The owner
-renames the file, too, before the owner ends or judges the payload. A rename is atomic, so exactly one of two simultaneous
-attempts succeeds.
+The name of a file in the run directory names the owner. A later attempt takes the payload over by renaming the file. The owner,
+too, renames the file before the owner ends or judges the payload. A rename is atomic, so exactly one of two simultaneous attempts
+succeeds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _LEASE_OVER = (
 
 @dataclass(eq=False)
 class Ownership:
-    """One attempt's ownership of a payload: take the payload over, and confirm that no later attempt has taken it over."""
+    """One attempt's ownership of a payload.
+
+    The ownership can be taken over from an earlier attempt, and be lost to a later attempt.
+    """
 
     connection: Connection
     run_dir: str
@@ -51,7 +54,7 @@ class Ownership:
     _held_at: float = -math.inf  # When this attempt was last seen to be the owner, by the monotonic clock.
 
     def take_over(self) -> bool:
-        """Try to become the owner of the payload; returns whether this attempt is the owner now. May raise OSError.
+        """Try to become the owner of the payload; returns whether this attempt is the owner now. Raises OSError.
 
         Returns False if the present owner has begun to end or judge the payload, or has removed the run directory.
         """
@@ -67,9 +70,9 @@ class Ownership:
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
     def holds(self) -> bool:
-        """Returns False if a later attempt has taken the payload over, so that this attempt must not write results; else True.
+        """Returns False if a later attempt has taken the payload over and this attempt must not write results; otherwise True.
 
-        The owner files are read again after `_LEASE` seconds at the earliest. May raise OSError.
+        Reads the owner files at most every `_LEASE` seconds. Raises OSError if the owner files cannot be read.
         """
         now = time.monotonic()
         if self.run_dir and self.new_owner is None and now - self._held_at > _LEASE:
@@ -80,10 +83,10 @@ class Ownership:
         return self.new_owner is None
 
     def displace(self) -> None:
-        """Keep all other attempts from writing results, also one that has begun to end or judge the payload. May raise OSError.
+        """Keep all other attempts from writing results, even an attempt that has begun to end or judge the payload.
 
-        Returns once every other attempt knows that it is not the owner. One case is not covered: an attempt may be stopped in the
-        millisecond between its look at the owner file and its write, and go on later with the write.
+        Raises OSError. Returns once every other attempt knows that it is not the owner. One case is not covered: an attempt may
+        be stopped in the millisecond between the attempt's look at the owner file and the attempt's write, and write later.
         """
         owners = self._owners() or []
         for owner in owners:
@@ -94,7 +97,10 @@ class Ownership:
             time.sleep(_LEASE_OVER)
 
     def confirm(self) -> bool:
-        """Returns True if this attempt is still the owner; then no later attempt can take the payload over. May raise OSError."""
+        """Returns whether this attempt is still the owner. After True, no later attempt can take the payload over.
+
+        Raises OSError.
+        """
         if self.new_owner is None and not self._confirmed:
             judged = self.name + _JUDGED
             try:
@@ -105,14 +111,21 @@ class Ownership:
         return self._confirmed
 
     def confirm_or_assume(self) -> bool:
-        """Returns whether this attempt is still the owner; if the cluster does not answer, True unless a new owner is known."""
+        """Returns whether this attempt is still the owner.
+
+        If the cluster does not answer, returns True unless a new owner is known.
+        """
         try:
             return self.confirm()
         except OSError:
             return self.new_owner is None
 
     def _find_new_owner(self, judged: str) -> str | None:
-        """Returns the new owner in words, if this attempt's owner file is missing; None if this attempt is still the owner."""
+        """Returns the new owner in words; None if this attempt is still the owner.
+
+        `judged` is the name of this attempt's owner file once this attempt has begun to end or judge the payload. Called when the
+        file `self.name` is missing.
+        """
         owners = self._owners() or []
         if judged in owners:
             return None  # An earlier rename worked, and its answer was lost.
@@ -130,7 +143,10 @@ class Ownership:
         self.connection.rename(os.path.join(self.run_dir, old), os.path.join(self.run_dir, new))
 
     def _owners(self) -> list[str] | None:
-        """Returns the names of the owner files, at most two during a rename; None if the run directory does not exist."""
+        """Returns the names of the owner files; None if the run directory does not exist.
+
+        During a rename there may be two names.
+        """
         try:
             names = self.connection.call(files.names, self.run_dir, repeat=True)
         except FileNotFoundError:
@@ -143,12 +159,15 @@ UNCONTESTED = Ownership(LocalConnection(), "", FIRST_OWNER, lambda: None, _confi
 
 
 def owner_file(run_id: str) -> str:
-    """Returns a unique owner file name for an attempt that takes a payload over: run id, process id, hostname, random part."""
+    """Returns a unique owner file name for an attempt that takes a payload over.
+
+    The name has the Dagster run id, the process id, the hostname and a random part.
+    """
     return f"{_PREFIX}{run_id}.{os.getpid()}.{re.sub('[^A-Za-z0-9.-]', '_', socket.gethostname())}.{secrets.token_hex(4)}"
 
 
 def owner_in_words(name: str) -> str:
-    """Returns a description of the owner from the name of its owner file: run, process and host."""
+    """Returns a description of an owner, with run, process and host, from the name of the owner file."""
     run_id, _, rest = name.removeprefix(_PREFIX).removesuffix(_JUDGED).partition(".")
     pid, _, rest = rest.partition(".")
     return f"run {run_id} (process {pid} on {rest.rpartition('.')[0]})"
@@ -161,7 +180,7 @@ _MOST_BYTES = 4 * 1024 * 1024  # Bytes of one read of a file in the run director
 
 
 def fingerprint(*parts: str) -> bytes:
-    """Returns a hash of the texts `parts`, in hexadecimal digits; two attempts at a step are compared by such hashes."""
+    """Returns a hash of the texts `parts`, in hexadecimal digits. Two attempts at a step are compared by such hashes."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest().encode()
 
 
@@ -174,12 +193,19 @@ def reattachable_job(
     log: Any,
     requeue: bool = False,
 ) -> str | None:
-    """Returns the id of the job whose payload a retry may continue; None if there is none.
+    """Returns the id of the job whose payload a retry may continue; None if there is no such job.
 
-    A retry may continue a payload that has not failed, and that was started with the same settings: `request` is the content of
-    `REQUEST_FILE` for the retry. `job_of` gets the `start` line of the payload's record, or None if there is none, and returns
-    the id of the payload's job, or None if the job is gone. With `requeue`, an end by a signal from outside does not count,
-    because Slurm may run the job again. Logs a warning if the job goes on with other settings.
+    A retry may continue a payload that has not failed, and that was started with the same settings.
+
+    Args:
+        connection: The connection to the cluster.
+        run_dir: The payload's run directory.
+        nonce: The payload's nonce.
+        request: The content of `REQUEST_FILE` for the retry.
+        job_of: A function that returns the id of the payload's job, or None if the job is gone. The argument is the `start` line
+            of the payload's record, or None if the record has no such line.
+        log: Gets a warning if the job goes on with other settings.
+        requeue: Whether Slurm may run the job again. Then an end of the payload by a signal from outside does not count.
     """
     if connection.modified(os.path.join(run_dir, JOURNAL)) is None:
         return None
@@ -199,7 +225,7 @@ def reattachable_job(
 
 
 def _start_and_end(connection: Connection, run_dir: str, nonce: str) -> tuple[Record | None, Record | None]:
-    """Returns the last `start` of a payload's record, and the `end` that follows it; None for each that is missing."""
+    """Returns the last `start` line of a payload's record, and the `end` line after the `start`; None for each missing line."""
     reader = LineReader()
     start, end = None, None
     while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _MOST_BYTES):

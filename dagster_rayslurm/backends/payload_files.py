@@ -1,4 +1,4 @@
-"""Bundle a payload's files, under names that are hashes of their content, and send the bundles to the cluster."""
+"""Bundles a payload's files, names each bundle by a hash of the bundle's content, and sends the bundles to the cluster."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from ..upload.deliver import install, log_progress, place_of, runtime_place
 
 @dataclass(frozen=True)
 class PayloadFiles:
-    """The files that a plan's payload needs on the cluster, in bundles "working_dir", "extra_files" and "script"."""
+    """The files that a plan's payload needs on the cluster, in bundles named "working_dir", "extra_files" and "script"."""
 
     plan: Plan  # The plan with the files' paths on the cluster.
     bundles: Mapping[str, Bundle]
 
     def places(self, base: str) -> list[str]:
-        """Returns the paths of the bundles on the cluster, below the base directory."""
+        """Returns the paths of the bundles on the cluster, below the base directory `base`."""
         return [place_of(base, bundle) for bundle in self.bundles.values()]
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
     """Bundle the files of a plan on this machine; returns the bundles, and the plan with the files' paths on the cluster.
 
-    `base` and `data_dir` are absolute paths on the cluster. Raises StartError if a file cannot be read or bundled.
+    `base` is the base directory, and `data_dir` the payload's data directory, both as absolute paths on the cluster. Raises
+    StartError if a file cannot be read or bundled.
     """
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
@@ -57,7 +58,7 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
 
 
 def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any) -> str:
-    """Send the files of a plan and the runtime to the cluster if they are missing; returns the runtime's path on the cluster.
+    """Send the files of a plan and the runtime to the cluster if they are missing there; returns the path of the runtime.
 
     Raises:
         StartError: a file changed after it was bundled.

@@ -1,4 +1,4 @@
-"""One Slurm job: watch its state, say why it waits and how it ended, and cancel it until Slurm confirms the end."""
+"""One Slurm job: watch its state, say why the job waits and how it ended, and cancel the job until Slurm confirms the end."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SlurmJob:
 
     @property
     def started_at(self) -> float | None:
-        """The time at which the runtime began, by the cluster's clock; None if it has not begun."""
+        """The time at which the runtime began, by the cluster's clock; None if the runtime has not begun."""
         return self._watch.started_at
 
     @property
@@ -100,15 +100,16 @@ class SlurmJob:
         return "" if isinstance(self.commands, LocalConnection) else self.commands.place
 
     def now(self) -> float:
-        """The time by the cluster's clock, in seconds of the epoch; raises OSError if the cluster cannot be asked."""
+        """Returns the time by the cluster's clock, in seconds of the epoch; raises OSError if the cluster cannot be asked."""
         return self.queue.clock.now()
 
     # ---- State
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
-        """Update `status` from the exit code and, if `ask` is True, from Slurm's queue; log and return False if a read fails.
+        """Update `status` from the exit code and, if `ask` is True, from Slurm's queue.
 
-        `started_at` is when the runtime began, in seconds of the epoch; None if the runtime is not known to have begun.
+        If a read fails, log why and return False. `started_at` is the time at which the runtime began, in seconds of the epoch;
+        None if the runtime is not known to have begun.
         """
         try:
             if started_at is not None and self._watch.started_at is None:
@@ -123,7 +124,7 @@ class SlurmJob:
         return True
 
     def _observe_queue(self) -> None:
-        """Update the status from the snapshot of the queue that all steps share; for a cancelled job, query Slurm itself."""
+        """Update the status from the snapshot of the queue that all steps share. For a cancelled job, query Slurm directly."""
         snapshot = None
         if not self.cancelled:
             now = self.now()
@@ -144,7 +145,7 @@ class SlurmJob:
 
     @property
     def _rows(self) -> tuple[QueueRow, ...]:
-        """The job's rows in the last snapshot of the queue, one for each component; empty if the job is not there."""
+        """The job's rows in the last snapshot of the queue, one row for each component; empty if the snapshot lacks the job."""
         return self._snapshot.components(self.number) if self._snapshot is not None else ()
 
     @property
@@ -152,7 +153,7 @@ class SlurmJob:
         return pending_reason(self.status.reason, self._rows, self.request)
 
     def next_reads(self) -> list[Read]:
-        """Returns the read that the next `observe` will do, if it is due."""
+        """Returns the file reads that the next `observe` will do: the read of the exit code if it is due, otherwise none."""
         due = time.monotonic() - self._exit_read_at >= _EXIT_INTERVAL
         return [(os.path.join(self.directory, EXIT), 0, _LOG_BYTES)] if due else []
 
@@ -164,7 +165,7 @@ class SlurmJob:
                 self._watch = self._watch.exited(code)
 
     def _warn(self, error: str) -> None:
-        """Log that the job's state is unknown, unless the same error was logged last."""
+        """Log that the job's state is unknown because of `error`, unless the same error was logged last."""
         if error != self._last_error:
             self._last_error = error
             self.log.warning(f"[rayslurm] the job goes on, but its state cannot be asked for: {error}")
@@ -172,7 +173,7 @@ class SlurmJob:
     # ---- Waiting
 
     def report_waiting(self) -> None:
-        """Log why the job waits, each time the reason changes; ask idle sessions to end if they hold nodes of use to the job."""
+        """Log why the job waits, each time the reason changes. Ask idle sessions to end if the job could use their nodes."""
         status = self.status
         if status.phase != JobPhase.PENDING:
             return
@@ -199,7 +200,7 @@ class SlurmJob:
             self.log.warning(f"[rayslurm] {problem}")
 
     def check_waiting(self) -> None:
-        """Report why the job waits; raise RunFailure if it can never start, or has waited for longer than its queue timeout."""
+        """Call `report_waiting`; raise RunFailure if the job can never start, or has waited for longer than the queue timeout."""
         self.report_waiting()
         phase, waiting_since = self.status.phase, self.submitted_at if self.waiting_since is None else self.waiting_since
         reason = self._too_large or never_starts(self._rows, self.request)
@@ -218,7 +219,7 @@ class SlurmJob:
     # ---- End
 
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
-        """Returns how the job ended, in words; None while the job lives, or files that it wrote may still become visible.
+        """Returns how the job ended, in words; None while the job lives, or while files of the job may still become visible.
 
         For `started` and `recorded` see `settling_time`.
         """
@@ -238,7 +239,10 @@ class SlurmJob:
         return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
     def _log_explains_end(self) -> bool:
-        """Returns True if Slurm's reason or a line of a log explains the job's end; srun's lines on failed tasks do not count."""
+        """Returns whether Slurm's reason or a line of a log explains the job's end.
+
+        Lines of `srun` about failed tasks are ignored.
+        """
         if self.status.reason.startswith(_SCRIPT_NOT_RUN):
             return True
         lines = relevant_lines(f"{self._log_tail(LOG)}\n{self._log_tail(node_log(0))}")
@@ -247,7 +251,7 @@ class SlurmJob:
     def explain(self, evidence: Evidence, timeout: float = STATE_TIMEOUT) -> None:
         """Add the last lines of the job's logs, and Slurm's accounting, to the evidence.
 
-        Wait up to `timeout` seconds until Slurm's accounting has the job's final state.
+        Waits up to `timeout` seconds until Slurm's accounting has the job's final state.
         """
         facts = self._fetch_facts(timeout)
         evidence.job = facts and facts.with_component_ids([part.component_id for part in self.request.components])
@@ -268,7 +272,7 @@ class SlurmJob:
                 evidence.culprit = f"the runtime on node {node} ended ({how})" + (f": {last}" if last else "")
 
     def _log_tail(self, name: str) -> str:
-        """Returns the end of a log in the job's directory; "" if the log cannot be read."""
+        """Returns the end of the log file `name` in the job's directory; "" if the log cannot be read."""
         try:
             done = self.commands.run(["tail", "-c", str(_LOG_BYTES), "--", os.path.join(self.directory, name)], timeout=60)
         except OSError:
@@ -276,7 +280,10 @@ class SlurmJob:
         return tail_lines(done.stdout.decode("utf-8", "replace"))
 
     def _fetch_facts(self, timeout: float) -> JobFacts | None:
-        """Returns Slurm's accounting of the job in its final state; after the timeout, the last known accounting or None."""
+        """Returns Slurm's accounting of the job in the job's final state.
+
+        After `timeout` seconds, returns the last known accounting instead, or None if there is none.
+        """
         deadline = time.monotonic() + timeout
         facts, pause = None, 0.5
         while True:
@@ -302,9 +309,9 @@ class SlurmJob:
         return metadata
 
     def cancel_until_gone(self, grace_period: float = 0.0) -> None:
-        """Repeat `scancel` until Slurm confirms the job's end, for a minute at most, and log the outcome.
+        """Repeat `scancel` until Slurm confirms the job's end, for at most a minute, and log the outcome.
 
-        The job may end by itself for `grace_period` seconds before the first `scancel`. Further calls do nothing.
+        Before the first `scancel`, the job has `grace_period` seconds to end by itself. Further calls of this method do nothing.
         """
         if self._cancel_tried:
             return
@@ -321,9 +328,9 @@ class SlurmJob:
 
 
 def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
-    """Returns the seconds after a job's end in which files that it wrote may still become visible to this process. Pure.
+    """Returns for how many seconds after a job's end files of the job may still become visible to this process.
 
-    `started`: the beginning of the job's run record was read. `recorded`: the caller reads a run record of the job.
+    `started` says whether the beginning of the job's run record was read, and `recorded` whether the caller reads a run record.
     """
     if status.exit_code is None:
         exited = status.state in _EXITED
@@ -336,7 +343,7 @@ def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
 
 @dataclass(eq=False)
 class BatchJob:
-    """A running payload in a Slurm job that its step submitted; for the methods see `RunningPayload`."""
+    """A running payload in a Slurm job that the payload's step submitted; for the methods see `RunningPayload`."""
 
     job: SlurmJob
     commands: Connection
@@ -398,9 +405,9 @@ class BatchJob:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """End the job if it was cancelled, has not started, or may hang; called when the step is done with the payload.
+        """End the job if the job was cancelled, has not started, or may hang. Called when the step is done with the payload.
 
-        Does nothing if Slurm cannot be reached, or a later attempt at the step owns the payload.
+        Does nothing if Slurm cannot be reached, or if a later attempt at the step owns the payload.
         """
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self.job.cancelled:
@@ -415,9 +422,10 @@ class BatchJob:
             self.job.cancel_until_gone(_END_TIMEOUT)
 
     def _send_cancel(self, now: bool) -> None:
-        """Ask the runtime to end the payload, or Slurm to cancel the job if the runtime has not started.
+        """Ask the runtime to end the payload. If the runtime has not started, ask Slurm to cancel the job.
 
-        Do nothing if a later attempt at the step owns the payload. Raises OSError if the request cannot be delivered.
+        If `now` is True, the payload has no grace period. Does nothing if a later attempt at the step owns the payload. Raises
+        OSError if the request cannot be delivered.
         """
         if not self.step.owner.confirm():
             return
@@ -434,5 +442,5 @@ class BatchJob:
             raise OSError(f"{self.commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """Returns the time at which the job's runtime began its record, by the clock of its node; None if it has not begun."""
+        """Returns when the job's runtime began the record, by the clock of the runtime's node; None if no record has begun."""
         return evidence.started_at

@@ -1,4 +1,4 @@
-"""Makes a step's Slurm job visible in Dagster as soon as there is one: by tags of the run, and by an event of the step."""
+"""Makes a step's Slurm job visible in Dagster as soon as the job exists, by tags of the run and an event of the step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _TRIES = 5  # Tries to write tags that a step on another host overwrites at the 
 def announce(
     context: dg.OpExecutionContext, base: Path, running: RunningPayload, plan: Plan, run_name: str, connection: Connection
 ) -> None:
-    """Write a payload's Slurm job to Dagster: tags of the run, and an event of the step. Does nothing without a Slurm job.
+    """Write a payload's Slurm job to Dagster, as tags of the run and an event of the step. Does nothing without a Slurm job.
 
     `base` is the base directory on this machine, and `run_name` the name of the run directory. An error of Dagster's storage is
-    logged.
+    logged as a warning.
     """
     if running.job_id is None:
         return
@@ -51,11 +51,11 @@ def announce(
 
 
 def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str], base: Path) -> None:
-    """Add tags to a run, so that none is lost if other steps of the run add theirs at the same time.
+    """Add tags to a run. No tag is lost if other steps of the run add tags at the same time.
 
-    Dagster reads a run's tags, and writes them back with the new ones; the later of two such writes drops the tags of the earlier
-    one. Steps on this machine wait for each other, by a lock on a file in `base`. For steps on other hosts, a second look at the
-    tags finds that some are missing, and they are written again.
+    Dagster reads the tags of a run, and writes them back with the new tags. If two steps do so at the same time, the later write
+    drops the tags of the earlier write. Steps on this machine wait for each other, by a lock on a file in `base`. If a step on
+    another host drops tags, this function reads the tags again, finds that some are missing, and writes the tags again.
     """
     # In a run with several steps, the common tags are those of the latest step.
     lasting = {key: value for key, value in tags.items() if key.startswith(f"{JOB_ID}.")} or tags
@@ -69,7 +69,7 @@ def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str
 
 @contextlib.contextmanager
 def _alone(base: Path) -> Iterator[None]:
-    """Inside the block, no other thread or process of this machine is in such a block; without a usable file, others may be."""
+    """Let only one thread or process of this machine into the block at a time. Without a usable file in `base`, do nothing."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             LocalConnection().make_dir(str(base))
@@ -80,10 +80,10 @@ def _alone(base: Path) -> Iterator[None]:
 
 
 def job_tags(job_id: str, place: str, step: str | None) -> dict[str, str]:
-    """Returns the tags of a run for a Slurm job on a cluster; `step` is None for a run with a single step. Pure.
+    """Returns the tags of a run for a Slurm job on the cluster `place`. `step` is None for a run with a single step.
 
-    A run has one value for each tag, so in a run with several steps the common tag has the job of the latest step, and each step
-    has a tag of its own. The copies of a mapped step share one tag.
+    A run has one value for each tag. In a run with several steps, the common tag has the job of the latest step, and each step
+    has a further tag with its own job. The copies of a mapped step share one tag.
     """
     own = {} if step is None else {f"{JOB_ID}.{step.partition('[')[0]}": job_id}
     return {JOB_ID: job_id, CLUSTER: place, **own}

@@ -1,4 +1,4 @@
-"""Do the steps of a run for a caller in an event loop. No thread of the run blocks while its payloads wait and run."""
+"""Do the steps of a run for a caller in an event loop. No thread blocks while the run's payloads wait and run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Done(Generic[T]):
-    """Wraps the result of the last step, because a future cannot pass on a `StopIteration`."""
+    """The result of the last step of a run. A future cannot pass on the `StopIteration` that carries the result."""
 
     def __init__(self, result: T) -> None:
         self.result = result
@@ -27,8 +27,8 @@ class _Done(Generic[T]):
 async def drive_async(steps: Steps[T], hub: Hub) -> T:
     """Do the steps of a run in threads of the hub, which also follows the run's payloads; returns the last step's result.
 
-    A cancellation of the calling task ends the payloads like an interrupt, with a grace period. A second cancellation ends the
-    payloads at once. `CancelledError` is raised once the payloads have ended.
+    A cancellation of the calling task ends the payloads as an interrupt does, with a grace period. A second cancellation ends the
+    payloads at once. `CancelledError` is raised as soon as the payloads have ended.
     """
     cancelled: asyncio.CancelledError | None = None
     thrown = False  # Whether `cancelled` was raised inside the steps.
@@ -40,8 +40,8 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
     async def end_of(future: Future[Any], following: Following | None = None) -> None:
         """Wait until a future is done.
 
-        Returns early at the first cancellation of the task if the future could be cancelled, or if `following` is given. A later
-        cancellation calls `following.hurry`.
+        Returns early at the first cancellation of the task if the future could be cancelled, or if `following` is given. Each
+        later cancellation calls `following.hurry`.
         """
         nonlocal cancelled, hurried
         done, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -99,9 +99,9 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
 
 
 def _advance(steps: Steps[T], followed: Followed | None, error: BaseException | None) -> Following | _Done[T]:
-    """Continue the steps, with `error` raised inside them if it is not None; before that, leave `followed`.
+    """Leave `followed` unless it is None, then continue the steps. If `error` is not None, `error` is raised inside the steps.
 
-    Returns the payloads that the steps want followed next, or the result of the last step.
+    Returns the payloads to follow next, or the result of the last step.
     """
     if followed is not None:
         followed.leave()

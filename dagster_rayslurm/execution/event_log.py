@@ -28,10 +28,11 @@ def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
     """Inside the block, Dagster's SQLite event log storage writes the events of a run over connections that stay open.
 
     Each event is a transaction of its own, so all events survive if this process is killed. A power failure may lose the last
-    events, because the transactions inside the block do not wait for the disk; the first event after the block does.
+    events, because the transactions inside the block do not wait for the disk. The first event after the block waits for the
+    disk.
 
-    Blocks of several threads or tasks for one storage share the connections of the first block, and only that block's run is
-    faster. For any other storage, this function does nothing.
+    Blocks of several threads or tasks with one storage share the connections of the first block. Then only the run of the first
+    block is faster. With any other kind of storage, the block has no effect.
     """
     if type(storage).__name__ != "SqliteEventLogStorage" or not all(hasattr(storage, name) for name in _METHODS):
         yield

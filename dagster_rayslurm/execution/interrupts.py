@@ -1,4 +1,4 @@
-"""Tells whether a person or the end of the Dagster process interrupts a run, and sets the status that Dagster shows then."""
+"""Tells whether a person or the end of the Dagster process interrupts a run, and sets the run's status in Dagster."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ENDED_BY_USER = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
 
 
 def is_service_stop(context: dg.OpExecutionContext, interrupt: BaseException) -> bool:
-    """Returns True if an interrupt means that this Dagster process is stopped, and not that a person ends the run.
+    """Returns True if `interrupt` means that this Dagster process is stopped, and False if a person ends the run.
 
     A person ends a run by Ctrl-C in a terminal, or by Dagster's terminate button. If Dagster's storage does not answer, the
-    result is True for a process without a terminal.
+    result is True for a process without a terminal. If `interrupt` is no interrupt but another error, the result is False.
     """
     if not isinstance(interrupt, INTERRUPTS) or has_terminal():
         return False
@@ -26,7 +26,7 @@ def is_service_stop(context: dg.OpExecutionContext, interrupt: BaseException) ->
 
 
 def has_terminal() -> bool:
-    """Returns whether this process has a terminal, in which a person may have pressed Ctrl-C; a service has no terminal."""
+    """Returns whether this process has a terminal, in which a person may have pressed Ctrl-C. A service has no terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY))
         return True

@@ -1,4 +1,4 @@
-"""Run each partition of a step in an allocation of its own: submit or find job arrays, follow them, judge, and clean up."""
+"""Run each partition of a step in an allocation of its own: submit or find job arrays, follow and judge them, and clean up."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def execute_arrays(
     extras: Any,
     max_concurrent: int | None,
 ) -> CompletedRun:
-    """Run the missing partitions of a step until all have ended, each as an element of a job array.
+    """Run the missing partitions of a step until all have ended, each partition as an element of a job array.
 
-    `extras` go to the payloads through Pipes. `max_concurrent` is the most elements that run at the same time; None is no limit.
-    Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
+    `extras` go to the payloads through Pipes. `max_concurrent` is the largest number of elements that run at the same time; None
+    is no limit. Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
     """
     results = results_so_far(context, plan, resource)
     if not results.missing:
@@ -67,14 +67,14 @@ def execute_arrays(
 
 @dataclass
 class _History:
-    """How the elements of one array have ended: `cancelled` tells whether the whole array was cancelled, or single elements."""
+    """How the elements of one array have ended, and whether the whole array or only single elements were cancelled."""
 
     waited: bool = False  # Whether elements that waited were cancelled together.
     first_cancelled: float = math.inf  # When the first cancelled element ended; infinite if none was.
     last_other: float = -math.inf  # When the last element that was not cancelled ended.
 
     def add(self, ended: Ended, cancelled: bool) -> None:
-        """Add an element that has ended; `cancelled` says whether the verdict on the element is a cancellation."""
+        """Add an element that has ended. `cancelled` says whether the verdict on the element is a cancellation."""
         end = ended.evidence.end
         if not cancelled:
             self.last_other = max(self.last_other, -math.inf if end is None else float(end["ended_at"]))
@@ -86,14 +86,15 @@ class _History:
     def cancelled(self) -> bool:
         """Whether the whole array was cancelled.
 
-        That is so if elements that waited were cancelled together, or all other elements ended before the first cancelled one.
+        The whole array counts as cancelled if elements that waited were cancelled together. The array also counts as cancelled if
+        all other elements ended before the first cancelled element.
         """
         return self.waited or self.last_other < self.first_cancelled < math.inf
 
 
 @dataclass
 class _ArrayRun:
-    """One run of a step's partitions by job arrays, from their submission to the verdicts."""
+    """One run of a step's partitions in job arrays, from the submission of the arrays to the verdicts."""
 
     context: dg.OpExecutionContext
     backend: ArrayBackend
@@ -134,7 +135,10 @@ class _ArrayRun:
         return {"Execution mode": self.resource.mode, **({"Slurm job arrays": self.job_ids} if self.job_ids else {})}
 
     def complete(self, pipes_context: Mapping[str, Any]) -> None:
-        """Run the missing partitions until all have ended; raises RunFailure unless all succeeded."""
+        """Run the missing partitions until all have ended; raises RunFailure unless all partitions succeeded.
+
+        `pipes_context` is the Pipes context with the time windows of the partitions.
+        """
         detached = False
         try:
             with noticed_interrupts() as raise_ignored:
@@ -184,7 +188,7 @@ class _ArrayRun:
             announce(self.context, base, running, replace(self.launch.plan, ray=None), self.launch.name, self.connection)
 
     def _follow(self, raise_ignored: Any) -> None:
-        """Watch the arrays, and submit further ones, until all partitions have ended; raises RunFailure if that is not possible.
+        """Watch the arrays and submit further arrays until all partitions have ended; raises RunFailure if that fails.
 
         `raise_ignored` raises the exception of an interrupt that Python has ignored (see `noticed_interrupts`).
         """
@@ -221,9 +225,9 @@ class _ArrayRun:
             raise RunFailure(FailureKind.CONNECTION, sentence, retry=False)
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
-        """Show the output of partitions that have ended, judge them, and materialize those that succeeded.
+        """Show the output of partitions that have ended, judge the partitions, and materialize the partitions that succeeded.
 
-        Also sets `stopped` if a whole array was cancelled, so that no further array is submitted.
+        Also sets `stopped` if a whole array was cancelled. Then no further array is submitted.
         """
         failed = False
         for each in ended:
@@ -251,7 +255,7 @@ class _ArrayRun:
                     self.log.warning(f"[rayslurm] {self.stopped}, so that no further one is submitted")
 
     def _show(self, ended: Ended) -> None:
-        """Show the output of a partition, with a title line for each stream, and log the warnings of its runtime."""
+        """Show the output of a partition, with a title line for each stream, and log the warnings of the partition's runtime."""
         writer = OutputWriter("", lambda text: self.log.warning(f"[rayslurm] {text}"))
         if ended.output:
             end, streams = ended.evidence.end or {}, dict.fromkeys(record["s"] for record in ended.output)
@@ -273,7 +277,7 @@ class _ArrayRun:
     # ---- Interrupts and failures
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns whether the arrays go on after `interrupt` has ended this Dagster process; logs a warning if they do."""
+        """Returns whether the arrays go on after `interrupt` has ended this Dagster process. If so, logs a warning."""
         wanted = self.resource.on_service_stop == DETACH and self.launch.history is not None and self.job_ids
         if not wanted or not is_service_stop(self.context, interrupt):
             return False
@@ -284,7 +288,7 @@ class _ArrayRun:
         return True
 
     def _end(self, error: BaseException) -> None:
-        """Cancel all arrays after an error or interrupt, and materialize the partitions that succeeded before that.
+        """Cancel all arrays after an error or interrupt, and materialize the partitions that have succeeded by then.
 
         Does nothing if the cluster is out of reach, or a later attempt owns the arrays.
         """
@@ -308,7 +312,7 @@ class _ArrayRun:
         return RunFailure(failure.kind, sentence, metadata, failure.allow_retries, failure.unhealthy)
 
     def _failure(self) -> RunFailure:
-        """Returns the failure of a step that lacks materialized partitions after the ends of all its arrays."""
+        """Returns the failure of a step whose arrays have all ended, and which still lacks materialized partitions."""
         verdicts = list(self.results.failed.values())
         kinds = {each.kind for each in verdicts if each.kind is not None}
         kind = FailureKind.CANCELLED if self.stopped else kinds.pop() if len(kinds) == 1 else FailureKind.PAYLOAD
@@ -324,10 +328,10 @@ class _ArrayRun:
         return superseded(owner.new_owner or "another attempt")
 
     def _clean_up(self) -> None:
-        """Remove the run directory; if the resource's `keep_run_dirs` keeps it, remove only the secrets.
+        """Remove the run directory; if the resource's `keep_run_dirs` keeps the run directory, remove only the secrets.
 
-        Does nothing if the cluster is out of reach, a later attempt owns the run directory, or this attempt failed before it
-        went on with the arrays of an earlier one.
+        Does nothing if the cluster is out of reach, or a later attempt owns the run directory. Does nothing, either, if this
+        attempt failed before it went on with the arrays of an earlier attempt.
         """
         owner, failed = self.launch.step.owner, bool(self.results.missing)
         if self._lost_since is not None or (self.arrays is None and self.launch.step.reattached):

@@ -1,8 +1,8 @@
-"""Run a payload once for each partition of a step: which partitions are missing, their verdicts, and their materializations.
+"""Run a payload once for each partition of a step: find the missing partitions, judge each partition, and materialize it.
 
-All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each. This runner reports
-the end of each partition by one Pipes message, and the partition is materialized at once: a partition that has succeeded
-counts, whatever becomes of the others.
+All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each partition. The runner
+reports the end of each partition by one Pipes message. A partition that has succeeded is materialized at once, and counts even if
+other partitions fail.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ _DATA_VERSION = "dagster/data_version"  # Tag of a materialization.
 
 
 def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) -> None:
-    """Raise `ValueError` unless the step makes partitions of one asset without checks; also if `max_concurrent` is invalid."""
+    """Raise ValueError unless the step makes partitions of one asset without checks, and `max_concurrent` is valid.
+
+    `max_concurrent` is valid if it is None or a positive integer.
+    """
     if max_concurrent is not None and (
         isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1
     ):
@@ -68,9 +71,9 @@ def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) ->
 
 
 def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
-    """Returns the plan of a payload that runs the command of `plan` for each partition, `max_concurrent` of them at a time.
+    """Returns the plan of a payload that runs the command of `plan` for each partition.
 
-    None for `max_concurrent` means the number of CPUs of the node.
+    `max_concurrent` is the largest number of partitions that run at the same time; None means the number of CPUs of the node.
     """
     payload = plan.payload
     argv = ["python", _RUNNER[0].name, str(max_concurrent or 0), *payload.argv]
@@ -80,9 +83,10 @@ def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
 def execute_partitions(
     context: dg.OpExecutionContext, plan: Plan, backend: Backend, resource: ComputeFields, extras: Any
 ) -> CompletedRun:
-    """Run the missing partitions of a step until all have ended; `plan` comes from `with_runner`.
+    """Run the missing partitions of a step until all have ended.
 
-    Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
+    `plan` comes from `with_runner`. `extras` go to the payload through Pipes. Returns the result for the user's asset. Raises
+    RunFailure unless all partitions succeeded.
     """
     results = results_so_far(context, plan, resource)
     if not results.missing:
@@ -100,7 +104,7 @@ def execute_partitions(
 
 
 def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields) -> PartitionResults:
-    """Returns the results of a step's partitions from attempts before, and logs how many there are."""
+    """Returns the results of a step's partitions from earlier attempts, and logs how many partitions are materialized."""
     keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
     if found := done & set(keys):
         context.log.info(f"[rayslurm] {len(found):,} of {len(keys):,} partitions are materialized by an attempt before")
@@ -111,13 +115,13 @@ def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: Compute
 
 
 def nothing_missing(context: dg.OpExecutionContext, results: PartitionResults, extras: Any) -> CompletedRun:
-    """Returns the result of a step all of whose partitions are materialized already."""
+    """Returns the result of a step whose partitions are all materialized already."""
     with RecordPipes(context).session(extras, uses_pipes=False) as session:
         return CompletedRun(session, results.metadata(), "", None, [])
 
 
 def materialized(context: dg.OpExecutionContext) -> set[str]:
-    """Returns the keys of the partitions that this run, or a run that it retries from failure, has materialized.
+    """Returns the keys of the partitions that this run, or a run that this run retries from failure, has materialized.
 
     Other materializations do not count, because a user who runs a partition again wants a new materialization.
     """
@@ -135,7 +139,10 @@ def materialized(context: dg.OpExecutionContext) -> set[str]:
 
 @dataclass
 class PartitionResults:
-    """Handles the messages about a step's partitions: judges each partition, and materializes those that succeeded."""
+    """The results of a step's partitions.
+
+    Handles the Pipes messages of the payload, judges each partition, and materializes successes.
+    """
 
     context: dg.OpExecutionContext
     keys: Mapping[str, str]  # By key as text: Dagster's key, which has several parts if partitions have dimensions.
@@ -162,9 +169,9 @@ class PartitionResults:
         return [key for key in self.keys if key not in self.done]
 
     def attach(self, pipes: RecordPipes, owner: Callable[[], Ownership]) -> tuple[PipesContextData, Any]:
-        """Returns the Pipes context of a payload that runs the missing partitions, and the handler of its messages.
+        """Returns the Pipes context of a payload that runs the missing partitions, and the handler of the payload's messages.
 
-        Called once no earlier attempt materializes partitions any more.
+        `owner` returns the ownership of the payload. Called as soon as no earlier attempt materializes partitions any more.
         """
         self.handler, self._pipes, self.owner = pipes.handler, pipes, owner
         self.done |= materialized(self.context) & set(self.keys)
@@ -195,7 +202,11 @@ class PartitionResults:
         usage: Mapping[str, Any],
         own: Mapping[str, Any] = MappingProxyType({}),
     ) -> Verdict:
-        """Judge a partition that has ended, and materialize it, with its usage and its `own` metadata, or log why it failed."""
+        """Judge a partition that has ended, and return the verdict.
+
+        Materializes a partition that succeeded; logs why a partition failed. `messages` are the partition's Pipes messages, as
+        the payload wrote them. `usage` and `own` become metadata of the materialization.
+        """
         results = self._results(key, messages, evidence)
         verdict = with_hint(judge(evidence, self.uses_pipes, self.require_messages), evidence)
         if verdict.kind is None:
@@ -210,7 +221,10 @@ class PartitionResults:
         return verdict
 
     def _may_write(self) -> bool:
-        """Returns whether this attempt owns the payload; while the connection is lost, waits for an answer."""
+        """Returns whether this attempt owns the payload.
+
+        While the connection is lost, waits for an answer; False if it is lost for too long.
+        """
         while True:
             try:
                 holds = self.owner().holds()
@@ -227,7 +241,10 @@ class PartitionResults:
                 time.sleep(_RETRY)
 
     def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
-        """Pass on the messages of one partition, and add them to `evidence`; returns the materializations that they report."""
+        """Pass on the Pipes messages of one partition, and add the messages to `evidence`; returns the reported results.
+
+        An invalid message is noted in `evidence.message_error`.
+        """
         reported = dg.PipesMessageHandler(self.context, self._pipes)
         for line in lines:
             try:
@@ -273,7 +290,7 @@ class PartitionResults:
         self.failed.pop(key, None)
 
     def _window(self, key: str) -> dict[str, str] | None:
-        """Returns the time window of a partition for its Pipes context; None if the partitions have none."""
+        """Returns the time window of a partition for the Pipes context; None if the asset's partitions have no time windows."""
         definition = self.context.assets_def.partitions_def
         if not isinstance(definition, dg.TimeWindowPartitionsDefinition):
             return None
@@ -295,7 +312,7 @@ class PartitionResults:
         return Verdict(FailureKind.PAYLOAD, self.sentence()) if self.missing else SUCCESS
 
     def sentence(self) -> str:
-        """Returns the sentence of a failure, which counts the partitions that failed or never ended, and names the first."""
+        """Returns the sentence of a failure: how many partitions failed or never ended, and why the first ones failed."""
         failed = [f"{key!r} ({each.sentence})" for key, each in list(self.failed.items())[:_NAMED]]
         more = f" and {len(self.failed) - _NAMED:,} more" if len(self.failed) > _NAMED else ""
         lost = len(self.missing) - len(self.failed)
@@ -304,7 +321,7 @@ class PartitionResults:
         return f"{self.counted()}, {' and '.join(what)}; re-execute the run from failure to run only those that are missing"
 
     def failures_metadata(self) -> dict[str, Any]:
-        """Returns the metadata of a failure: the counts, and why partitions failed, by key."""
+        """Returns the metadata of a failure: the numbers of partitions, and for failed partitions the reason by key."""
         counts = {"Partitions": len(self.keys), "Partitions materialized": len(self.done), "Partitions failed": len(self.failed)}
         listed = {key: each.sentence for key, each in list(self.failed.items())[:_LISTED]}
         return {**counts, **({"Failed partitions": dg.MetadataValue.json(listed)} if listed else {})}

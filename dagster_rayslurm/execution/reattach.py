@@ -1,9 +1,9 @@
 """Reattach: continue a payload that an earlier attempt at this step started and did not follow to its end.
 
-A retry of the step, in the same run or in one that retries from failure, finds the payload's run directory and the forwarded log
-messages in Dagster's event log. The retry reads results and custom messages again from the payload's record, the files in which
-the runtime writes down everything that happens. A bookmark, a file of this machine, says how much output was shown, because
-Dagster keeps output on this machine, too: at most the last batch of output is shown twice.
+A retry of the step may belong to the same run, or to a run that retries from failure. The retry finds the payload's run directory
+and the forwarded log messages in Dagster's event log. The retry reads results and custom messages again from the payload's
+record: the files in which the runtime writes down everything that happens. A bookmark, a file of this machine, says how much
+output was shown, because Dagster keeps output on this machine, too. At most the last batch of output is shown twice.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _launched: dict[tuple[int, str], dict[tuple[str, str], str]] = {}
 
 
 def next_call(context: dg.OpExecutionContext) -> int:
-    """Returns the number of this call among those of the attempt at the step, from 1 on.
+    """Returns how many payloads this attempt at the step has started in this process, including the payload about to start.
 
-    The first payload of a retry continues the first payload of the attempt before, the second continues the second, and so on.
+    The first payload of a retry continues the first payload of the earlier attempt, the second payload the second, and so on.
     """
     with _lock:
         key = (context.run.run_id, context.get_step_execution_context().step.key, context.retry_number)
@@ -60,7 +60,7 @@ def next_call(context: dg.OpExecutionContext) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """A payload that `execute` starts or continues: a plan, and a run directory, which is new or that of an earlier attempt."""
+    """A payload to start or continue: a plan, and a run directory, which is new or belongs to an earlier attempt."""
 
     step: Step  # With its ownership of the payload.
     plan: Plan  # After a reattach, with the nonce of the earlier attempt.
@@ -76,7 +76,10 @@ class Launch:
         return self.history is not None or self.submitted
 
     def again(self, nonce: str, backend: Backend, home: Layout) -> Launch:
-        """Returns a new launch of the same plan with another nonce, in place of this launch, whose payload never started."""
+        """Returns a new launch of the same plan with another nonce and a new run directory.
+
+        The new launch replaces this launch, whose payload never started.
+        """
         step, plan = replace(self.step, reattached=False), replace(self.plan, payload=replace(self.plan.payload, nonce=nonce))
         return _new_launch(step, plan, backend, home, self.history)
 
@@ -89,11 +92,12 @@ def reattach_or_new(
     number: int | None = None,
     writes_results: bool = False,
 ) -> Launch:
-    """Take over and return the payload of an earlier attempt at this step if it runs the same plan; else prepare a new one.
+    """Returns a launch: of an earlier attempt's payload if that payload runs the same plan, otherwise of a new payload.
 
-    An earlier payload is continued if its owner has not begun to end or judge it. A payload that its dead owner was ending is
-    ended first. If attempts write results before the end (`writes_results`), the earlier attempt writes none after this call.
-    `number` is the number of the call in its step, by `next_call`; None for the next one.
+    This attempt takes an earlier payload over if the payload's owner has not begun to end or judge the payload. If the owner died
+    while ending the payload, this function ends the payload first. If `writes_results` is True, attempts write results before the
+    payload's end; then the earlier attempt writes no results after this call. `number` is the result of `next_call`; None if it
+    was not called yet. Raises StartError or OSError.
     """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
@@ -139,7 +143,7 @@ def _new_launch(step: Step, plan: Plan, backend: Backend, home: Layout, history:
 
 
 class AttemptHistory:
-    """Finds earlier and later attempts at one payload of a step, in Dagster's event log and run storage."""
+    """The earlier and later attempts at one payload of a step, as found in Dagster's event log and run storage."""
 
     def __init__(self, context: dg.OpExecutionContext, step_key: str, number: int | None) -> None:
         self._context = context
@@ -148,7 +152,7 @@ class AttemptHistory:
         self._noted_at = time.time()
 
     def earlier_run_dir(self) -> str | None:
-        """Returns the name of the run directory of the preceding attempt; None if there was none, or it noted none."""
+        """Returns the name of the preceding attempt's run directory; None without a preceding attempt or a noted name."""
         context = self._context
         first = not context.retry_number and not _is_retry(context.run)
         # A new worker that continues a run has the same run id; Dagster starts such workers only if it monitors runs.
@@ -157,9 +161,9 @@ class AttemptHistory:
         return self._launched().get((self._step_key, self._client))
 
     def _launched(self) -> dict[tuple[str, str], str]:
-        """Returns the last run directory of each step and client, of this run and of those that it retries.
+        """Returns the last run directory for each pair of step and client, in this run and the runs that this run retries.
 
-        Dagster's own search reads the whole event log for each payload, which takes minutes for thousands of them.
+        Dagster's own search reads the whole event log for each payload, which takes minutes for thousands of payloads.
         """
         key = (os.getpid(), self._context.run.run_id)
         with _lock:
@@ -179,7 +183,7 @@ class AttemptHistory:
                         yield (handle.step_key, handle.client_name), handle.external_run_id
 
     def note(self, name: str) -> None:
-        """Write the name of the payload's run directory to Dagster's event log, before the payload starts."""
+        """Write the name of the payload's run directory to Dagster's event log. Called before the payload starts."""
         if reattach is not None:
             handle = reattach.record_external_launch(self._context, client_name=self._client, external_run_id=name)
             self._noted_at = handle.launched_at
@@ -201,7 +205,10 @@ class AttemptHistory:
             return None
 
     def logged_since(self, name: str) -> Iterator[tuple[int, str]]:
-        """Yields level and text of the step's log lines since the run directory `name` was noted, oldest first."""
+        """Yields level and text of the step's log lines, oldest first, from the event that `note` wrote for `name` on.
+
+        `name` is the name of a run directory.
+        """
         begun = False
         for entry in self._entries():
             if entry.step_key == self._step_key and begun and not entry.is_dagster_event:
@@ -214,7 +221,7 @@ class AttemptHistory:
         return type(self._context.instance.compute_log_manager).__name__ == "LocalComputeLogManager"
 
     def _entries(self) -> Iterator[dg.EventLogEntry]:
-        """Yields the event log entries of this run and the runs that it retries, oldest first; reads one page at a time."""
+        """Yields the event log entries of this run and the runs that this run retries, oldest first. Reads one page at a time."""
         instance = self._context.instance
         for run in retried_runs(self._context):
             cursor, more = None, True
@@ -226,7 +233,7 @@ class AttemptHistory:
 
 
 def retried_runs(context: dg.OpExecutionContext) -> list[dg.DagsterRun]:
-    """Returns this run and the runs that it retries from failure, the oldest first."""
+    """Returns this run and the runs that this run retries from failure, the oldest run first."""
     runs = [context.run]
     while _is_retry(runs[0]) and runs[0].parent_run_id and (parent := context.instance.get_run_by_id(runs[0].parent_run_id)):
         runs.insert(0, parent)
@@ -241,14 +248,14 @@ def _is_retry(run: dg.DagsterRun) -> bool:
 class Bookmark:
     """A file with the offset up to which a payload's output was shown in Dagster.
 
-    Errors of the file are ignored; then a later attempt shows output again.
+    Errors of the file are ignored. After an error, a later attempt may show output again.
     """
 
     path: Path
     fd: int | None = None
 
     def read(self) -> int:
-        """Returns the offset that was noted last; 0 without a file, or if another machine wrote the file."""
+        """Returns the offset that was noted last; 0 if there is no file, or if another machine wrote the file."""
         try:
             noted = json.loads(self.path.read_bytes()[:_BOOKMARK_BYTES])
             return int(noted["offset"]) if noted["where"] == socket.gethostname() else 0
@@ -256,7 +263,7 @@ class Bookmark:
             return 0
 
     def note(self, offset: int) -> None:
-        """Note that all output before an offset was shown."""
+        """Note in the file that all output before `offset`, in bytes, was shown."""
         with contextlib.suppress(OSError):
             if self.fd is None:
                 LocalConnection().make_dir(str(self.path.parent))
@@ -264,7 +271,7 @@ class Bookmark:
             os.pwrite(self.fd, json.dumps({"where": socket.gethostname(), "offset": offset}).encode().ljust(_BOOKMARK_BYTES), 0)
 
     def remove(self) -> None:
-        """Close and remove the file, once no later attempt needs the offset."""
+        """Close and remove the file. Called when no later attempt needs the offset."""
         if self.fd is not None:
             os.close(self.fd)
         self.fd = None

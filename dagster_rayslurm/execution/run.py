@@ -1,4 +1,4 @@
-"""Run the payload of a run to its verdict, or with topology "separate" one payload for each component, all together."""
+"""Run the payload of a run to its verdict. With topology "separate", run one payload for each component, all together."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _last_sweep: dict[tuple[str, Path], float] = {}
 
 
 def drive(steps: Steps[T]) -> T:
-    """Do the steps of a run in this thread, and follow its payloads; returns the result of the last step."""
+    """Do the steps of a run in this thread, and follow the run's payloads; returns the result of the last step."""
     error: BaseException | None = None
     while True:
         try:
@@ -82,7 +82,7 @@ def execute(
     extras: Any,
     partitions: PartitionResults | None = None,
 ) -> CompletedRun:
-    """Do all steps of a run, those of `executing`, in this thread."""
+    """Do all steps of `executing` in this thread; returns the result for the user's asset. Parameters and errors as there."""
     return drive(executing(context, plan, backend, resource, extras, partitions))
 
 
@@ -98,8 +98,8 @@ def executing(
     """Run a `Plan`, or a mapping from components to plans in the job's order, until all payloads have ended.
 
     `extras` are the Pipes extras. If the payload runs several partitions, `partitions` gets the payload's messages. `number` is
-    the number of the call in its step, by `next_call`; None for the next one. Returns the result for the user's asset. Raises
-    RunFailure unless all payloads succeeded.
+    the result of `next_call`; None if `next_call` was not called yet. Returns the result for the user's asset. Raises RunFailure
+    unless all payloads succeeded.
     """
     home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
@@ -131,7 +131,7 @@ def executing(
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """Inside the block, turn a StartError or OSError into a `RunFailure` that says why the run cannot be started."""
+    """Inside the block, turn a StartError or OSError into a RunFailure that says why the run cannot be started."""
     try:
         yield
     except StartError as error:
@@ -146,7 +146,7 @@ def start_errors() -> Iterator[None]:
 
 @dataclass
 class FollowedPayload:
-    """A running payload, and the follower that reads its record and passes output and messages to Dagster."""
+    """A running payload, and the follower that reads the payload's record and passes output and messages to Dagster."""
 
     plan: Plan
     running: RunningPayload
@@ -160,7 +160,7 @@ class FollowedPayload:
 
     @property
     def label(self) -> str:
-        """The beginning of each line about the payload in the Dagster log; "" for the only payload of a run."""
+        """The beginning of each line about the payload in the Dagster log; "" if the run has a single payload."""
         return "" if self.follower.component is None else f"component {self.follower.component!r}: "
 
     @property
@@ -169,7 +169,7 @@ class FollowedPayload:
         return (self.evidence.end_or_partial or {}).get("context", {}).get("unhealthy") or []
 
     def metadata(self, mode: str) -> Metadata:
-        """Returns the Dagster metadata of the payload, for a result and a failure alike."""
+        """Returns the Dagster metadata of the payload, for a result and a failure alike. `mode` is the execution mode."""
         own = self.running.metadata(self.evidence)
         figures = run_metadata(self.evidence.end_or_partial, mode, self.running.cluster_id)
         return {**own, **figures, **timeline_metadata(self.evidence, mode, own.get("Queue wait (s)"))}
@@ -177,7 +177,7 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """One run, from the start of its payloads to the verdict; of Dagster, it uses only the log and the Pipes handler."""
+    """One run, from the start of its payloads to the verdict. Of Dagster, the object uses only the log and the Pipes handler."""
 
     log: Any
     backend: Backend
@@ -223,8 +223,9 @@ class PayloadRun:
         """Run the payloads to the end; returns the metadata for Dagster. Raises RunFailure unless all payloads succeeded.
 
         If unhealthy nodes prevented the run, and `on_unhealthy` of the resource is "exclude-and-retry", the payloads are started
-        once more without those nodes. `handler` gets the Pipes messages. With components, `check` is called with each message
-        that reports a result, and the merged results go to `handler` after the ends of all payloads.
+        once more without the unhealthy nodes. `context` is the Pipes context. `handler` gets the Pipes messages. With components,
+        `check` is called with each message that reports a result, and `handler` gets the merged results after the ends of all
+        payloads.
         """
         try:
             return (yield from self._complete_once(context, handler, check))
@@ -241,7 +242,7 @@ class PayloadRun:
         return {**metadata, "Unhealthy nodes": "; ".join(map(str, causes))}
 
     def _start_over(self) -> None:
-        """Replace the run directory, whose payloads never started, by a new one with another nonce."""
+        """Replace the run directory, whose payloads never started, by a new run directory with another nonce."""
         nonce = secrets.token_hex(6)
         self.plans = {name: replace(each, payload=replace(each.payload, nonce=nonce)) for name, each in self.plans.items()}
         with start_errors():
@@ -277,10 +278,11 @@ class PayloadRun:
         drive(self.following(start, handler_of))
 
     def following(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> Steps[None]:
-        """Start the payloads, follow them until they have ended, and release them, also after an error.
+        """Start the payloads, follow them until they have ended, and release the payloads, also after an error.
 
-        `start` registers each payload as soon as it runs, in the order of the plans; `handler_of` returns the handler for Pipes
-        messages of a component. Raises RunFailure if the payloads cannot be started, or a later attempt has taken them over.
+        `start` registers each payload as soon as the payload runs, in the order of the plans. `handler_of` returns the handler
+        for the Pipes messages of a component. Raises RunFailure if the payloads cannot be started, or a later attempt has taken
+        the payloads over.
         """
 
         def register(running: RunningPayload) -> None:
@@ -327,7 +329,7 @@ class PayloadRun:
                 self._release()
 
     def judge(self, payload: FollowedPayload) -> Judged:
-        """Copy a payload's output files to this machine; returns the verdict with the evidence for it.
+        """Copy a payload's output files to this machine; returns the verdict on the payload, with the evidence for the verdict.
 
         A payload whose output files are lost has not succeeded.
         """
@@ -344,9 +346,11 @@ class PayloadRun:
         return Judged(verdict, evidence)
 
     def clean_up(self, verdict: Verdict) -> str | None:
-        """Remove the run directory, unless the resource keeps it; returns "HOST:PATH" of a kept directory, else None.
+        """Remove the run directory unless it is kept; returns the path of a kept run directory as "HOST:PATH", otherwise None.
 
-        Raises RunFailure if a later attempt has taken the payload over.
+        The run directory is kept if the resource says so, if output files were not copied, or if the connection is lost. For a
+        directory of this machine, the result is the path without host. Raises RunFailure if a later attempt has taken the payload
+        over.
         """
         # Over a lost connection the payload may go on, and a retry may take it over.
         lost = any(each.evidence.connection_lost for each in self.payloads.values())
@@ -389,10 +393,10 @@ class PayloadRun:
         return self.run_dir if component is None else component_dir(self.run_dir, component)
 
     def _poll(self, payload: FollowedPayload, raise_ignored: Callable[[], None], evidence: Evidence) -> str | None:
-        """Returns how the runtime ended, in words; None while it lives.
+        """Returns how the runtime ended, in words; None while the runtime lives.
 
-        Raises `RunFailure` if the runtime does not start in time, or can never start. `raise_ignored` raises an interrupt
-        that Python has ignored.
+        Raises RunFailure if the runtime does not start in time, or can never start. `raise_ignored` raises the exception of an
+        interrupt that Python has ignored.
         """
         raise_ignored()
         if self._owner.new_owner is not None:
@@ -410,7 +414,7 @@ class PayloadRun:
         return payload.running.poll(evidence)
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns True, after a warning in the log, if the payloads shall outlive this Dagster process, which is stopping."""
+        """Returns whether the payloads shall outlive this Dagster process, which `interrupt` stops. If so, logs a warning."""
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
         if self.resource.on_service_stop != DETACH or ends_with_run or not self.launch.lasts or not self.payloads:
             return False
@@ -423,7 +427,7 @@ class PayloadRun:
         return True
 
     def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> Steps[None]:
-        """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period.
+        """Cancel the payloads and follow them to their ends. A second interrupt ends the grace period of the payloads.
 
         Raises `interrupt` if a later attempt has taken the payloads over.
         """
@@ -459,7 +463,7 @@ class PayloadRun:
             log.info(f"[rayslurm] {each.label}{verdict.sentence}")
 
     def _raise_if_superseded(self, error: BaseException) -> None:
-        """If a later attempt has taken the payload over, raise `error` if it is an interrupt, else a RunFailure that says so."""
+        """Raise RunFailure if a later attempt has taken the payload over; if `error` is an interrupt, raise `error` instead."""
         if self._owner.new_owner is None:
             return
         failure = superseded(self._owner.new_owner)
@@ -469,7 +473,7 @@ class PayloadRun:
         raise failure from None
 
     def _release(self) -> None:
-        """Release each payload, even if the release of another one raises; remove files with secrets that no runtime has read."""
+        """Release each payload, even if the release of another payload raises; remove the secrets that no runtime has read."""
         with ExitStack() as stack:
             for each in self.payloads.values():
                 stack.callback(each.running.release, each.evidence)
@@ -483,7 +487,8 @@ class PayloadRun:
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
         """Copy output files to this machine, and log warnings about output and files that did not come back.
 
-        Returns a sentence if some output files are only in the run directory now; else None.
+        Returns a sentence if some output files are now only in the run directory; otherwise None. `succeeded` says whether the
+        payload succeeded.
         """
         end, run_dir = payload.evidence.end or {"outputs": []}, payload.follower.run_dir
         outputs = self.outputs / (payload.follower.component or "")
@@ -501,7 +506,10 @@ class PayloadRun:
 
 
 def superseded(successor: str) -> RunFailure:
-    """Returns the failure of an attempt whose payload a later attempt, given in words, has taken over."""
+    """Returns the failure of an attempt whose payload a later attempt has taken over.
+
+    `successor` is the later attempt in words.
+    """
     return RunFailure(
         FailureKind.SUPERSEDED,
         f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
@@ -515,8 +523,8 @@ def superseded(successor: str) -> RunFailure:
 def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
     """Copy the output files that the record `end` of a payload lists to the directory `outputs` on this machine.
 
-    `end["outputs_failed"]` gets a sentence for each failed copy. Raises OSError if the connection is lost for `timeout` seconds,
-    or the record names a file outside the working directory.
+    The function adds a sentence for each failed copy to `end["outputs_failed"]`. Raises OSError if the connection is lost for
+    `timeout` seconds, or if the record names a file outside the working directory.
     """
     failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
     for name in [entry["name"] for entry in end["outputs"]]:
@@ -532,7 +540,7 @@ def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Pa
 
 
 def _download(connection: Connection, source: str, target: str, timeout: float) -> None:
-    """Download a file; while the connection is lost, try again for up to `timeout` seconds."""
+    """Download the file `source` to `target`. While the connection is lost, try again for up to `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -546,7 +554,7 @@ def _download(connection: Connection, source: str, target: str, timeout: float) 
 def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
     """Returns warnings, as sentences, about output that was not recorded, and about output files that did not come back.
 
-    Files that do not exist or exceed the size limit count only for a success.
+    If the payload has not succeeded, files that do not exist or exceed the size limit get no warning.
     """
     warnings = []
     if dropped := end.get("stdio_dropped"):
@@ -559,13 +567,13 @@ def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
 
 
 def discard(connection: Connection, path: str) -> None:
-    """Remove a file or directory; if that fails, a later sweep removes it."""
+    """Remove a file or directory. An error is ignored, because a later sweep removes what is left."""
     with suppress(OSError):
         connection.remove(path)
 
 
 def sweep_old_files(backend: Backend, home: Layout, retention_days: float) -> None:
-    """Remove files older than `retention_days` on this machine and where payloads run; at most once an hour per process."""
+    """Remove files older than `retention_days` on this machine and where payloads run, at most once an hour per process."""
     now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
         _last_sweep[base] = now

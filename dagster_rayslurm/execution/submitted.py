@@ -1,4 +1,4 @@
-"""Runs that are submitted and left: submit once for each key, follow a run by its handle, and find the runs that have ended."""
+"""Runs that are submitted and left: submit one run for each key, follow a run by its handle, and find runs that have ended."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def submit_and_leave(
 ) -> RunHandle:
     """Submit the job of a plan and return its handle; if `handle.key` was used before, return the handle of the earlier job.
 
-    `handle` has the fields that are known before the submission; `name` names the run directory and the job. Raises RunFailure
-    if the job cannot be submitted.
+    `handle` has the fields that are known before the submission. `name` becomes part of the names of the run directory and the
+    job. `context` is the Pipes context. Raises RunFailure if the job cannot be submitted.
     """
     nonce = plan.payload.nonce
     run = run_dir_name(context["run_id"] or FROM_TERMINAL, name, nonce)
@@ -94,11 +94,12 @@ def submit_and_leave(
 def submit_once(
     connection: Connection, directory: str, runs: str, own: RunHandle, start: Callable[[], RunHandle], log: Any
 ) -> RunHandle:
-    """Submit a job by `start`, unless a job was submitted for the key of `own` before; returns the handle of the one job.
+    """Submit a job by `start`, unless a job was submitted for the key of `own` before; returns the handle of the single job.
 
-    Each process that wants to submit makes a claim in `directory`, the directory of the key (see `edge.submissions`). `runs` is
-    the directory of all run directories. If the process of another claim has died and Slurm has no job of that claim, the claim
-    is abandoned, and this process submits. Raises StartError or OSError.
+    `own` is the handle of this process's submission, without a job id. Each process that wants to submit makes a claim in
+    `directory`, the directory of the key (see `edge.submissions`). `runs` is the directory of all run directories. If the process
+    of another claim has died, and Slurm has no job of the other claim, the other claim is abandoned, and this process submits.
+    Raises StartError or OSError.
     """
     mine = json.dumps({"handle": own.to_json(), "process": [socket.gethostname(), os.getpid()]})
     after = 0
@@ -146,7 +147,7 @@ def _job_id(connection: Connection, runs: str, handle: RunHandle) -> str | None:
 
 
 def _is_dead(process: Sequence[Any]) -> bool:
-    """Returns True if `process`, a host and a process id, has ended; False if it lives, or ran on another host."""
+    """Returns whether `process`, a host and a process id, has certainly ended. False if the process ran on another host."""
     host, pid = process
     if host != socket.gethostname():
         return False
@@ -162,7 +163,10 @@ def _is_dead(process: Sequence[Any]) -> bool:
 def pipes_context_of(
     name: str, asset_key: str | None, partition_key: str | None, run_id: str | None, extras: Mapping[str, Any] | None
 ) -> PipesContextData:
-    """Returns the Pipes context of a payload that no step follows, with asset, partition, Dagster run id and extras."""
+    """Returns the Pipes context of a payload that no step follows, with asset, partition, Dagster run id and extras.
+
+    Without `asset_key`, the asset is called `name`.
+    """
     context = {**pipes_context(asset_key or name), "partition_key": partition_key, "extras": dict(extras or {})}
     return {**context, "run_id": run_id or FROM_TERMINAL}  # type: ignore[typeddict-item]
 
@@ -204,7 +208,7 @@ def reattaching(
 
 
 def _submitted_plan(connection: Connection, run_dir: str, handle: RunHandle) -> tuple[Plan, RunHandle]:
-    """Returns the plan of a submitted run, read from its run directory, and the handle with the job id.
+    """Returns the plan of a submitted run, read from the run's directory, and the handle with the job id.
 
     Raises StartError if the run directory or the job is gone.
     """
@@ -227,7 +231,7 @@ def _submitted_plan(connection: Connection, run_dir: str, handle: RunHandle) -> 
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A submitted run that has ended, and the verdict on it."""
+    """A submitted run that has ended, with the verdict on the run."""
 
     handle: RunHandle
     verdict: Verdict
@@ -237,11 +241,12 @@ class EndedRun:
 def look_for_ends(
     connection: Connection, base: str, known: Sequence[str], sensor: str, resource: ComputeFields
 ) -> tuple[list[EndedRun], list[str], int]:
-    """Find the submitted runs below `base` that have ended, and judge them; asks the cluster for one listing with one squeue.
+    """Find the submitted runs below `base` that have ended, and judge the runs. One remote call lists all runs, with one squeue.
 
-    `known` has the names of runs that were reported before. Returns the ended runs, which `sensor` alone reports from now on, the
-    names in `known` whose run directories still exist, and the number of runs that have not ended. Runs that another sensor
-    reports are left out. Raises OSError if the cluster or Slurm does not answer.
+    `known` has the names of the runs that were reported before. `sensor` is the name of the sensor that reports the ended runs.
+    Returns three values: the ended runs, which only this sensor reports from now on; the names in `known` whose run directories
+    still exist; and the number of runs that have not ended. Runs that another sensor reports are left out. Raises OSError if the
+    cluster or Slurm does not answer.
     """
     found = connection.call(
         submissions.listing, base, list(squeue_command()), _SQUEUE_TIMEOUT, list(known), repeat=True, timeout=_SQUEUE_TIMEOUT
@@ -268,7 +273,7 @@ def look_for_ends(
 
 
 def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | None:
-    """Returns the handle of a run if its job has ended or was never submitted; None for any other run. Pure.
+    """Returns the handle of a run if the run's job has ended or was never submitted; otherwise None.
 
     `found` is the entry of the run in `edge.submissions.listing`. Returns None, too, if the handle cannot be read.
     """
@@ -285,10 +290,10 @@ def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | 
 
 
 def _judged(connection: Connection, run_dir: str, handle: RunHandle, queue: QueueSnapshot, resource: ComputeFields) -> EndedRun:
-    """Returns the verdict on a run that has ended, from its record and, if the record does not explain the end, from Slurm.
+    """Returns the verdict on a run that has ended, from the run's record and, if the record does not explain the end, from Slurm.
 
-    Also removes the secrets from the run directory, and marks a run without output files as fetched, so that a sweep may remove
-    the run directory.
+    Also removes the secrets from the run directory. If the run has no output files, the function marks the run as fetched, so
+    that a sweep may remove the run directory.
     """
     evidence, reader = Evidence(), LineReader()
     reported: dict[str, Any] = {}

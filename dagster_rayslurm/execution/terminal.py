@@ -1,6 +1,6 @@
 """Run a payload from a terminal, without Dagster, but with the same backends, records and verdicts as in Dagster.
 
-Pipes messages of the payload become lines of the log. There is no event storage, so nothing is reattached.
+Pipes messages of the payload become lines of the log. Nothing is reattached, because there is no event storage.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Detached:
-    """A payload that was started, and that runs on after this process has ended."""
+    """A payload that was started, and that continues to run after this process has ended."""
 
     run: str
     directory: str
@@ -53,13 +53,16 @@ class Detached:
 
 
 class TerminalPipes:
-    """Replaces Dagster's handler of Pipes messages: writes the messages to the log."""
+    """Handles the Pipes messages of a payload that runs without Dagster: writes log messages and reported results to a logger."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
 
     def handle_message(self, message: Mapping[str, Any]) -> None:
-        """Write a Pipes message of the payload to the log as one line, if it is a log message or reports a result."""
+        """Write a Pipes message of the payload to the log as one line.
+
+        Messages other than log messages and results are ignored.
+        """
         method, params = str(message["method"]), dict(message.get("params") or {})
         if method == "log":
             level = logging.getLevelName(str(params.get("level", "INFO")).upper())
@@ -71,7 +74,7 @@ class TerminalPipes:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a metadata value without the types that Pipes adds to values, at any depth."""
+    """Returns a metadata value without the types that Pipes adds to values, at any depth of dictionaries."""
     if isinstance(value, dict):
         return (
             _plain(value["raw_value"])
@@ -82,7 +85,7 @@ def _plain(value: Any) -> Any:
 
 
 def pipes_context(name: str) -> PipesContextData:
-    """Returns the Dagster Pipes context that a payload gets: it names an asset `name`, and no Dagster run."""
+    """Returns the Dagster Pipes context of a payload without Dagster. The context has the asset `name` and no Dagster run."""
     return {
         "asset_keys": [name],
         "code_version_by_asset_key": {name: None},
@@ -108,7 +111,10 @@ def _prepare(name: str, plan: Any, backend: Backend, resource: ComputeFields, lo
 
 
 def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Finished:
-    """Run a plan, or plans by component, to the end; returns the result. Raises RunFailure only if nothing was started."""
+    """Run a plan, or plans by component, to the end; returns the result. Raises RunFailure only if no payload was started.
+
+    `name` becomes part of the name of the run directory.
+    """
     run = _prepare(name, plan, backend, resource, log)
     failure = None
     try:
@@ -124,9 +130,10 @@ def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFie
 
 
 def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Detached:
-    """Start a plan on the cluster, and return without waiting for its end.
+    """Start a plan on the cluster, and return without waiting for the plan's end.
 
-    The payload's outputs are never copied to this machine, and a later sweep removes the run directory.
+    The payload's outputs are never copied to this machine. A later sweep removes the run directory. Raises RunFailure if the plan
+    cannot be started.
     """
     run = _prepare(name, plan, backend, resource, log)
     started: list[RunningPayload] = []
@@ -141,9 +148,9 @@ def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFiel
 
 
 def exit_code(end: Record | None) -> int:
-    """Returns the exit code of `rayslurm` for a payload with the record `end`; None stands for a missing record. Pure.
+    """Returns the exit code of `rayslurm` for a payload whose record has the line `end`; None stands for a record without end.
 
-    The result is the payload's own exit code, 128 + the number of the signal that ended the payload, or TIMED_OUT, INTERRUPTED or
+    The result is the payload's exit code, 128 + the number of the signal that ended the payload, TIMED_OUT, INTERRUPTED, or
     NOT_THE_PAYLOAD.
     """
     if end is None:
@@ -155,7 +162,7 @@ def exit_code(end: Record | None) -> int:
 
 
 def refuse_to_detach(resource: ComputeFields) -> None:
-    """Raise RunFailure in local mode, where a payload ends with the process that started it."""
+    """Raise RunFailure in local mode, where a payload ends with the process that started the payload."""
     if resource.mode == "local":
         raise RunFailure(
             FailureKind.CONFIGURATION, "--detach: in mode 'local' a payload ends with this command; use another mode"

@@ -1,4 +1,4 @@
-"""Remembers nodes that failed a health check, and decides whether the run is started once more without them."""
+"""Stores nodes that failed a health check, and decides whether a failed run is started once more without these nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ..failures import RunFailure
 
 
 def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str | None:
-    """Store unhealthy nodes for all runs of this user. If that fails, logs the reason and returns it; else returns None."""
+    """Store unhealthy nodes for all runs of this user; returns None.
+
+    If the nodes cannot be stored, logs and returns the reason.
+    """
     if nodes and isinstance(backend, CanExclude):
         try:
             backend.remember_unhealthy(nodes)
@@ -24,10 +27,10 @@ def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str 
 
 
 def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, log: Any) -> bool:
-    """Remembers the unhealthy nodes of a failed run; returns True if the run is to be started once more without them.
+    """Stores the unhealthy nodes of a failed run; returns whether the run is to be started once more without these nodes.
 
-    `policy` is the resource's `on_unhealthy`. The log says that the run is started again. If that
-    is not possible although `policy` asks for it, the failure's description gets the reason.
+    `policy` is the resource's `on_unhealthy`. If the result is True, the log says that the run is started again. If `policy` asks
+    for a second start that is not possible, the reason is added to the failure's description.
     """
     nodes = failure.unhealthy
     problem = remember(nodes, backend, log)

@@ -1,6 +1,7 @@
-"""Acquire a session: find one, wait for one that another process is starting, or start one.
+"""Acquire a session: find a session, wait for a session that another process is starting, or start a session.
 
-A session has one allocation at a time. Its allocations are numbered; each is a generation of the session (see `registry`).
+A session has one allocation at a time. The allocations of a session are numbered; each allocation is a generation of the session
+(see `registry`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ Allocation = SlurmJob | LocalProcess  # The Slurm job, or process of this machin
 
 @dataclass(kw_only=True, eq=False)
 class Site:
-    """One step, and the place where it looks for sessions: jobs of a Slurm cluster, or processes of this machine."""
+    """The place where a step looks for sessions, seen from the step.
+
+    In a subclass the place is a Slurm cluster, where sessions are jobs, or this machine, where sessions are processes.
+    """
 
     noun: ClassVar[str]  # The noun for an allocation in messages, before its id.
     end_command: ClassVar[str]  # The command, before that id, with which a person ends an allocation.
@@ -98,32 +102,42 @@ class Site:
     needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 
     def deliver(self) -> None:
-        """Upload the bundles that are missing on the cluster; in local mode, do nothing."""
+        """Upload the bundles that are missing on the cluster. In local mode, do nothing."""
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
-        """Claim a generation, by creating its directory, and start its allocation. Returns False if another process was faster.
+        """Claim generation `number` by creating its directory, and start its allocation; False if another process was faster.
 
-        `hold` is called with the allocation before an interrupt can come.
+        `target` has the settings with which the session is created. `hold` is called with the allocation before an interrupt can
+        come.
         """
         raise NotImplementedError
 
     def watch(self, target: Target, newest: Generation) -> Allocation:
-        """Returns the allocation of a generation that another process created; raises OSError if the cluster is out of reach."""
+        """Returns the allocation of a generation that another process created; raises OSError if the cluster is out of reach.
+
+        `newest` is the generation, and `target` has the settings of its session.
+        """
         raise NotImplementedError
 
     def cancel(self, creator: str) -> None:
-        """Cancel the Slurm job of a generation by its name `creator`, as its id may be unknown; no effect without Slurm."""
+        """Cancel the Slurm job of a generation by the job's name `creator`. Without Slurm, do nothing.
+
+        The id of the job may be unknown.
+        """
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
-        """Returns whether an allocation lives; None if Slurm's queue cannot be read now."""
+        """Returns whether an allocation lives; None if Slurm's queue cannot be read now.
+
+        `job_id` is the id of the allocation's job or process. `directory` is the directory of the generation.
+        """
         raise NotImplementedError
 
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to a session, and return its answer; raises the errors of `send_request`."""
+        """Send a request to a session, and return the session's answer; raises the errors of `send_request`."""
         raise NotImplementedError
 
     def running(self, session: LiveSession, reused: bool) -> RunningPayload:
-        """Returns the payload that a session has accepted; `reused` says whether the session existed before this step came."""
+        """Returns the payload that a session has accepted. `reused` says whether the session existed before this step came."""
         raise NotImplementedError
 
 
@@ -139,7 +153,10 @@ class Action(Enum):
 
 
 def next_action(newest: Generation, after: int) -> Action:
-    """Returns the next action of a step; `after` is the number of the last generation that did not serve it, or 0. Pure."""
+    """Returns the next action of a step, from the newest generation of the step's session.
+
+    `after` is the number of the last generation that did not serve the step; 0 if there is none.
+    """
     if newest.number <= after:
         return Action.CREATE
     if newest.ended:
@@ -155,7 +172,7 @@ def next_action(newest: Generation, after: int) -> Action:
 
 @dataclass(frozen=True)
 class AcquiredSession:
-    """The session that a step got; `reused` says whether it accepted requests before this step came."""
+    """The session that a step got. `reused` says whether the session accepted requests before the step came."""
 
     session: LiveSession
     reused: bool
@@ -163,7 +180,10 @@ class AcquiredSession:
 
 @dataclass(eq=False)
 class SessionAcquisition:
-    """Finds, joins or creates a session for one step and waits until it accepts requests; repeats this after a refusal."""
+    """Finds, joins or creates a session for one step, and waits until the session accepts requests.
+
+    `acquire` may be called again.
+    """
 
     site: Site
     target: Target
@@ -175,11 +195,11 @@ class SessionAcquisition:
         self._log = self.site.step.log
 
     def acquire(self, after: int) -> AcquiredSession:
-        """Find, join or create a session, wait until it accepts requests, and return it.
+        """Find, join or create a session, wait until the session accepts requests, and return the session.
 
-        `after` is the number of the last generation that did not serve this step, or 0; only later generations are used.
-        Raises RunFailure if the session's job ends early or waits too long in the queue, StartError if no session can be created,
-        and OSError.
+        `after` is the number of the last generation that did not serve this step, or 0. Only later generations are used. Raises
+        RunFailure if the session's job ends early or waits too long in the queue. Raises StartError if no session can be created.
+        Raises OSError if the cluster is out of reach.
         """
         action = Action.SKIP
         while True:
@@ -200,7 +220,11 @@ class SessionAcquisition:
                 after = number
 
     def _act(self, action: Action, newest: Generation, number: int) -> LiveSession | None:
-        """Carry out `action`; returns the session if it accepts requests now, None if `acquire` must read the registry again."""
+        """Carry out `action`; returns the session if the session accepts requests now.
+
+        Returns None if `acquire` must read the registry again. `newest` is the newest generation of the session. `number` is the
+        number of the generation that the action concerns.
+        """
         if action is Action.CREATE:
             if self.site.create(self.registry, self.target, number, lambda job: self._jobs.__setitem__(number, job)):
                 return self._wait(number, self._jobs[number], created=True)
@@ -220,10 +244,11 @@ class SessionAcquisition:
         return None
 
     def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
-        """Called when a session refuses the payload for good; raises RunFailure if the session never accepted one.
+        """Raise RunFailure if the session of a generation has refused the payload for good, and never accepted any payload.
 
-        Does nothing if this step did not wait for that session. RunFailure is raised because a new session would do no
-        better. `reason` is the session's answer. `unhealthy` are the nodes whose failed health checks led to it, if any.
+        Returns if this step did not wait for the session, or if the session accepted a payload before. `number` is the number of
+        the generation. `reason` is the session's answer. `unhealthy` are the nodes whose failed health checks led to the refusal.
+        A new session would fail like the session that never accepted a payload.
         """
         job = self._jobs.get(number)
         if job is None:
@@ -242,10 +267,11 @@ class SessionAcquisition:
         raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence, unhealthy=unhealthy_nodes(unhealthy))
 
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
-        """Wait until the session of a generation accepts requests, and return it; None if the step needs another generation.
+        """Wait until the session of generation `number` accepts requests; returns the session, or None.
 
-        Another generation is needed if the session closes, or if the job, submitted by another process, had ended before this
-        step first checked it. Raises RunFailure if the session does not start.
+        None means that the step needs another generation: the session closes, or the job was submitted by another process and had
+        ended before this step first checked the job. `created` says whether this step submitted the job. Raises RunFailure if the
+        session does not start.
         """
         began = time.monotonic()
         touched = -TOUCH_INTERVAL
@@ -285,11 +311,14 @@ class SessionAcquisition:
             time.sleep(self.site.cadence.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T]) -> T:
-        """Call `action` and return its result; repeat the call for up to `patience` seconds while the cluster does not answer."""
+        """Call `action` and return its result.
+
+        While the cluster does not answer, repeat the call for up to `patience` seconds.
+        """
         return ask_patiently(action, self.site.patience, True, self._log.warning)
 
     def _stop_waiting(self, number: int, job: Allocation) -> None:
-        """Record that this step no longer waits, and cancel the job if no other process waits for the session."""
+        """Record that this step no longer waits for a session. If no other process waits, cancel the session's job."""
         if job.status.over:
             return
         name = f"{self.site.noun} {job.job_id}"
@@ -305,7 +334,10 @@ class SessionAcquisition:
             job.cancel_until_gone()
 
     def _never_started(self, job: Allocation, description: str) -> RunFailure:
-        """Returns the failure to raise when a session's job ended before the session announced itself."""
+        """Returns the failure to raise when a session's job ended before the session announced itself.
+
+        `description` says how the job ended.
+        """
         evidence = Evidence(runtime_exit=description)
         job.explain(evidence)
         verdict = judge(evidence, uses_pipes=False, require_messages=False)
@@ -313,7 +345,7 @@ class SessionAcquisition:
         return _failure(verdict.kind or FailureKind.RUNTIME, sentence, job, evidence, verdict.retry)
 
     def _silent(self, job: Allocation) -> RunFailure:
-        """Returns the failure to raise when a session's job runs but the session does not announce itself in time."""
+        """Returns the failure to raise when a session's job runs, but the session does not announce itself in time."""
         evidence = Evidence()
         job.explain(evidence, timeout=0.0)
         log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""

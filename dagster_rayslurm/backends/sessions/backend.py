@@ -1,6 +1,6 @@
-"""The backend of the mode `slurm-session`: run payloads in sessions, warm allocations that many steps share.
+"""The backend of the mode `slurm-session`, which runs payloads in sessions: warm allocations that many steps share.
 
-If there is no session, the step creates one. `start_in_session` also serves sessions on this machine (see `local`).
+If there is no session, the step creates a session. `start_in_session` also serves sessions on this machine (see `local`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 def start_in_session(site: Site, choice: Choice) -> RunningPayload:
     """Acquire a session for the payload of a step, ask the session to run the payload, and return the running payload.
 
-    Raises RunFailure if the session did not start, StartError if no session can or will run the payload, and OSError.
+    `choice` says which sessions the payload may use. Raises RunFailure if the session did not start. Raises StartError if no
+    session can or will run the payload. Raises OSError if the cluster is out of reach.
     """
     if choice.problem is not None and choice.strict:  # A misfit of the run's own launcher or queue is known before any request.
         raise StartError(FailureKind.CONFIGURATION, misfit_error(choice.problem))
@@ -104,7 +105,10 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
 
 
 def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, str]:
-    """Returns the texts of the files that the payload's run directory has before the start, by file name, except secrets."""
+    """Returns the files that the payload's run directory has before the payload starts, as texts by file name.
+
+    Secrets are left out.
+    """
     payload = replace(site.plan.payload, run_id=site.step.run_id, step=site.step.step_key)
     payload = replace(payload, leaves_unhealthy=site.leaves_unhealthy)
     payload = adapted(payload, site.plan.ray, choice.required, capacity)
@@ -163,9 +167,10 @@ class SessionBackend(batch.ClusterBackend):
         return start_in_session(site, choice)
 
     def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes, Environment]:
-        """Bundle a plan's files, send the environment if the cluster lacks it, and choose a session; returns all three.
+        """Bundle a plan's files, send the environment if the cluster lacks it, and choose a session.
 
-        Returns the bundled files, the session for the plan, the content of `REQUEST_FILE`, and the environment on the cluster.
+        Returns the bundled files, the choice of a session for the plan, the content of `REQUEST_FILE`, and the environment on the
+        cluster.
         """
         base, data_dir = str(self.layout.base), batch.data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
@@ -205,12 +210,15 @@ class SessionBackend(batch.ClusterBackend):
 
     @property
     def name(self) -> str:
-        """The configured name of the session, or "default". Two sessions of one name are separate if their settings differ."""
+        """The configured name of the session; "default" if no name is configured.
+
+        Sessions of one name are separate if their settings differ.
+        """
         return self.session.name or "default"
 
     @cached_property
     def default(self) -> Requirements:
-        """The settings with which the default session is created; raises ValueError if they contradict each other."""
+        """The settings with which the default session is created; raises ValueError if the settings contradict each other."""
         if not self.components:
             queue = session_queue(self.slurm.queue, self.session)
             return Requirements(self.launcher.ray_spec(), self.launcher.footprint(), queue)
@@ -239,7 +247,7 @@ class SessionBackend(batch.ClusterBackend):
     def own(self, plan: Plan) -> Requirements:
         """Returns the settings with which a separate session is created, for a payload that does not fit the default session.
 
-        The time limit is the longer one of the payload's and the default session's.
+        The time limit is the longer of two limits: the payload's limit and the default session's limit.
         """
         required = self.required(plan)
         limits = [required.queue.time_limit]
@@ -250,8 +258,8 @@ class SessionBackend(batch.ClusterBackend):
     def misfit(self, plan: Plan) -> str | None:
         """Returns a sentence that says why the payload does not fit the default session; None if the payload fits.
 
-        Raises ValueError if the configuration of the default session is contradictory, and the run does not replace the
-        session's components by its own.
+        Raises ValueError if the settings of the default session contradict each other. If the run has components of its own, and
+        `num_nodes` of the session is not set, the contradiction is the returned sentence instead.
         """
         required = self.required(plan)
         try:
@@ -263,7 +271,12 @@ class SessionBackend(batch.ClusterBackend):
         return misfit(required, capacity)
 
     def choice(self, plan: Plan, run_id: str, base: str, data_dir: str, environment: Environment | None = None) -> Choice:
-        """Returns the choice of a session for the payload; `data_dir` is the data directory that all payloads share."""
+        """Returns the choice of a session for the payload of a plan.
+
+        `run_id` is the id of the Dagster run. `base` is the base directory, and `data_dir` the data directory that all payloads
+        of a session share; both are paths on the cluster. `environment` is the environment on the cluster; None for the
+        configured environment.
+        """
         what = {
             "base": base,
             "runtime": [PROTOCOL_VERSION, runtime_name()],
@@ -282,7 +295,11 @@ class SessionBackend(batch.ClusterBackend):
         return Choice(self.required(plan), problem, first, own, self.session.on_misfit == "error")
 
     def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
-        """Returns the content of `runtime.json`, with which the runtime of a session starts."""
+        """Returns the content of `runtime.json`, with which the runtime of a session starts.
+
+        `required` has the settings of the session, `request` is the request for the session's job, and `plan` is the first
+        payload's plan.
+        """
         return replace(
             batch.runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
             ray=required.ray if self.reuse else None,
@@ -299,7 +316,7 @@ def _component_of(launcher: Launcher) -> str | None:
 
 @dataclass(kw_only=True, eq=False)
 class SlurmSite(Site):
-    """A step, and the Slurm cluster where it looks for sessions; the allocation of each session is a Slurm job."""
+    """The Slurm cluster where a step looks for sessions, seen from the step. The allocation of each session is a Slurm job."""
 
     noun = "Slurm job"
     end_command = "scancel"
@@ -405,9 +422,9 @@ class SlurmSite(Site):
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
-    """End the session of a Ray cluster, with all its payloads; returns False if there is no such session, or it has ended.
+    """End the session of a Ray cluster, with all payloads of the session; returns False if no such session is alive.
 
-    Raises StartError if Slurm does not confirm the end, and OSError.
+    Raises StartError if Slurm does not confirm the end, and OSError if the cluster is out of reach.
     """
     nonce = batch.cluster_nonce(cluster_id)
     if nonce is None:

@@ -1,4 +1,4 @@
-"""The sessions of this machine: where their files are, and which of them live."""
+"""The sessions of this machine: the directory of their files, and a test whether a session lives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def list_sessions(layout: Layout) -> list[Generation]:
 
 
 def is_alive(pid: int | None, directory: str) -> bool:
-    """Whether the process `pid` lives and is the runtime of a session's directory, and not another process that got its id."""
+    """Returns whether the process `pid` lives and is the runtime of the session with the directory `directory`.
+
+    The result is False if another process has the id `pid` by now.
+    """
     if pid is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Find the state of sessions, and end sessions: on demand, with a Dagster run, or when idle on nodes that a job waits for."""
+"""Ends sessions: on demand, at the end of a Dagster run, or when a session is idle on nodes that a job waits for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("rayslurm")
 
 
 def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None:
-    """Ask the sessions that belong to a Dagster run to end; a session that cannot be reached ends by its idle timeout."""
+    """Ask the sessions that belong to a Dagster run to end. A session that cannot be reached ends after its idle timeout."""
     for each in list_generations(connection, base, f"*{run_suffix(run_id)}"):
         if each.announcement is not None and each.announcement.closing is None and not each.ended:
             with contextlib.suppress(Unreachable, AnswerLost):
@@ -45,7 +45,7 @@ def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
     """End the Slurm jobs of generations of sessions; returns whether any of the jobs was alive.
 
-    Raises StartError if Slurm does not confirm the end of a job, and OSError.
+    Raises StartError if Slurm does not confirm the end of a job, and OSError if the cluster is out of reach.
     """
     snapshot = fetch_queue(connection)
     ended = False
@@ -67,9 +67,9 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
 
 @dataclass(eq=False)
 class IdleSessions:
-    """Ends idle sessions of the same user and base directory, so that a waiting job can start; `SlurmJob` calls the object.
+    """Ends idle sessions of the same user and base directory, so that a waiting job can start. A `SlurmJob` calls the object.
 
-    The snapshot of the queue that all steps share tells which sessions hold nodes, so Slurm is not queried again.
+    The snapshot of the queue that all steps share says which sessions hold nodes, so Slurm is not queried again.
     """
 
     connection: Connection
@@ -79,7 +79,10 @@ class IdleSessions:
     _keep: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have refused to yield.
 
     def __call__(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
-        """Ask one idle session to end if it holds nodes for which the job waits. The job repeats the call while it waits."""
+        """Ask one idle session to end if the session holds nodes for which the job waits.
+
+        The job repeats the call while it waits. `waiting` are the rows of the waiting job in the queue `snapshot`.
+        """
         now = time.monotonic()
         wanted = {name for row in waiting if row.reason in _WAITS_FOR_NODES for name in row.partition.split(",")}
         if not wanted or now < self._next_check:
@@ -97,7 +100,10 @@ class IdleSessions:
                 return
 
     def _yields(self, generation: Generation, nodes: str) -> bool:
-        """Ask an idle session to end so that the job can start; returns False if it refuses, as it does when it has a payload."""
+        """Ask an idle session to end; returns whether the session ends. A session that has got a payload in the meantime refuses.
+
+        `nodes` names the nodes of the session, for messages.
+        """
         answer = send_request(self.connection, generation, {"op": Operation.YIELD})
         if answer.get("ok"):
             self.log.info(f"[rayslurm] session {generation.key} was idle and held {nodes}: it ends, so that this job can start")

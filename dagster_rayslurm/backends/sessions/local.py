@@ -1,7 +1,7 @@
-"""Warm sessions on this machine: a runtime process takes the place of the Slurm job.
+"""Warm sessions on this machine, where a runtime process takes the place of the Slurm job.
 
-These sessions have a registry of their own below the base directory, one for each host, because the base directory may be on a
-shared file system.
+The sessions of each host have a registry of their own below the base directory, because the base directory may be on a shared
+file system.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LocalSessionBackend(LocalBackend):
 
 @dataclass(kw_only=True, eq=False)
 class LocalSite(Site):
-    """A step that looks for sessions on this machine; the allocation of each session is a process."""
+    """This machine as the place where a step looks for sessions. The allocation of each session is a process."""
 
     noun = "process"
     end_command = "kill"
@@ -162,7 +162,7 @@ class LocalSite(Site):
 
 
 class LocalSessionPayload(SessionPayload):
-    """A payload in a session on this machine; the session ends the payload when this process releases the lock or ends."""
+    """A payload in a session on this machine. The session ends the payload when this process releases the lock or ends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,7 +177,10 @@ class LocalSessionPayload(SessionPayload):
 
 
 def end_session(generation: Generation) -> None:
-    """End a session with its payloads, and wait until its process is gone; raises StartError if the session does not end."""
+    """End a session with its payloads, and wait until the session's process is gone.
+
+    Raises StartError if the session does not end.
+    """
     with contextlib.suppress(Unreachable, AnswerLost):
         send_request(LocalConnection(), generation, {"op": Operation.STOP})
     deadline = time.monotonic() + _END_TIMEOUT
@@ -189,7 +192,10 @@ def end_session(generation: Generation) -> None:
 
 
 def stop(layout: Layout, cluster_id: str) -> bool:
-    """End the session of a Ray cluster, with its payloads; returns False if there is no such session."""
+    """End the session of a Ray cluster, with the session's payloads; returns False if there is no such session.
+
+    Raises StartError if the session does not end.
+    """
     own = [each for each in list_sessions(layout) if each.announcement and each.announcement.cluster_id == cluster_id]
     for each in own:
         end_session(each)

@@ -1,7 +1,7 @@
-"""Match payloads with sessions: a payload's requirements, a session's capacity, and the first requirement not met. Pure.
+"""Match payloads with sessions: a payload's requirements, a session's capacity, and the first requirement that is not met.
 
-A launcher or queue field at its default requires nothing. If the request for a session's job left an amount, such as that of
-CPUs, to Slurm, only the running session knows the granted amount, and itself refuses a payload that does not fit.
+A launcher or queue field at its default requires nothing. If the request for a session's job left an amount, such as the number
+of CPUs, to Slurm, only the running session knows the granted amount. Then the session itself refuses a payload that does not fit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Requirements:
 
     @property
     def parts(self) -> list[tuple[str | None, SlurmQueueConfig, Footprint]]:
-        """Name, queue and resources per node of each component; if all nodes are alike, one entry whose name is None."""
+        """Name, queue and resources per node of each component; if all nodes are alike, a single entry whose name is None."""
         own = [(each.component_id, each.queue, each.launcher.footprint()) for each in self.components]
         return [*own] or [(None, self.queue, self.footprint)]
 
@@ -77,7 +77,10 @@ class Requirements:
         return replace(first, further_components=tuple(others))
 
     def capacity(self, reuse: bool) -> Capacity:
-        """Returns the capacity of a session created with these requirements; `reuse` says whether its Ray cluster stays warm."""
+        """Returns the capacity of a session created with these requirements.
+
+        `reuse` says whether the session's Ray cluster stays warm. Raises ValueError if queue and launcher contradict each other.
+        """
         queues = {part.component_id: part.queue.model_dump(mode="json") for part in self.job_request().components}
         return Capacity(self.ray if reuse else None, reuse, queues)
 
@@ -93,23 +96,23 @@ class Capacity:
 
     @property
     def components(self) -> list[str]:
-        """Names of the components, that of the Ray head first; empty if all nodes are alike."""
+        """The names of the components, beginning with the component of the Ray head; empty if all nodes are alike."""
         if self.queues:
             return [name for name in self.queues if name is not None]
         return [each.component_id for each in self.ray.components] if self.ray is not None else []
 
     def placed(self, request: JobRequest) -> Capacity:
-        """Returns the capacity with the partitions of the job request that was submitted, in place of "auto"."""
+        """Returns the capacity with the partitions of `request`, the job request that was submitted, in place of "auto"."""
         partitions = {part.component_id: part.queue.partition for part in request.components}
         return replace(self, queues={name: {**queue, "partition": partitions[name]} for name, queue in self.queues.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the capacity as a dictionary for a session's manifest; `capacity_from_json` reads the dictionary."""
+        """Returns the capacity as a dictionary for a session's manifest. `capacity_from_json` reads the dictionary."""
         return {"ray": self.ray and asdict(self.ray), "reuse": self.reuse, "queues": list(self.queues.items())}
 
 
 def capacity_from_json(data: Mapping[str, Any]) -> Capacity:
-    """Returns the capacity from the result of `Capacity.to_json`; raises ValueError, KeyError or TypeError if damaged."""
+    """Returns the capacity from a result of `Capacity.to_json`; raises ValueError, KeyError or TypeError if `data` is damaged."""
     ray = None if data["ray"] is None else from_fields(RaySpec, data["ray"])
     granted = {name: SlurmQueueConfig(**queue).model_dump(mode="json") for name, queue in data["queues"]}
     return Capacity(ray, data["reuse"] is True, granted)
@@ -117,7 +120,7 @@ def capacity_from_json(data: Mapping[str, Any]) -> Capacity:
 
 @dataclass(frozen=True)
 class Target:
-    """A session that a payload may use: the name of its directory, and the settings to create the session if there is none."""
+    """A session that a payload may use: the name of its directory, and the settings with which the session is created."""
 
     key: str
     created_with: Requirements
@@ -125,7 +128,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision which session one payload gets."""
+    """The decision which session a payload gets."""
 
     required: Requirements
     problem: str | None  # Why the payload does not fit the shared session, as a sentence; None if it fits.
@@ -134,15 +137,19 @@ class Choice:
     strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
     def text(self) -> str:
-        """Returns session and requirements as text; a retry of a step may continue its payload only if both texts are equal."""
+        """Returns the session and the requirements as text.
+
+        A retry of a step may continue its payload only if both texts are equal.
+        """
         return _as_text([self.target.key, self.required])
 
 
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:
     """Returns the name of a session's directory: the session's name, and a hash of the settings in which sessions differ.
 
-    The hash covers `what`; for a session without a configured name, or a separate one for a payload that does not fit (`apart`),
-    also `created_with` and the limits in `config`. A session that belongs to a Dagster run has a hash of the run id besides.
+    The hash always covers `what`. The hash covers `created_with` and the limits in `config`, too, if the session has no
+    configured name, or if `apart` is True: the session is separate, for a payload that does not fit the shared session. If the
+    session belongs to a Dagster run, the name also has a hash of `run_id`.
     """
     told_apart: list[Any] = [what]
     if config.name is None or apart:
@@ -155,7 +162,7 @@ def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], cre
 
 
 def run_suffix(run_id: str) -> str:
-    """Returns the suffix that the directory names of all sessions of one Dagster run have."""
+    """Returns the suffix of the directory names of all sessions that belong to a Dagster run."""
     return f"-{_digest(run_id)}"
 
 
@@ -164,7 +171,7 @@ def _digest(text: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """Returns JSON text of a value that contains dataclasses and configuration objects; equal values have equal texts."""
+    """Returns JSON text of a value that contains dataclasses and configuration objects. Equal values have equal texts."""
 
     def plain(each: Any) -> Any:
         return each.model_dump(mode="json") if isinstance(each, BaseModel) else vars(each)
@@ -173,27 +180,34 @@ def _as_text(value: Any) -> str:
 
 
 def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | None) -> str | None:
-    """Returns the name of the component in which a payload must run; None if any session's head component will do."""
+    """Returns the name of the component in which a payload must run; None if the head component of any session will do.
+
+    `own_components` are the components that the run configures; None if the run configures none.
+    """
     if isinstance(launcher, RayLauncher) and launcher.component_id is not None:
         return launcher.component_id
     return next((each.component_id for each in own_components or () if each.head), None)
 
 
 def misfit(required: Requirements, capacity: Capacity) -> str | None:
-    """Returns a sentence about the first requirement that a session does not meet, with its field; None if the payload fits."""
+    """Returns a sentence about the first requirement that a session does not meet; None if the payload fits.
+
+    The sentence names the field of the requirement.
+    """
     return next(filter(None, _misfits(required, capacity)), None)
 
 
 def misfit_error(problem: str) -> str:
-    """Returns the error message for a payload that does not fit the session: the problem, and remedies for the user."""
+    """Returns the error message for a payload that does not fit the session: `problem`, a sentence, and remedies for the user."""
     return f'{problem}; use what the session has, another session name, or SessionConfig(on_misfit="new-session")'
 
 
 def adapted(payload: PayloadSpec, ray: RaySpec | None, required: Requirements, capacity: Capacity) -> PayloadSpec:
-    """Returns the payload with the Ray cluster, the reserved CPUs and GPUs, and the time limit that it gets inside a session.
+    """Returns the payload with the Ray cluster, the reserved CPUs and GPUs, and the time limit for a run inside a session.
 
-    It gets the Ray cluster `ray` unless payloads share that of the session, claims unless Ray divides the session's nodes, and a
-    time limit if that is shorter than the session's.
+    The payload gets the Ray cluster `ray`, or none if all payloads share the session's Ray cluster. The payload reserves CPUs and
+    GPUs, unless Ray divides the nodes of the session. The payload gets a time limit if its own limit is shorter than the
+    session's limit.
     """
     if not capacity.reuse and ray is not None and None not in capacity.queues:
         # Its own cluster on the session's nodes includes components that the payload does not name.
@@ -215,7 +229,7 @@ def adapted(payload: PayloadSpec, ray: RaySpec | None, required: Requirements, c
 
 
 def _misfits(required: Requirements, capacity: Capacity) -> Iterator[str | None]:
-    """Compares requirements and capacity; yields a sentence for each requirement that is not met, and None for others."""
+    """Compares requirements and capacity; yields a sentence for each requirement that is not met, and None for the rest."""
     queues, there = capacity.queues, [name for name in capacity.queues if name is not None]
     wanted = [each.component_id for each in required.components]
     if wanted and not there:

@@ -1,6 +1,6 @@
-"""A payload that a session has accepted: follow it, ask it to end, and explain its end.
+"""A payload that a session has accepted: follow the payload, ask for its end, and explain its end.
 
-The session's runtime runs the payload. A file in the payload's run directory asks the runtime to end it.
+The session's runtime runs the payload. A file in the payload's run directory asks the runtime to end the payload.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _CHUNK = 1024 * 1024  # Bytes of the record that are read at a time.
 
 @dataclass(eq=False)
 class SessionPayload(RunningPayload):
-    """One payload in a session. `waiting` is always False, as a session begins the record when it accepts the payload."""
+    """One payload in a session.
+
+    `waiting` is always False, because a session begins the record when the session accepts the payload.
+    """
 
     site: Site
     session: LiveSession
@@ -69,7 +72,10 @@ class SessionPayload(RunningPayload):
         return self.job.end_description(started=True)
 
     def _is_lost(self, silence: float) -> bool:
-        """At intervals, ask the session for its payloads; returns True if two answers in a row did not list this payload."""
+        """At intervals, ask the session for its payloads; returns True if two answers in a row did not list this payload.
+
+        `silence` is the number of seconds since the last new line in the record.
+        """
         if silence < _DESCRIBE_AFTER:
             self._describe_at, self._missed = _DESCRIBE_AFTER, False
         elif silence >= self._describe_at and not self.job.status.over:
@@ -90,7 +96,10 @@ class SessionPayload(RunningPayload):
             write_cancel_request(self._connection, self._run_dir, now)
 
     def kill(self) -> None:
-        """End the payload without grace period; the session keeps serving other payloads."""
+        """End the payload without grace period. The session keeps serving other payloads.
+
+        Waits for the end of the payload. Logs an error if the end is not seen in time.
+        """
         with deferred_interrupts():
             if not self.site.step.owner.confirm_or_assume():
                 return
@@ -114,7 +123,7 @@ class SessionPayload(RunningPayload):
                 request.resend()
 
     def _is_over(self) -> bool:
-        """Whether the payload's end is recorded, or the session's job has ended."""
+        """Returns whether the payload's end is recorded, or the session's job has ended."""
         if self.job.observe(ask=False) and self.job.status.over:
             return True
         reader, nonce = LineReader(), self.site.plan.payload.nonce
@@ -143,7 +152,10 @@ class SessionPayload(RunningPayload):
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Kill a payload that was neither followed nor cancelled; called when this step is done with the payload."""
+        """Kill a payload that was neither followed nor cancelled. Called when this step is done with the payload.
+
+        Logs a warning if the payload left something alive in the session's Ray cluster.
+        """
         if leaks := _leaks(evidence):
             self._log.warning(f"[rayslurm] the payload left on the session's cluster: {leaks}")
         if evidence.end is None and not self._followed and not self._cancelled:
@@ -151,5 +163,5 @@ class SessionPayload(RunningPayload):
 
 
 def _leaks(evidence: Evidence) -> str:
-    """Returns sentences about things that the payload left alive in the session's Ray cluster, such as actors; "" for none."""
+    """Returns sentences about things that the payload left alive in the session's Ray cluster, such as actors; "" for nothing."""
     return "; ".join(map(str, ((evidence.end or {}).get("context") or {}).get("leaks") or []))

@@ -1,9 +1,10 @@
-"""The registry of sessions: files on the cluster through which processes find a session, or agree on who creates it.
+"""The registry of sessions: files on the cluster through which processes find a session, or agree on who creates the session.
 
-A session has a directory, and in it a numbered directory for each of its allocations, which are called generations. Only the
-newest generation accepts payloads. The process that creates the next directory, by `mkdir`, has claimed the generation: it is the
-generation's creator and submits its job. A generation that is given up is marked as abandoned; it is not removed, so that no
-process can remove files that another process has just written. `edge.sessions` reads and writes the files on the cluster.
+A session has a directory, and in the directory a numbered directory for each allocation of the session. The allocations are
+called generations. Only the newest generation accepts payloads. The process that creates the next directory, by `mkdir`, has
+claimed the generation: the process is the generation's creator and submits the generation's job. A generation that is given up is
+marked as abandoned. The directory of an abandoned generation is not removed, so that no process can remove files that another
+process has just written. `edge.sessions` reads and writes the files on the cluster.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _TIMEOUT = 120.0  # Seconds for an operation on the directories of sessions.
 
 @dataclass(frozen=True)
 class SessionManifest:
-    """The file in which the creator of a generation tells other processes the session's capacity and how to reach it."""
+    """The data with which the creator of a generation tells other processes the session's capacity and how to reach the session."""
 
     generation: int
     capacity: Capacity
@@ -72,7 +73,7 @@ def parse_announcement(data: bytes | str) -> Announcement | None:
 
 @dataclass(frozen=True)
 class LiveSession:
-    """A generation of a session that accepts requests; `directory` is the absolute path of the generation's directory."""
+    """A generation of a session that accepts requests. `directory` is the absolute path of the generation's directory."""
 
     directory: str
     manifest: SessionManifest
@@ -81,7 +82,10 @@ class LiveSession:
 
 @dataclass(frozen=True)
 class Generation:
-    """One allocation of a session, as its files were when they were read; values not written by then are None or empty."""
+    """One allocation of a session, as the allocation's files were when they were read.
+
+    Values not yet written are None or empty.
+    """
 
     key: str  # Name of the session's directory.
     number: int
@@ -96,12 +100,12 @@ class Generation:
 
     @cached_property
     def manifest(self) -> SessionManifest | None:
-        """The manifest; None if it was not written yet, is damaged or of another version."""
+        """The manifest; None if the manifest was not written yet, is damaged, or is of another version."""
         return parse_manifest(self.manifest_text)
 
     @property
     def live(self) -> LiveSession | None:
-        """This generation, if it accepts requests in this process's version of the protocol; otherwise None."""
+        """This generation as a live session; None if it does not accept requests in this process's protocol version."""
         said, manifest = self.announcement, self.manifest
         if manifest is None or said is None or said.protocol != PROTOCOL_VERSION or said.closing is not None:
             return None
@@ -111,8 +115,9 @@ class Generation:
 def list_generations(connection: Connection, base: str, key: str = "*", newest: bool = False) -> list[Generation]:
     """Returns the generations of sessions below a base directory, sorted by session and number.
 
-    `key` is a pattern for the names of sessions' directories; with `newest`, it is the name of one, whose newest generation alone
-    is returned. Raises OSError if the cluster cannot be reached, or a directory belongs to another user.
+    `key` is a pattern for the names of sessions' directories. If `newest` is True, `key` is the name of a single session's
+    directory, and only the newest generation of the session is returned. Raises OSError if the cluster cannot be reached, or a
+    directory belongs to another user.
     """
     try:
         found = connection.call(sessions.generations, base, key, newest, repeat=True, timeout=_TIMEOUT)
@@ -124,7 +129,7 @@ def list_generations(connection: Connection, base: str, key: str = "*", newest: 
 
 
 def generation_of(base: str, found: dict[str, Any]) -> Generation:
-    """Returns the generation for one element of the list that `edge.sessions.generations` returned for a base directory."""
+    """Returns the generation for `found`, an element of the list that `edge.sessions.generations` returned for `base`."""
     key, number, files = found["session"], found["number"], found["files"]
     announcement = parse_announcement(files[SESSION])
     text = files[JOB_ID].strip() if announcement is None else announcement.job_id
@@ -145,9 +150,9 @@ def generation_of(base: str, found: dict[str, Any]) -> Generation:
 
 @dataclass(frozen=True)
 class SessionRegistry:
-    """The files of one session on the cluster: reads and writes the directory of the session and those of its generations.
+    """The files of one session on the cluster: the directory of the session and the directories of the session's generations.
 
-    Methods raise OSError if the directory cannot be used.
+    Methods raise OSError if a directory cannot be used.
     """
 
     connection: Connection
@@ -164,7 +169,7 @@ class SessionRegistry:
         return os.path.join(self.directory, str(number))
 
     def newest(self) -> Generation:
-        """Returns the newest generation, or one with number 0 if none exists.
+        """Returns the newest generation; a generation with number 0 if none exists.
 
         Raises StartError if a directory belongs to another user.
         """
@@ -176,22 +181,25 @@ class SessionRegistry:
         return found[0] if found else Generation(self.key, 0, self.generation_dir(0))
 
     def announcement(self, number: int) -> Announcement | None:
-        """Returns the announcement of a generation, even if it accepts no requests; None if it has not announced itself."""
+        """Returns the announcement of a generation; None if there is none. A closing session has an announcement, too."""
         return parse_announcement(self.connection.read(os.path.join(self.generation_dir(number), SESSION), 0, MOST_BYTES))
 
     def wait_for(self, number: int, waiter: str) -> None:
-        """Record that the process `waiter` waits for a generation to start; to be repeated every `TOUCH_INTERVAL` seconds."""
+        """Record that the process `waiter` waits for a generation to start.
+
+        The record is valid for three times `TOUCH_INTERVAL`.
+        """
         self.connection.call(sessions.wait_for, self.generation_dir(number), waiter, repeat=True, timeout=_TIMEOUT)
 
     def stop_waiting(self, number: int, waiter: str) -> bool:
-        """Record that the process `waiter` no longer waits for a generation; returns True if the caller must cancel the job.
+        """Record that the process `waiter` no longer waits for a generation; returns whether the caller must cancel the job.
 
-        This is the case if no process waits any more, and the session has not announced
-        itself. The generation is then marked as abandoned.
+        The result is True if no process waits any more, and the session has not announced itself. Then the generation is marked
+        as abandoned.
         """
         arguments = self.generation_dir(number), waiter, 3 * TOUCH_INTERVAL
         return self.connection.call(sessions.stop_waiting, *arguments, repeat=True, timeout=_TIMEOUT)
 
     def abandon(self, number: int) -> None:
-        """Mark a generation as abandoned: if its creator submits the job after all, the creator cancels it."""
+        """Mark a generation as abandoned. If the generation's creator submits the job after all, the creator cancels the job."""
         self.connection.make_dir(os.path.join(self.generation_dir(number), ABANDONED))

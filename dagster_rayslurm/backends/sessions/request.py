@@ -43,18 +43,18 @@ _tcp_failed_at: dict[str, float] = {}  # When TCP failed while srun succeeded (m
 
 
 class Unreachable(OSError):
-    """Raised when a session cannot be reached, so that the session has not received the request."""
+    """The error for a session that cannot be reached and has therefore not received the request."""
 
 
 def send_request(
     connection: Connection, session: LiveSession | Generation, request: Mapping[str, Any], carrier: str = "auto"
 ) -> dict[str, Any]:
-    """Send a request to a session and return its answer; for `carrier` see `SessionConfig`.
+    """Send a request to a session and return the session's answer; for `carrier` see `SessionConfig`.
 
     Raises:
         Unreachable: the session did not receive the request.
-        AnswerLost: the session may have received the request, but its answer is not known.
-        ConnectionFailed: the edge node itself cannot be reached.
+        AnswerLost: the session may have received the request, but the session's answer is not known.
+        ConnectionFailed: the edge node cannot be reached.
     """
     said, manifest, directory = session.announcement, session.manifest, session.directory
     if said is None:
@@ -110,7 +110,10 @@ def _send_by_srun(
 
 @dataclass(eq=False)
 class RunRequest:
-    """The request to run the payload of one step: `submit` sends it to a session, `withdraw` takes it back."""
+    """The request to run the payload of one step.
+
+    `submit` sends the request to a session, and `withdraw` takes the request back.
+    """
 
     site: Site
     on_accepted: Callable[[LiveSession], None]  # Called before an interrupt can come.
@@ -120,11 +123,12 @@ class RunRequest:
     _problem: str = field(default="", init=False)  # Why the last try failed.
 
     def submit(self, session: LiveSession, files: Mapping[str, str]) -> dict[str, Any]:
-        """Ask a session to run the payload, with contents for new files of its run directory; returns the session's answer.
+        """Ask a session to run the payload; returns the session's answer.
 
-        The answer is {"ok": True} also if an earlier session had accepted the payload, and has the error "gone" if this session
-        has ended. Raises StartError if the session does not answer, cannot write the run directory, or does not see the uploaded
-        files, and OSError if the edge node cannot be reached or written to, and no session got the request.
+        `files` has the contents of new files of the payload's run directory, by name. The answer is {"ok": True} also if an
+        earlier session had accepted the payload. The answer has the error "gone" if this session has ended. Raises StartError if
+        the session does not answer, cannot write the run directory, or does not see the uploaded files. Raises OSError if the
+        edge node cannot be reached or written to, and no session got the request.
         """
         site, needs = self.site, list(self.site.needs)
         if self.secrets:
@@ -172,7 +176,10 @@ class RunRequest:
             time.sleep(next(pauses, _PAUSES[-1]))
 
     def withdraw(self) -> None:
-        """Withdraw an unsettled request; if a session has accepted the payload after all, `on_accepted` is called."""
+        """Withdraw an unsettled request. If a session has accepted the payload after all, `on_accepted` is called.
+
+        Logs an error if it remains unknown whether a session has accepted the payload.
+        """
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
             try:
@@ -191,13 +198,19 @@ class RunRequest:
         return {"op": op, "request_id": self.site.plan.payload.nonce, "run_dir": self.site.run_dir, **more}
 
     def _write_secrets(self) -> None:
-        """Write the payload's secret variables, if any, to the run directory anew, as a sweep may have removed an older file."""
+        """Write the payload's secret variables to a file in the run directory; do nothing if there are none.
+
+        An earlier file may have been removed by a sweep.
+        """
         if self.secrets:
             self.site.connection.make_dir(self.site.run_dir)
             self.site.connection.write(os.path.join(self.site.run_dir, SECRETS), self.secrets)
 
     def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send the request once, and return the answer; None if there is no answer and the session may still live."""
+        """Send the request once, and return the answer; None if there is no answer and the session may still live.
+
+        Raises ConnectionFailed if the edge node cannot be reached.
+        """
         before, alive = self.unsettled, True
         # From here on an interrupt leaves it open whether the session accepts the payload.
         self.unsettled = True
@@ -239,13 +252,20 @@ class RunRequest:
         return {"ok": True}
 
     def _acceptor(self) -> LiveSession | None:
-        """Returns the session that has accepted the payload, as its journal tells; None if none has. May raise OSError."""
+        """Returns the session that has accepted the payload, according to the payload's journal; None if none has.
+
+        Raises OSError.
+        """
         data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
         starts = [record for record in LineReader().feed(data) if record.get("type") == "start"]
         return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool:
-        """Returns False if a session has certainly ended, or is out of reach and has announced that it closes; otherwise True."""
+        """Returns whether a session may still live.
+
+        Returns False if the session has certainly ended. If `unreachable` is True, returns False also if the session has
+        announced that it closes. Raises ConnectionFailed if the edge node cannot be reached.
+        """
         try:
             if unreachable:  # A session in reach may still answer, even if it announces that it is closing.
                 data = self.site.connection.read(os.path.join(session.directory, SESSION), 0, MOST_BYTES)
@@ -262,7 +282,10 @@ class RunRequest:
         return f"the session in {self.site.noun} {session.announcement.job_id}"
 
     def _no_answer(self, session: LiveSession, in_reach: bool) -> StartError:
-        """Returns the error to raise when a session has not answered for too long."""
+        """Returns the error to raise when a session has not answered for too long.
+
+        `in_reach` says whether the edge node can be reached.
+        """
         name, place = self._name(session), self.site.connection.place
         command = f"`{self.site.end_command} {session.announcement.job_id}`"
         if not self.unsettled:

@@ -1,4 +1,4 @@
-"""The state of a session, by its files and Slurm's queue. Pure."""
+"""The state of a session, according to the session's files and Slurm's queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .registry import Generation
 
 
 class SessionState(TextEnum):
-    """The state of a session, derived from its files, Slurm's queue, and the session's answer to a request for a description."""
+    """The state of a session, derived from the session's files, Slurm's queue, and the session's answer to a describe request."""
 
     PENDING = "pending"
     STARTING = "starting"
@@ -22,7 +22,10 @@ class SessionState(TextEnum):
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
-    """Returns the row in the queue of a generation's job, or of its first component; None if the job has ended or has no row."""
+    """Returns the row of a generation's job in the queue; None if the job has ended or has no row.
+
+    If the job has several components, the row is the row of the first component.
+    """
     if generation.ended:
         return None
     if generation.job_id is not None:
@@ -34,7 +37,7 @@ def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
 
 
 def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
-    """Returns the state of a session, derived from its files and the row of its job in the queue (see `job_of`)."""
+    """Returns the state of a session, from the session's files and `row`, the row of the session's job (see `job_of`)."""
     announcement = generation.announcement
     if row is None:
         dead = not generation.ended and announcement is not None and announcement.closing is None
