@@ -99,7 +99,7 @@ def split_host_port(address: str) -> Tuple[str, int]:
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports that were chosen for Ray on a node, and the arguments of `ray start` for them."""
+    """The ports that were chosen for Ray on a node, and the arguments of `ray start` that set these ports."""
 
     gcs: int = 0  # Port of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
     dashboard: int = 0  # Port of the head's dashboard; 0 on a worker node.
