@@ -339,9 +339,7 @@ class UsageMeter:
 
 @dataclass(eq=False)
 class UsageSampler:
-    """Measures what a payload uses while the payload runs: takes samples of the payload's processes and adds them to a
-    `UsageMeter`.
-    """
+    """Takes samples of a payload's processes while the payload runs, and adds the samples to a `UsageMeter`."""
 
     loop: Loop
     gpus: GpuMonitor

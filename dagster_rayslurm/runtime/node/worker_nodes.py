@@ -48,7 +48,7 @@ class WorkerNode:
 
     @property
     def pids(self) -> List[int]:
-        """Process ids of the node's Ray on this machine; empty unless the node is simulated here."""
+        """Process ids of the node's Ray on this machine; empty unless the node is simulated on this machine."""
         return []
 
     @property
@@ -180,9 +180,7 @@ class WorkerNodes(Listener):
                 node.channel.wait_closed(deadline)
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Handle a message of a connection: the first message tells which node has connected, and later messages are events of
-        the node.
-        """
+        """Handle a message of a connection: the first message tells which node has connected, later messages are its events."""
         node = self._node_of_channel.get(channel)
         if node is None:
             self._introduce(channel, message)

@@ -1,10 +1,9 @@
-"""Lists and kills the processes below this process, runs programs, kills what payloads leave behind, and has the keeper
-(`guard`).
+"""Lists and kills the processes below this process, runs programs, kills what payloads leave behind, and has the keeper.
 
-The keeper is the parent of a runtime, for the case that the runtime is killed. The keeper is a subreaper, so all orphans below
-the runtime become the keeper's children, and the keeper kills these orphans. If the keeper is killed instead, the kernel sends
-the runtime SIGTERM. If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because nothing else
-would end the runtime.
+The keeper (`guard`) is the parent of a runtime, for the case that the runtime is killed. The keeper is a subreaper, so all
+orphans below the runtime become the keeper's children, and the keeper kills these orphans. If the keeper is killed instead, the
+kernel sends the runtime SIGTERM. If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because
+nothing else would end the runtime.
 
 The functions need /proc and prctl of Linux. On other systems (macOS) the functions only use process groups, and find no
 descendants.
@@ -108,8 +107,7 @@ def has_environment(pid: int, entry: str) -> bool:
 
 
 def with_environment(entry: str) -> List[int]:
-    """Ids of the processes below this process that were started with the entry `entry`, a text `NAME=value`, in the environment.
-    """
+    """Ids of the processes below this process whose environment at the start had `entry`, a text `NAME=value`."""
     return [process.pid for process in descendants(os.getpid()) if has_environment(process.pid, entry)]
 
 

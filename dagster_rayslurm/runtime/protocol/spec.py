@@ -319,8 +319,7 @@ def load_spec(directory: str) -> RuntimeSpec:
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Returns the payload's secret environment variables from their file in `run_dir`, and deletes the file unless `keep` is
-    True.
+    """Returns the payload's secret environment variables from the file in `run_dir`; deletes the file unless `keep` is True.
 
     Returns {} if there is no file. If the file's content is invalid, raises SpecError and keeps the file.
     """
