@@ -111,9 +111,7 @@ class Runner:
         return env
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
-        """Show the output of a partition whose process has ended, and send Dagster's side a message that tells how the process
-        ended.
-        """
+        """Show the output of a partition whose process has ended, and send Dagster's side a message about this end."""
         key, files, started = self._running.pop(pid)
         _signal_group(pid, signal.SIGKILL)  # What it has left behind.
         ended, by_signal = time.time(), os.WTERMSIG(status) if os.WIFSIGNALED(status) else None

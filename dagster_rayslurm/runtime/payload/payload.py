@@ -361,9 +361,7 @@ class Payload:
         self._conclude()
 
     def check_own_ray(self, node: NodeResources) -> None:
-        """Warn in the Dagster log, once, if the payload has started a Ray cluster itself and this is a problem
-        (`own_ray_warning`).
-        """
+        """Warn in the Dagster log, once, if the payload has started Ray itself and this is a problem (`own_ray_warning`)."""
         warning = None if self._warned else find_own_ray(self.run_dir, node, self.spec.uses_ray, max_age=1.0)
         if warning is not None:
             self._warned = True
@@ -532,8 +530,7 @@ class Payload:
 
 @dataclass(eq=False)
 class PayloadProcess:
-    """Starts one payload's process, records the process's output, and kills the process with all processes that it has started.
-    """
+    """Starts one payload's process, records the output, and kills the process with all processes that it has started."""
 
     loop: Loop
     payload: Payload

@@ -277,9 +277,7 @@ class RayCluster:
             self.on_event(event)
 
     def on_event(self, event: Event) -> None:
-        """Handle a report of Ray on this node, or an event of a worker node: step the state machine, and take the resulting
-        actions.
-        """
+        """Handle a report of Ray on this node, or an event of a worker node: step the state machine, and take its actions."""
         kind = event["event"]
         if kind == Report.TABLES:
             self._answer(event["id"], event["tables"])
@@ -328,8 +326,7 @@ class RayCluster:
         return footprint_error(own if self.key else runtime_footprint(self.head.spec, machine.component), machine)
 
     def _check_present(self) -> None:
-        """Handle nodes that had connected or were lost before this cluster began to start, as if they connected or were lost now.
-        """
+        """Handle nodes that connected or were lost before this cluster began to start, as if this happened now."""
         for worker in self.workers.members.values():
             if worker.joined:
                 self.handle(worker, {"event": NodeEvent.JOINED})

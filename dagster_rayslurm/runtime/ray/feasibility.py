@@ -23,8 +23,7 @@ _SELECTOR = re.compile(r"(!?)(?:in\((.*)\)|(.*))")
 
 
 class Rule(NamedTuple):
-    """A condition on a node's label `key`: the label's value must be one of `values` or, if `wanted` is False, none of `values`.
-    """
+    """A condition on a node's label `key`: the value must be one of `values` or, if `wanted` is False, none of `values`."""
 
     key: str
     wanted: bool

@@ -227,8 +227,7 @@ _HANDLERS: Dict[str, Callable[[Membership, Event], Step]] = {
 
 
 def nodes_expected(spec: RaySpec, available: int) -> int:
-    """The number of nodes that the Ray cluster uses, out of `available` nodes: all, or the head and at most `max_workers` others.
-    """
+    """The number of nodes that the Ray cluster uses: all `available` nodes, or the head and at most `max_workers` others."""
     return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
 
 
