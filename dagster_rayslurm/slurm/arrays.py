@@ -91,7 +91,7 @@ def parse_submit_limit(associations: str, account: str | None, partition: str | 
 
 @dataclass(frozen=True)
 class Room:
-    """What is known of the number of job array elements that Slurm accepts at a time.
+    """The number of job array elements that Slurm accepts at a time, as far as known.
 
     `refused` and `taken` return a copy that takes Slurm's answer to a submission into account.
     """
@@ -117,12 +117,11 @@ class Room:
         return size
 
     def refused(self, size: int) -> Room:
-        """Returns a copy whose next array has at most half as many elements as `size`, the size of an array that Slurm refused.
-        """
+        """Returns a copy whose next array has at most half as many elements as the `size` of an array that Slurm refused."""
         return replace(self, attempt=max(1, size // 2))
 
     def taken(self, size: int) -> Room:
-        """Returns a copy whose next array has at most twice as many elements as `size`, the size of an array that Slurm accepted.
+        """Returns a copy whose next array has at most twice as many elements as the `size` of an array that Slurm accepted.
 
         Returns `self` if there was no refusal before.
         """

@@ -23,8 +23,7 @@ Partitions = Mapping[str, Sequence[str]]  # The usable nodes of each partition; 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Nodes that failed a health check, in two sets: nodes that a job excludes, and nodes that the job may get, with the reasons.
-    """
+    """Nodes that failed a health check: nodes that a job excludes, and nodes that the job may get, with the reasons."""
 
     nodes: tuple[UnhealthyNode, ...] = ()  # Excluded.
     kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Not excluded, with the reason.
@@ -125,8 +124,7 @@ def listed(nodes: str | None) -> list[str]:
 
 
 def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) -> None:
-    """Records the nodes `nodes`, which failed a health check, in a file below the directory `base`, so that later jobs exclude
-    them.
+    """Records `nodes`, which failed a health check, in a file below the directory `base`, so that later jobs exclude them.
 
     `base` is on the cluster, and all runs of this user share `base`. Raises OSError if the cluster does not answer.
     """

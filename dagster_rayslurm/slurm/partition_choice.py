@@ -106,9 +106,7 @@ def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfi
 
 
 def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
-    """Returns whether a node has the size and the features that a queue asks for, and whether the queue does not exclude the
-    node.
-    """
+    """Returns whether a node has the size and features that a queue asks for, and is not excluded by the queue."""
     cpus = queue.cpus_per_node or 1
     memory = mebibytes(queue.mem) if queue.mem else mebibytes(queue.mem_per_cpu) * cpus if queue.mem_per_cpu else 0.0
     gpus = node.gpus[queue.gpu_type] if queue.gpu_type else node.gpus.total()

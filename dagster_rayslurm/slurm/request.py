@@ -25,8 +25,7 @@ _GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])
 
 
 class Inheritance(Enum):
-    """The value that a component of a heterogeneous job gets for a field that an earlier component sets and this component omits.
-    """
+    """The value that a component of a heterogeneous job gets for a field that only an earlier component sets."""
 
     NONE = "none"  # Nothing: sbatch forgets the option.
     INHERITED = "inherited"  # The value of the earlier component, and no option resets it: each component must set the field.

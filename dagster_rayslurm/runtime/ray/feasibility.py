@@ -262,8 +262,7 @@ class _Search:
         return True
 
     def _ways(self, place: int, state: Tuple[_Free, ...]) -> Any:
-        """Yields the states of the nodes that can follow `state` if the bundle with the index `place` is put on one of the nodes.
-        """
+        """Yields the states of the nodes that can follow `state` if the bundle with the index `place` is put on a node."""
         for at, (kind, free, instances) in enumerate(state if place < len(self.bundles) else ()):
             if (at and state[at - 1] == state[at]) or not self.labels[kind][place]:
                 continue
