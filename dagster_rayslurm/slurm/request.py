@@ -35,7 +35,7 @@ class Inheritance(Enum):
 
 @dataclass(frozen=True)
 class SbatchField:
-    """The sbatch option of a field of `SlurmQueueConfig`, the option's inheritance, and how to compare two values of the field.
+    """The sbatch option of a field of `SlurmQueueConfig`, the option's inheritance, and a comparison of two values of the field.
     """
 
     name: str

@@ -50,8 +50,9 @@ class ConnectionFailed(ConnectionError):
 
 
 class ServerBusy(ConnectionFailed):
-    """Raised when the SSH server closes connections before the login: too many logins are in progress, or the server is
-    restarting.
+    """Raised when the SSH server closes connections before the login.
+
+    Too many logins are in progress, or the server is restarting.
     """
 
 

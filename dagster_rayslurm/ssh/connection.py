@@ -1,5 +1,4 @@
-"""`SSHConnection`, a `Connection` over SSH: starts the agent, a program of `edge`, on the server, and sends all calls to the
-agent.
+"""`SSHConnection`, a `Connection` over SSH: starts the agent, a program of `edge`, on the server, and sends it all calls.
 
 Nothing here depends on the SSH client, which only logs in and opens channels (`Transport`, `Stream`).
 """
@@ -239,7 +238,8 @@ class AgentClient:
 
 
 def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception | None]:
-    """Returns the result of a call, or None and its exception, from the agent's answer."""
+    """Returns the result of a call and None or, if the call raised an exception, None and the exception, from the agent's answer.
+    """
     if "failure" in header:
         return None, RuntimeError(f"{header['failure']} on the edge node: {values[0]}")
     if "errno" in header:
@@ -249,8 +249,7 @@ def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception |
 
 
 def _in_thread(work: Callable[[], T]) -> Answer:
-    """Start `work` in a new thread, where Python raises no interrupts, and return the `Answer` that will have the result of
-    `work`.
+    """Start `work` in a new thread, where Python raises no interrupts, and return the `Answer` that will have the result.
 
     An interrupt may be raised between any two instructions of the main thread, also where paramiko or `Sender` has just taken a
     lock. The lock would never be released, and the code that cleans up after the interrupt would wait for ever.

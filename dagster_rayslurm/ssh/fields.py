@@ -25,7 +25,7 @@ def check_port(value: object) -> int:
 
 
 def check_name(value: object) -> str:
-    """Validate a host or user name: one word that no program reads as an option, because it does not begin with "-".
+    """Validate a host or user name: one word that does not begin with "-", so that no program reads an option.
 
     Returns the name.
     """

@@ -21,9 +21,9 @@ _connections: dict[str, Connection] = {}
 
 
 def connection_to(ssh: SSHLogin | None) -> Connection:
-    """Returns the shared connection to an edge node, which logs in at its first use.
+    """Returns the shared connection to an edge node or, if `ssh` is None, to this machine.
 
-    If `ssh` is None, the connection to this machine.
+    A connection to an edge node logs in at its first use.
     """
     if ssh is None:
         return _local

@@ -1,5 +1,4 @@
-"""Gives users access to a payload's Ray cluster: relay processes on the head node, and a file with the address of the relay
-server.
+"""Gives users access to a payload's Ray cluster: relay processes on the head node, and a file with the relay server's address.
 
 A relay carries a user's connections to ports of the head node, such as the port of the Ray dashboard.
 """
@@ -26,8 +25,7 @@ from ..ray.cluster import RayCluster
 
 @dataclass(eq=False)
 class Relays(Listener):
-    """Lets clients reach a Ray cluster's dashboard: each client with the key gets a process that carries the client's
-    connections.
+    """Lets clients reach a Ray cluster's dashboard: each client with the key gets a process that carries its connections.
 
     The first call of `access` opens the port on which clients are accepted.
     """

@@ -185,8 +185,7 @@ class Queue:
         return self._too_little_time(spec, sum(ahead) / self.limit, left)
 
     def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
-        """Returns the waiting payloads that cannot finish in the `left` seconds of the job, each with a sentence that explains
-        why.
+        """Returns the waiting payloads that cannot finish in the `left` seconds of the job, each with an explaining sentence.
 
         The list is empty if `left` is None (no limit is known), or if no payload has started yet.
         """
@@ -200,12 +199,11 @@ class Queue:
         return replace(self, arrived=(*self.arrived, Entry(payload, fresh, now)), turns=turns, served=self.served + 1)
 
     def start_next(self, capacities: Claims, may_start: Callable[[Payload], bool], now: float) -> Tuple[Queue, Optional[Payload]]:
-        """Returns the queue in which the next waiting payload runs, and this payload.
+        """Returns the queue in which the next waiting payload runs, and this payload; `self` and None if no payload starts.
 
-        The same queue and None if no payload starts. Payloads for which `may_start` returns False are skipped and keep their
-        place. Among the other payloads, the first payload of the Dagster run whose turn it is comes next. If this payload has no
-        room on its nodes, no payload starts, and the run keeps its turn. Otherwise small payloads of other runs could delay a
-        large payload for ever.
+        Payloads for which `may_start` returns False are skipped and keep their place. Among the other payloads, the first payload
+        of the Dagster run whose turn it is comes next. If this payload has no room on its nodes, no payload starts, and the run
+        keeps its turn. Otherwise small payloads of other runs could delay a large payload for ever.
         """
         running = [claims_of(each.spec, each.fresh, capacities) for each in self.running]
         for run in self.turns if self.ending is None else ():
@@ -237,10 +235,7 @@ class Queue:
     # ---- The runtime ends
 
     def ended_by(self, end: End, now: float) -> Queue:
-        """Returns the queue of a runtime that ends its payloads for the reason `end`.
-
-        `self` if the payloads are being ended already.
-        """
+        """Returns the queue of a runtime that ends its payloads for the reason `end`; `self` if they are being ended already."""
         if self.ending is not None:
             return self
         why = end.message or "it ends"
