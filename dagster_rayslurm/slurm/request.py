@@ -35,8 +35,7 @@ class Inheritance(Enum):
 
 @dataclass(frozen=True)
 class SbatchField:
-    """The sbatch option of a field of `SlurmQueueConfig`, the option's inheritance, and a comparison of two values of the field.
-    """
+    """The sbatch option of a field of `SlurmQueueConfig`, the inheritance of the option, and a comparison of two values."""
 
     name: str
     # Called with the value that a payload wants and the value that a session was granted; returns whether the session satisfies

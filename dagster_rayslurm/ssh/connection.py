@@ -238,8 +238,7 @@ class AgentClient:
 
 
 def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception | None]:
-    """Returns the result of a call and None or, if the call raised an exception, None and the exception, from the agent's answer.
-    """
+    """Returns the result of a call and None, or None and the exception that the call raised, from the agent's answer."""
     if "failure" in header:
         return None, RuntimeError(f"{header['failure']} on the edge node: {values[0]}")
     if "errno" in header:

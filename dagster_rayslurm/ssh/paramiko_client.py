@@ -152,8 +152,7 @@ def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
     prompts = login.Prompts([ssh])
 
     def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
-        """Try a method to authenticate: True if the server accepts, False if not, None if the server does not offer the method.
-        """
+        """Try a method to authenticate: True if the server accepts, False if not, None if the server does not offer it."""
         nonlocal offered
         try:
             offered = method(user, *arguments)

@@ -139,8 +139,7 @@ class RequestServer(Listener):
         self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
-        """Update the announcement, and write the announcement to the file unless `found`, the file's present content, is the
-        same.
+        """Update the announcement, and write it to the file unless `found`, the present content of the file, is the same.
 
         If `found` belongs to another session, accept no more payloads, and do not change the file. `closing` is the reason why
         the session accepts no more payloads, if the supervisor has no reason.
