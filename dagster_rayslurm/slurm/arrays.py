@@ -76,9 +76,9 @@ def parse_largest(config: str) -> int:
 def parse_submit_limit(associations: str, account: str | None, partition: str | None) -> int | None:
     """Returns the largest number of jobs that a user may have in the queue at a time; None if there is no limit.
 
-    `associations` is output of sacctmgr with lines "ACCOUNT|PARTITION|LIMIT". `account` and `partition` belong to the job that is
-    counted next. Only lines that apply to this account and partition count, and the largest limit counts. None as the account
-    stands for all accounts.
+    `associations` is output of sacctmgr with lines "ACCOUNT|PARTITION|LIMIT". `account` and `partition` are the account and the
+    partition of the next job. Lines for another account or partition are ignored; None as the account stands for all accounts.
+    Among the other lines, the largest limit counts.
     """
     limits = []
     for line in associations.splitlines():

@@ -30,7 +30,7 @@ class Placement:
 
 
 def is_auto(request: JobRequest) -> bool:
-    """Returns whether a job, or a component of it, leaves the partition to `choose`."""
+    """Returns whether a job, or a component of the job, leaves the partition to `choose`."""
     return any(each.queue.partition == AUTO for each in request.components)
 
 

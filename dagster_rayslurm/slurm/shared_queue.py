@@ -324,8 +324,9 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
 def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
     """Returns the time on the cluster, and a snapshot of the queue.
 
-    The result is None in place of the snapshot if the shared answer is unchanged. `shared` are the path, interval and time of the
-    shared answer, as for `edge.slurm.queue`; without these arguments squeue is run. Raises SlurmUnanswered or another OSError.
+    In place of the snapshot, the result has None if the shared answer is unchanged. `shared` are the path, interval and time of
+    the shared answer, as for `edge.slurm.queue`; without these arguments squeue is run. Raises SlurmUnanswered or another
+    OSError.
     """
     try:
         done = run_slurm(connection, squeue_command(), timeout=_TIMEOUT, function=slurm.queue, options=shared)

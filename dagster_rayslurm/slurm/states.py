@@ -120,7 +120,7 @@ class JobWatch:
     def exited(self, exit_code: int) -> JobWatch:
         """Returns a copy with the exit code of `srun`, which the batch script has written.
 
-        The job has then ended, unless Slurm may requeue it. The exit code may arrive after Slurm has reported the end.
+        The job has then ended, unless Slurm may requeue the job. The exit code may arrive after Slurm has reported the end.
         """
         watch = replace(self, exit_code=exit_code)
         if self.final:

@@ -1,4 +1,5 @@
-"""`Connection`, the interface for files and commands of the machine on which the runtime is started, and its exceptions.
+"""`Connection`, the interface for files and commands of the machine on which the runtime is started, and exceptions of
+connections.
 
 This module imports no SSH client.
 """

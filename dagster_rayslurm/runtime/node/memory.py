@@ -82,10 +82,10 @@ class Action(NamedTuple):
 
 
 def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, Optional[Action]]:
-    """The state for the next sample of a node, and the warning or kill that this sample requires; None in place of the latter.
+    """The state for the next sample of a node, and the warning or kill that this sample requires.
 
-    `node` is the node's name for messages, and `now` is in seconds of a monotonic clock. `may_kill` is False if neither Slurm nor
-    the kernel enforces the limit.
+    The second part is None if the sample requires neither. `node` is the node's name for messages, and `now` is in seconds of a
+    monotonic clock. `may_kill` is False if neither Slurm nor the kernel enforces the limit.
     """
     share = sample.used / sample.limit
     if share < _REARM:
@@ -287,7 +287,7 @@ class MemoryWatch:
         return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], self._shared)
 
     def _query_slurm(self) -> None:
-        """Start `scontrol show config` without waiting for it; `_answered` is called with its output."""
+        """Start `scontrol show config` and return at once; `_answered` is called with the program's output."""
         self._queried = True
         try:
             query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)

@@ -55,7 +55,7 @@ def payload_footprint(spec: PayloadSpec) -> Footprint:
 def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
     """The requirements of a runtime for each node: what was requested of Slurm, and what the Ray cluster requires.
 
-    With a `component_id`, the requirements are those for the nodes of this component.
+    With a `component_id`, the result has the requirements for the nodes of this component.
     """
     asked = next((each for each in spec.components if each.component_id == component_id), spec)
     return (

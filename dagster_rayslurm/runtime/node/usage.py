@@ -420,9 +420,9 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
     """Merge the usage of one payload on several nodes into one dictionary; `usages` has the usage by name of node, head first.
 
     Each usage is a dictionary with the fields of `Usage`. Elapsed time and the times of the points come from the head. CPU time
-    and spilled bytes are sums over the nodes. Peak memory and the greatest GPU figures come from the node with the most; `--mem`
-    applies to each node too. Mean GPU utilization is the mean of the nodes that have GPUs. The key `nodes` of the result has the
-    CPU time and peak memory of each node.
+    and spilled bytes are sums over the nodes. Peak memory, peak GPU utilization and peak GPU memory are the largest values of one
+    node. Mean GPU utilization is the mean of the nodes that have GPUs. The key `nodes` of the result has the CPU time and peak
+    memory of each node.
     """
     head, *others = usages.values()
 

@@ -229,7 +229,8 @@ class PreloadServer:
         """End a preload process that is outdated, hangs or has ended; returns why the payload needs a fresh interpreter.
 
         Payloads that were forked from the process go on. If the process has been forked before, the next request starts another
-        preload process in its place. Otherwise the reason, by default `why`, is kept as the process's problem.
+        preload process in its place. If the process has never been forked, the reason is kept for later payloads with the same
+        modules. `why` is the reason, if known.
         """
         process.control.close()
         if process.pid is not None:
@@ -250,9 +251,10 @@ class PreloadServer:
             self.end_process(process)
 
     def _start(self, modules: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> Optional[_Process]:
-        """Start a preload process for payloads with the environment `env`, and return the process; None if it cannot be started.
+        """Start a preload process for payloads with the environment `env`, and return the process.
 
-        `secrets` are names of variables in `env` that the preload process must not get.
+        Returns None if the process cannot be started. `secrets` are names of variables in `env` that the preload process must not
+        get.
         """
         control, child_end = socket.socketpair()
         control.setblocking(False)

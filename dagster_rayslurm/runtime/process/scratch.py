@@ -30,8 +30,8 @@ _lock_before = -1  # The file descriptor that `inherit` has found; -1 if there i
 def _bases(short: bool) -> List[str]:
     """The directories in which scratch directories may be made, the preferred first.
 
-    With `short`, only directories with short paths. A short path leaves room for the temporary directory of a payload's own Ray
-    cluster. This directory is `x/r` in a scratch directory, where `x` is one character.
+    If `short` is True, the result has only directories with short paths. A short path leaves room for the temporary directory of
+    a payload's own Ray cluster. This directory is `x/r` in a scratch directory, where `x` is one character.
     """
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", tempfile.gettempdir()]
     longest = MAX_RAY_TEMP_DIR_BYTES - len("/rs-12345678/x/r")

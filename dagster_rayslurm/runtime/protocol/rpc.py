@@ -409,7 +409,7 @@ class NotConnected(OSError):
 
 
 class AnswerLost(OSError):
-    """Raised when the request was sent, so that the session may have received it, but no answer came."""
+    """Raised when the request was sent but no answer came; the session may have received the request."""
 
 
 def call(

@@ -204,7 +204,7 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
 
 
 def _wait_for_head(gcs: str, command: List[str]) -> None:
-    """On a worker node: wait until the head has published where its files are, or is alive, so that this node may join."""
+    """Wait until this worker node may join the head: until the head is alive, or has published where its files are."""
     _wait_for_port(gcs)
     client = internals.connect_gcs(gcs)
     while not any(node["head"] and node["alive"] for node in (_nodes(client) or {}).values()):

@@ -1,4 +1,4 @@
-"""The centre of the runtime on the first node: takes each payload from the queue, runs the payload with its Ray cluster.
+"""The centre of the runtime on the first node: takes payloads from the queue, runs them with their Ray clusters, and ends them.
 
 `queue` decides which payload starts and when the runtime ends. The runtime of a session gets its payloads from clients. The
 runtime of a single payload gets this payload at its start.

@@ -92,9 +92,9 @@ class TimeLimit:
     def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
         """Call `call` with the seconds left, `before` seconds ahead of the time limit; do nothing if no limit is known.
 
-        If this time is past, `call` is called at once. Shortly before this time, squeue is run again. If squeue does not answer,
-        the last known limit counts. `asked` is True only in this method's own calls, after squeue was run. An administrator may
-        have moved the limit, so squeue is run again.
+        If this time is past, `call` is called at once. Shortly before this time, squeue is run again, because an administrator
+        may have moved the limit. If squeue does not answer, the last known limit counts. `asked` is True only in this method's
+        own calls, after squeue was run.
         """
         left = self.left()
         if left is None:
