@@ -62,7 +62,7 @@ class SubmittedJob:
 
 
 class NextStep(Enum):
-    """The next action after an attempt to submit a job, as `next_step` returns it."""
+    """The next action after an attempt to submit a job; `next_step` chooses the action."""
 
     DONE = "the job is submitted"
     STOP = "another process submits the session's job"

@@ -1,5 +1,4 @@
-"""`Connection`, the interface for files and commands of the machine on which the runtime is started, and exceptions of
-connections.
+"""`Connection`, the interface for files and commands of the machine on which the runtime is started, and exceptions.
 
 This module imports no SSH client.
 """
@@ -221,7 +220,7 @@ class Connection(ABC):
             self._ahead = None
 
     def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
-        """Write a file: create it, or replace it atomically."""
+        """Write `data` into a file; an existing file is replaced atomically. `mode` has the file's permissions."""
         self._on_file(f"writing {path}", files.write, path, data, mode)
 
     def make_dir(self, path: str) -> None:
@@ -365,8 +364,8 @@ def expand_home(connection: Connection, path: str) -> str:
 class Backoff:
     """Computes the pauses between retries while a machine is out of reach.
 
-    Each pause is twice the last pause, but at most 30 s, and at most 1.5 s or a twentieth of the outage, whichever is longer.
-    `since` is the start of the outage, as a value of `time.monotonic()`; by default now.
+    Each pause is twice the last pause, up to a limit. The limit is a twentieth of the outage, but at least 1.5 s and at most 30
+    s. `since` is the start of the outage, as a value of `time.monotonic()`; by default now.
     """
 
     def __init__(self, since: float | None = None) -> None:

@@ -253,7 +253,7 @@ def _age(job: str) -> int:
 
 @dataclass
 class Usage:
-    """The resources that one payload used until its last sample: seconds, bytes and, for GPU utilization, percent."""
+    """The resources that one payload used until the payload's last sample: seconds, bytes and, for GPU utilization, percent."""
 
     elapsed: float = 0.0
     cpu_seconds: float = 0.0

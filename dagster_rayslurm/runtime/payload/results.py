@@ -100,9 +100,9 @@ class UsageMeasurement:
 
 @dataclass(eq=False)
 class OutputSearch:
-    """Finds the files that a payload created in its working directory, except links to its input files.
+    """Finds the files that a payload created in its working directory, except links to the payload's input files.
 
-    Smaller files come first, until their total size would exceed `max_bytes`.
+    Smaller files come first. A file is left out if the total size would exceed `max_bytes`.
     """
 
     work_dir: str

@@ -90,7 +90,7 @@ def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[s
 
 
 def refuse_dashboard(command: List[str]) -> Optional[str]:
-    """Why Ray's dashboard cannot run, as a sentence; None if it can, or if `command` does not ask for the dashboard."""
+    """Why Ray's dashboard cannot run, as a sentence; None if the dashboard can, or if `command` does not ask for a dashboard."""
     problem = internals.dashboard_problem() if "--include-dashboard=true" in command else None
     advice = "Ray has no dashboard for %s (%s): install ray[default] there, or set RayLauncher(dashboard=False)"
     return None if problem is None else advice % (sys.executable, problem)

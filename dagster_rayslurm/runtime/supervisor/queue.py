@@ -173,7 +173,7 @@ class Queue:
     # ---- Payloads come, start and go
 
     def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
-        """Returns a sentence if a new payload cannot finish within `left` seconds, before the job's time limit; None if it can.
+        """Returns a sentence if a new payload cannot finish within `left` seconds, before the job's time limit; otherwise None.
 
         `left` is None if no limit is known. The result is always None for the first payload of a runtime. The payload's wait is
         estimated from the known durations of the payloads ahead. If the estimate is too low, `late` returns the payload later.
