@@ -1,6 +1,6 @@
 """The runtime: the program that starts Ray and runs payloads (users' commands) in a Slurm allocation or on this machine.
 
-The launcher sends it to the nodes as one zipapp, where the Python of the user's environment runs it, 3.8 or newer. It imports
-only the standard library and its own modules, so Dagster need not be installed there. Begin with `__main__` and
-`supervisor.supervisor`.
+The launcher sends the runtime to the nodes as one zipapp. There, the Python of the user's environment, 3.8 or newer, runs the
+zipapp. The runtime imports only the standard library and its own modules, so Dagster need not be installed in the environment.
+Begin with `__main__` and `supervisor.supervisor`.
 """

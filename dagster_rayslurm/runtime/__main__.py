@@ -71,7 +71,7 @@ def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 def element(spec, array_dir):  # type: (RuntimeSpec, str) -> int
     """Run the runtime on one node of an element of a job array; returns the exit code.
 
-    Like `node`, with a run directory of the element's own below the directory of the array.
+    The function does the same as `node`, with the element's own run directory below `array_dir`, the directory of the array.
     """
     from .payload import element as elements
     from .supervisor import request_server
@@ -145,7 +145,10 @@ def _serve_clients(runner, session_dir, here=None):  # type: (Supervisor, str, O
 
 
 def _run_on_time(runner, here):  # type: (Supervisor, Optional[allocation.Allocation]) -> None
-    """Run the payloads of a runtime until it ends; in the Slurm job of the allocation `here`, also act before the time limit."""
+    """Run the payloads of a runtime until the runtime ends; in a Slurm job, also act before the job's time limit.
+
+    `here` is the allocation of the Slurm job; None without Slurm.
+    """
     if here is not None:
         from .supervisor import time_limit
 
@@ -162,9 +165,9 @@ def _supervisor(spec, **more):  # type: (RuntimeSpec, Any) -> Supervisor
 
 
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
-    """Returns the Slurm allocation in which this task runs, and changes `os.environ` to describe the component of this task.
+    """Returns the Slurm allocation of this task, and changes `os.environ` to describe the component of this task.
 
-    Exits with an error message outside a Slurm step, or if the job has another number of components than the start record.
+    Exits with an error message outside a Slurm step, or if the number of the job's components differs from the start record.
     """
     from .node import allocation
 
@@ -178,7 +181,10 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 
 
 def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
-    """Call `lead` if this task is on the first node of the allocation, else run a worker node; returns the exit code."""
+    """Call `lead` if this task is on the first node of the allocation, else run a worker node; returns the exit code.
+
+    `log_dir` is the directory of the nodes' logs.
+    """
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)
 
@@ -199,7 +205,7 @@ _ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads; 
 
 
 def main(argv):  # type: (list[str]) -> int
-    """Run the role, such as `node`, that the first argument names (see the module's docstring); returns its exit code."""
+    """Run the role, such as `node`, that the first argument names (see the module's docstring); returns the role's exit code."""
     role = argv[0] if argv else ""
     if role == "ray-node":
         from .ray import node_main

@@ -1,6 +1,6 @@
-"""The facts that Slurm knows of one job, and the run's failure that these facts explain (tried on Slurm 22.05 and 24.11).
+"""The facts that Slurm knows of one job, and the failure of a run that these facts explain (tried on Slurm 22.05 and 24.11).
 
-scontrol knows a job until MinJobAge after its end (300 s by default) and needs no accounting. sacct knows the job for good,
+scontrol knows a job until MinJobAge after the job's end (300 s by default) and needs no accounting. sacct knows the job for good,
 with the memory of its steps. The job's log says which tasks failed.
 """
 
@@ -77,7 +77,10 @@ _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (
 
 @dataclass(frozen=True)
 class JobFacts:
-    """The facts that Slurm knows of a job, or of one component. Durations are in seconds, sizes in bytes; None is unknown."""
+    """The facts that Slurm knows of a job or component; None stands for an unknown fact.
+
+    Durations are in seconds, sizes in bytes.
+    """
 
     job_id: int | str  # The number of a heterogeneous job is that of its first component; "12_7" is an element of an array.
     state: str  # As Slurm writes it, such as "TIMEOUT"; without the "by 1001" of sacct.
@@ -101,7 +104,7 @@ class JobFacts:
     component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
 
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
-        """Returns the same job with the user's names for its components, in order; unchanged if the numbers of both differ."""
+        """Returns a copy of the job with the user's names for its components, in order; `self` if the numbers of both differ."""
         if len(self.components) != len(component_ids):
             return self
         pairs = zip(self.components, component_ids, strict=True)
@@ -132,7 +135,8 @@ class JobFacts:
 def severity(component: JobFacts) -> int:
     """Returns a rank for the end of a component: the component with the highest rank explains the end of its job.
 
-    A component that is cancelled or killed ends the others too. The component with the batch script may then show only FAILED.
+    The end of a component that is cancelled or killed also ends the other components. The component with the batch script may
+    then show only FAILED.
     """
     final = component.final_state if component.final_state in _BY_SEVERITY else "UNKNOWN"
     return len(_BY_SEVERITY) if component.out_of_memory else _BY_SEVERITY.index(final or "UNKNOWN")
@@ -159,7 +163,10 @@ def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
 
 
 def parse_scontrol(text: str) -> JobFacts | None:
-    """Returns the facts of the job in the output of `scontrol show job ID` (without `--oneliner`); None without a job in it."""
+    """Returns the facts of the job in the output of `scontrol show job ID` (without `--oneliner`).
+
+    The result is None if no job is in the output.
+    """
     components = []
     for block in re.split(r"(?m)^(?=JobId=)", text):
         shown = dict(re.findall(r"(?:^|\s)([^\s=]+)=(\S*)", _TEXTS_OF_USERS.sub("\n", block)))
@@ -176,7 +183,10 @@ def parse_scontrol(text: str) -> JobFacts | None:
 
 
 def parse_sacct(text: str, job_id: int) -> JobFacts | None:
-    """Returns the facts of a job after its last requeue, from `sacct --duplicates` with `SACCT_FIELDS`; None for no such job."""
+    """Returns the facts of the job `job_id` after its last requeue; None if the job is not in `text`.
+
+    `text` is the output of `sacct --duplicates` with `SACCT_FIELDS`.
+    """
     attempts: dict[int, list[list[dict[str, str]]]] = {}
     for line in text.splitlines():
         fields = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
@@ -197,7 +207,7 @@ def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tup
     """Queries the accounting, in one call, for the facts of elements of job arrays.
 
     `jobs` are the ids of arrays and elements, such as "12" and "13_7". Returns the facts by array id and element number; an empty
-    dict if sacct fails, as it does without accounting. Raises OSError for a failed connection.
+    dict if sacct fails, as sacct does without accounting. Raises OSError for a failed connection.
     """
     command = ["sacct", f"--jobs={','.join(jobs)}", "--noheader", "--parsable2", "--duplicates", f"--format={_SACCT_FORMAT}"]
     done = run_slurm(connection, ["env", "LC_ALL=C", *command], timeout=_TIMEOUT)
@@ -205,7 +215,7 @@ def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tup
 
 
 def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
-    """Returns the facts of all elements of arrays, by array id and element number, after the last requeue of each.
+    """Returns the facts of all elements of arrays after their last requeue, by array id and element number.
 
     `text` is the output of `sacct --duplicates` with `SACCT_FIELDS`.
     """
@@ -232,7 +242,8 @@ def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
 def _from_sacct(number: int | str, attempts: list[list[dict[str, str]]]) -> JobFacts:
     """Returns the facts of the last run of a job, component or element with the id `number`.
 
-    `attempts` has sacct's rows for each run, the first one and one for each requeue: the row of the job, then those of its steps.
+    `attempts` has sacct's rows for each run, the first run and one run for each requeue. The rows of a run are the row of the
+    job, then the rows of the job's steps.
     """
     job, *steps = attempts[-1]
     facts = _facts(number, job["State"], job["Reason"], job["ExitCode"], job["NodeList"], job["NNodes"])
@@ -248,7 +259,7 @@ def _from_sacct(number: int | str, attempts: list[list[dict[str, str]]]) -> JobF
 
 
 def _facts(number: int | str, state: str, reason: str, exit_code: str, nodes: str, num_nodes: str) -> JobFacts:
-    """Returns the facts in those fields that scontrol and sacct print in the same form.
+    """Returns the facts in the fields that scontrol and sacct print in the same form.
 
     After a node failure the facts have no exit code, because Slurm then shows a wrong exit code.
     """
@@ -264,7 +275,10 @@ def _facts(number: int | str, state: str, reason: str, exit_code: str, nodes: st
 
 
 def combine(components: Sequence[JobFacts]) -> JobFacts:
-    """Returns the facts of a whole job: those of the component that explains its end, but with the job's id and all nodes."""
+    """Returns the facts of a whole job, given the facts of its components.
+
+    The result has the facts of the component that explains the job's end, but the job's id and all nodes.
+    """
     if len(components) == 1:
         return components[0]
     nodes = tuple(node for each in components for node in each.nodes)
@@ -272,7 +286,7 @@ def combine(components: Sequence[JobFacts]) -> JobFacts:
 
 
 def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
-    """Returns slurmctld's facts of a job, completed by facts that only accounting knows; None if neither knows the job."""
+    """Returns slurmctld's facts of a job, completed by facts that only the accounting knows; None if neither knows the job."""
     if controller is None or accounting is None:
         return controller or accounting
     if controller.components and len(controller.components) == len(accounting.components):
@@ -301,7 +315,10 @@ def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
 
 
 def state_word(text: str) -> tuple[str, int | None]:
-    """Returns the bare state in a text of sacct, such as "CANCELLED by 1001" or "CANCELLED+", and the user id in it or None."""
+    """Returns the bare state in a text of sacct, such as "CANCELLED by 1001" or "CANCELLED+", and the user id in the text.
+
+    The user id is None if the text has no user id.
+    """
     match = re.fullmatch(r"(\S*?)\+?(?: by ([0-9]+))?", text.strip())
     return (match[1], int(match[2]) if match[2] else None) if match else (text.strip(), None)
 
@@ -323,8 +340,8 @@ def relevant_lines(log: str) -> list[str]:
 def failed_tasks(log: str) -> list[tuple[str, int, str]]:
     """Returns the node, the number and the end of each task that srun reports as failed.
 
-    The end is srun's text, such as "Exited with exit code 3" or "Killed". Once a task has failed, srun ends the other tasks; the
-    end of those is "Terminated" or "Killed".
+    The end is srun's text, such as "Exited with exit code 3" or "Killed". Once a task has failed, srun ends the other tasks,
+    whose end is then "Terminated" or "Killed".
     """
     tasks = []
     for match in filter(None, map(_TASKS.fullmatch, map(str.strip, log.splitlines()))):
@@ -349,7 +366,7 @@ def memory_kill(output: str) -> str | None:
 
 
 class JobVerdict(NamedTuple):
-    """A failure of a run that is explained by the end of its job; `retry` has the same meaning as in `RunFailure`."""
+    """The failure of a run that the end of its job explains; `retry` has the same meaning as in `RunFailure`."""
 
     kind: FailureKind
     sentence: str
@@ -357,11 +374,11 @@ class JobVerdict(NamedTuple):
 
 
 def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
-    """Returns the failure of a run as the facts of its job explain it; None if the facts explain nothing. Pure.
+    """Returns the failure of a run as the facts of its job explain the failure.
 
-    The record of the run has no end, or says that a signal from outside ended the runtime; in the second case `terminated` is
-    True. `log` is the output of batch script, slurmstepd and runtime. `silent` is True if nothing was written into the run
-    directory.
+    The result is None if the facts explain nothing. A pure function. The record of the run has no end, or says that a signal from
+    outside ended the runtime; in the second case `terminated` is True. `log` is the output of batch script, slurmstepd and
+    runtime. `silent` is True if nothing was written into the run directory.
     """
     killed = memory_kill(log)
     part = _explaining_part(job, killed)
@@ -431,7 +448,7 @@ def _mebibytes(amount: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Returns a duration as Slurm writes it: "[D-]HH:MM:SS"."""
+    """Returns a duration in seconds as Slurm writes durations: "[D-]HH:MM:SS"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

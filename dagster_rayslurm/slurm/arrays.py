@@ -1,7 +1,8 @@
-"""Job arrays: how Slurm names their elements, how many a site takes, and how large the next array of a step is. Pure.
+"""Job arrays: the names of their elements in Slurm, the number of elements that a site accepts, and the size of the next array.
 
-squeue and sacct list the waiting elements of an array in one row, "12_[4,6-11%2]", and each other element in a row of its own,
-"12_3". If the only waiting element is cancelled, it disappears from both lists (tried on 22.05).
+The functions have no side effects. squeue and sacct list the waiting elements of an array in one row, "12_[4,6-11%2]", and each
+other element in a row of its own, "12_3". If the only waiting element is cancelled, this element disappears from both lists
+(tried on 22.05).
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def rows_by_element(rows: Iterable[QueueRow]) -> dict[tuple[int, int], QueueRow]
 
 
 def count_jobs(rows: Iterable[QueueRow]) -> int:
-    """Returns the number of a user's jobs that are not over, as Slurm counts them for limits: each element is a job."""
+    """Returns the number of jobs in `rows` that are not over, as Slurm counts jobs for limits: each element is a job."""
     alive = (row for row in rows if row.state not in TERMINAL)
     return sum(len((elements_of(row.label) or (0, [0]))[1]) for row in alive)
 
 
 def ranges(numbers: Collection[int]) -> list[list[int]]:
-    """Returns ranges that contain exactly the given numbers: a list [first, last] for each range, in order."""
+    """Returns ranges that contain exactly the numbers `numbers`: a list [first, last] for each range, in order."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][1] == number - 1:
@@ -64,7 +65,7 @@ def ranges(numbers: Collection[int]) -> list[list[int]]:
 
 
 def parse_largest(config: str) -> int:
-    """Returns the largest number of elements that an array may have, from the output of `scontrol show config`."""
+    """Returns the largest number of elements that an array may have; `config` is the output of `scontrol show config`."""
     found = dict(re.findall(r"(?m)^(\w+)\s*= *(.*)$", config))
     sizes = [parse_count(found.get("MaxArraySize", "")) or _DEFAULT_SIZE]
     if match := re.search(r"max_array_tasks=([0-9]+)", found.get("SchedulerParameters", "")):
@@ -73,10 +74,11 @@ def parse_largest(config: str) -> int:
 
 
 def parse_submit_limit(associations: str, account: str | None, partition: str | None) -> int | None:
-    """Returns how many jobs a user may have in the queue at a time, from lines "ACCOUNT|PARTITION|LIMIT" of sacctmgr.
+    """Returns the largest number of jobs that a user may have in the queue at a time; None if there is no limit.
 
-    Only lines that apply to the account and partition of the next job count; None for the account stands for all accounts. The
-    largest limit is returned, or None if there is no limit.
+    `associations` is output of sacctmgr with lines "ACCOUNT|PARTITION|LIMIT". `account` and `partition` are the account and the
+    partition of the next job. Lines for another account or partition are ignored; None as the account stands for all accounts.
+    Among the other lines, the largest limit counts.
     """
     limits = []
     for line in associations.splitlines():
@@ -89,7 +91,7 @@ def parse_submit_limit(associations: str, account: str | None, partition: str | 
 
 @dataclass(frozen=True)
 class Room:
-    """What is known of the number of job array elements that Slurm accepts at a time.
+    """The number of job array elements that Slurm accepts at a time, as far as known.
 
     `refused` and `taken` return a copy that takes Slurm's answer to a submission into account.
     """
@@ -99,11 +101,11 @@ class Room:
     attempt: int | None = None  # Most elements of the next array, after a refusal; None before the first refusal.
 
     def next_size(self, waiting: int, own: int, all_jobs: int) -> int:
-        """Returns how many of the `waiting` elements the next array gets; 0 if it is better to wait until jobs have ended.
+        """Returns the number of elements for the next array, out of `waiting` elements; 0 if no array should be submitted now.
 
-        `own` is the number of this step's elements in the queue, and `all_jobs` the number of all jobs of this user there; jobs
-        that are over do not count. While elements of this step are in the queue, the result is 0 instead of a small number, so
-        that a step has few arrays.
+        `own` is the number of this step's elements in the queue, and `all_jobs` the number of all jobs of this user in the queue.
+        Jobs that are over do not count. While elements of this step are in the queue, the result is 0 instead of a small number,
+        so that a step has few arrays.
         """
         size = min(waiting, self.largest)
         if self.limit is not None:
@@ -115,11 +117,11 @@ class Room:
         return size
 
     def refused(self, size: int) -> Room:
-        """Returns a copy whose next array has at most half of the elements of an array that Slurm refused."""
+        """Returns a copy whose next array has at most half as many elements as the `size` of an array that Slurm refused."""
         return replace(self, attempt=max(1, size // 2))
 
     def taken(self, size: int) -> Room:
-        """Returns a copy whose next array has at most twice the elements of an array that Slurm accepted.
+        """Returns a copy whose next array has at most twice as many elements as the `size` of an array that Slurm accepted.
 
         Returns `self` if there was no refusal before.
         """

@@ -1,4 +1,4 @@
-"""The configuration of a Slurm cluster and of allocations on it. Options mean what sbatch(1) of Slurm 22.05 says."""
+"""The configuration of a Slurm cluster and of allocations on the cluster. Options mean what sbatch(1) of Slurm 22.05 says."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class SlurmResource(StrictResource):
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:
-    """Returns the name of the signal without "SIG", and the seconds before the time limit, of a value of `signal_before_timeout`.
+    """Returns the signal and the seconds before the time limit in a value of `signal_before_timeout`; the signal lacks "SIG".
 
-    The name is "TERM" if the value has only seconds, such as "300". For None, the name is "TERM" and the seconds are None.
+    The signal is "TERM" if the value has only seconds, such as "300". For None, the signal is "TERM" and the seconds are None.
     """
     if text is None:
         return "TERM", None

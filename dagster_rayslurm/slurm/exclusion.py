@@ -1,4 +1,4 @@
-"""Chooses the nodes that a job must avoid because they failed a health check, as long as enough other nodes are left."""
+"""Chooses the nodes that a job must avoid because these nodes failed a health check, as long as enough other nodes are left."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ Partitions = Mapping[str, Sequence[str]]  # The usable nodes of each partition; 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Nodes that failed a health check: those that a job excludes, and those that it may get nevertheless, with the reasons."""
+    """Nodes that failed a health check: nodes that a job excludes, and nodes that the job may get, with the reasons."""
 
     nodes: tuple[UnhealthyNode, ...] = ()  # Excluded.
     kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Not excluded, with the reason.
 
     def problem(self, unhealthy: Sequence[UnhealthyNode]) -> str | None:
-        """Returns a sentence on why a new job may get one of the nodes `unhealthy` again; None if the job excludes them all."""
+        """Returns a sentence on why a new job may get one of the nodes `unhealthy` again.
+
+        The result is None if the job excludes all these nodes.
+        """
         excluded = {each.node for each in self.nodes}
         reasons = {each.node: why for each, why in self.kept}
         left = [each.node for each in unhealthy if each.node not in excluded]
@@ -40,7 +43,7 @@ class Exclusion:
 
 
 def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
-    """Returns the exclusion for a job: of the unhealthy nodes in its partitions, as many as leave enough other nodes.
+    """Returns the exclusion for a job: as many unhealthy nodes of the job's partitions as leave enough other nodes.
 
     Nodes that the job itself asks for by `nodelist` are not excluded.
     """
@@ -73,7 +76,7 @@ def excluding(request: JobRequest, nodes: Sequence[str]) -> JobRequest:
 
 
 def parse_partitions(text: str) -> Partitions:
-    """Returns the usable nodes of each partition, from lines of sinfo in the format "%N|%P|%T" (node, partition, state)."""
+    """Returns the usable nodes of each partition; `text` is output of sinfo in the format "%N|%P|%T" (node, partition, state)."""
     partitions: dict[str, list[str]] = {}
     for line in text.splitlines():
         node, _, rest = line.strip().partition("|")
@@ -88,7 +91,7 @@ def parse_partitions(text: str) -> Partitions:
 def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: Partitions) -> str | None:
     """Returns a sentence if the partitions of the component `part` have too few nodes without the nodes `out`; otherwise None.
 
-    Slurm gives each component nodes of its own, so the nodes that all components want in one partition are added up.
+    The nodes that all components want in one partition are added up, because Slurm gives each component nodes of its own.
     """
     wanted = sum(each.queue.num_nodes for each in request.components if each.queue.partition == part.queue.partition)
     out = out | set(listed(part.queue.exclude))
@@ -110,7 +113,7 @@ def _partitions(part: JobRequest, partitions: Partitions) -> Sequence[str]:
 
 
 def listed(nodes: str | None) -> list[str]:
-    """Returns the names of the nodes in a text such as "node[1-3,7]"; an empty list for None, or for a text that is not valid."""
+    """Returns the names of the nodes in a text such as "node[1-3,7]"; an empty list for None, or for an invalid text."""
     try:
         return expand_nodelist(nodes or "")
     except ValueError:  # Slurm reports what is wrong with the text when the job is submitted.
@@ -121,15 +124,15 @@ def listed(nodes: str | None) -> list[str]:
 
 
 def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) -> None:
-    """Records, in a file below the directory `base`, nodes that failed a health check, so that later jobs exclude them.
+    """Records `nodes`, which failed a health check, in a file below the directory `base`, so that later jobs exclude them.
 
-    `base` is on the cluster, and all runs of this user share it.
+    `base` is on the cluster, and all runs of this user share `base`. Raises OSError if the cluster does not answer.
     """
     connection.call(note, base, [each._asdict() for each in nodes], repeat=True, timeout=_TIMEOUT)
 
 
 def exclusion_for(connection: Connection, base: str, request: JobRequest) -> Exclusion:
-    """Returns which of the nodes recorded below `base` a job excludes, among those recorded in the last `MEMORY` seconds.
+    """Returns the exclusion for a job, chosen from the nodes that were recorded below `base` in the last `MEMORY` seconds.
 
     Raises OSError if the cluster does not answer.
     """

@@ -30,15 +30,16 @@ class Placement:
 
 
 def is_auto(request: JobRequest) -> bool:
-    """Returns whether a job, or a component of it, leaves the partition to `choose`."""
+    """Returns whether a job, or a component of the job, leaves the partition to `choose`."""
     return any(each.queue.partition == AUTO for each in request.components)
 
 
 def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
-    """Returns a job request with the first partition that fits and has enough free nodes; raises `ValueError` if none fits. Pure.
+    """Returns the job request with the first partition that fits and has enough free nodes. A pure function.
 
-    The cluster's default partition comes first, and partitions with GPUs last if the job requests no GPUs. If no partition has
-    enough free nodes, the job waits in all partitions that fit; a component of a heterogeneous job waits in the first of these.
+    The cluster's default partition comes first, and partitions with GPUs come last if the job requests no GPUs. If no partition
+    has enough free nodes, the job waits in all partitions that fit; a component of a heterogeneous job waits in the first of
+    these. Raises `ValueError` if no partition fits.
     """
     taken: Counter[str] = Counter()  # Each component gets nodes of its own.
     reasons, parts = [], []
@@ -60,7 +61,8 @@ def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken:
     """Returns the name of the partition for a job or component, and a sentence with the reason.
 
     If no partition has enough free nodes, and `alone` is True, the name lists all partitions that fit, separated by commas.
-    `taken` has the number of nodes that earlier components of the job take, by partition. Raises `ValueError` if none fits.
+    `taken` has the number of nodes that earlier components of the job take, by partition. Raises `ValueError` if no partition
+    fits.
     """
     busy: dict[str, str] = {}
     passed_over: list[str] = []
@@ -85,7 +87,7 @@ def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken:
 
 
 def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfig, taken: int) -> str | None:
-    """Returns why a partition cannot run a job with this queue; None if it can.
+    """Returns why a partition cannot run a job with this queue; None if the partition can.
 
     `nodes` are the partition's nodes that fit; earlier components of the job take `taken` of these nodes.
     """
@@ -104,7 +106,7 @@ def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfi
 
 
 def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
-    """Returns whether a node has the size and the features that a queue asks for, and is not excluded by the queue."""
+    """Returns whether a node has the size and features that a queue asks for, and is not excluded by the queue."""
     cpus = queue.cpus_per_node or 1
     memory = mebibytes(queue.mem) if queue.mem else mebibytes(queue.mem_per_cpu) * cpus if queue.mem_per_cpu else 0.0
     gpus = node.gpus[queue.gpu_type] if queue.gpu_type else node.gpus.total()
@@ -114,7 +116,7 @@ def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
 
 
 def _gpus(queue: SlurmQueueConfig) -> int:
-    """Returns how many GPUs a queue asks for on each node; 1 if `extra_sbatch` asks for an unknown number."""
+    """Returns the number of GPUs that a queue asks for on each node; 1 if `extra_sbatch` asks for an unknown number."""
     granted = granted_gpus(queue.model_dump())
     return 1 if granted is None else granted
 
@@ -122,7 +124,8 @@ def _gpus(queue: SlurmQueueConfig) -> int:
 def _is_free(node: Node, queue: SlurmQueueConfig) -> bool:
     """Returns whether a node could start the job now.
 
-    A node that runs other jobs counts as free for jobs without GPUs only, because sinfo shows its idle CPUs but no idle GPUs.
+    A node that runs other jobs counts as free only for jobs without GPUs, because sinfo shows idle CPUs of the node but no idle
+    GPUs.
     """
     shared = node.state.startswith("mix") and not queue.exclusive and not _gpus(queue)
     return node.idle or (shared and node.idle_cpus >= (queue.cpus_per_node or 1))

@@ -1,4 +1,4 @@
-"""Partitions and their nodes, parsed from the output of `scontrol show partition` and `sinfo --Node`. Pure."""
+"""Partitions and their nodes, parsed from the output of `scontrol show partition` and `sinfo --Node`, without side effects."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        """Whether the node accepts jobs and runs none now; a node that is started on demand does.
+        """Whether the node accepts jobs and runs no jobs now; True also for a node that is started on demand.
 
-        A node that is about to reboot, under maintenance, or planned for another job does not (sinfo(1), Slurm 22.05).
+        The result is False for a node that is about to reboot, under maintenance, or planned for another job (sinfo(1), Slurm
+        22.05).
         """
         return self.usable and self.state in ("idle", "idle~", "idle#")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition with its nodes; `settings` has the names of slurm.conf(5), such as "MaxTime"."""
+    """A partition with its nodes; the keys of `settings` are names of slurm.conf(5), such as "MaxTime"."""
 
     name: str
     settings: dict[str, str]
@@ -80,7 +81,10 @@ class Partition:
         return most
 
     def limit(self, setting: str) -> float | None:
-        """Returns a setting as a number: seconds if its name ends in "Time", else a count; None if there is no limit."""
+        """Returns a setting as a number: seconds if the setting's name ends in "Time", else a count.
+
+        The result is None if there is no limit.
+        """
         text = self.settings.get(setting, "UNLIMITED")
         if setting.endswith("Time"):
             return limit_seconds(text)
@@ -105,7 +109,10 @@ class Partition:
 
 
 def objections(partition: Partition, queue: SlurmQueueConfig) -> Iterator[str]:
-    """Yields each reason why a partition's settings forbid a job with this queue; nothing if the settings allow the job."""
+    """Yields each reason why a partition's settings forbid a job with this queue.
+
+    Yields nothing if the settings allow the job.
+    """
     accounts, qos = partition.names("AllowAccounts"), partition.names("AllowQos")
     if partition.state != "UP":
         yield f"its state is {partition.state}"
@@ -133,7 +140,7 @@ def objections(partition: Partition, queue: SlurmQueueConfig) -> Iterator[str]:
 
 
 def limit_seconds(text: str) -> float | None:
-    """Returns the seconds of a time limit as Slurm prints it; None if there is no limit."""
+    """Returns the seconds of a time limit in Slurm's form; None if there is no limit."""
     return None if text in ("", "(null)", "NONE", "N/A", "Partition_Limit") else time_limit_seconds(text)
 
 

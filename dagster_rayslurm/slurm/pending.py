@@ -1,4 +1,4 @@
-"""Explains to users the reason that Slurm shows for a job that waits. Pure.
+"""Explains to users the reason that Slurm shows for a job that waits; the functions have no side effects.
 
 A job beyond a limit of its QOS waits, unless the QOS has DenyOnLimit. Tried on Slurm 22.05 and 24.11.
 """
@@ -65,7 +65,7 @@ _TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time
 def impossible(reason: str, partition: str | None = None) -> str | None:
     """Returns a sentence if a pending job can never start for this `reason` of Slurm; None if the job may start later.
 
-    The reason is the text of squeue, or that of scontrol with its underscores. The result is also None if `partition` names
+    The reason is the text of squeue, or the text of scontrol, which has underscores. The result is also None if `partition` names
     several partitions, separated by commas: the reason then concerns only the last partition that Slurm tried.
     """
     if partition is not None and "," in partition:
@@ -90,7 +90,7 @@ def over_limit(reason: str) -> str | None:
 
 
 def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
-    """Returns the row of the component for which its job seems to wait longest; None if the rows are all alike."""
+    """Returns the row of the component that seems to delay its job most; None if all rows have the same reason and start."""
     if len({(row.reason, row.start) for row in rows}) < 2:
         return None
 

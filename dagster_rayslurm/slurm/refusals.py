@@ -1,8 +1,8 @@
-"""Sentences for users whose job Slurm refuses, lets wait, or can never start. Pure.
+"""Sentences for users whose job Slurm refuses, lets wait, or can never start; the functions have no side effects.
 
 A request that cannot be granted is refused by sbatch or stays pending for ever, depending on the version and on
-`EnforcePartLimits` (slurm.conf(5)). By default 22.05 lets a job wait that asks for more nodes than its partition has, or for more
-time; 24.11 refuses too many nodes. A job beyond a limit of its QOS waits, unless the QOS has DenyOnLimit. Tried on Slurm 22.05
+`EnforcePartLimits` (slurm.conf(5)). A job that asks for more nodes than its partition has, or for more time, waits by default on
+22.05. 24.11 refuses too many nodes. A job beyond a limit of its QOS waits, unless the QOS has DenyOnLimit. Tried on Slurm 22.05
 and 24.11.
 """
 
@@ -73,7 +73,7 @@ _ADVICE = (
 
 
 def explain(stderr: str) -> str:
-    """Returns a sentence on why sbatch failed, and what to do; `stderr` is the error output of sbatch."""
+    """Returns a sentence on why sbatch failed, and what the user can do; `stderr` is the error output of sbatch."""
     lines = [line for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
     # Lines that do not begin with "sbatch: " may come from the start-up files of a login shell.
     errors = [_PREFIX.sub("", line) for line in lines if line.startswith("sbatch: ")] or lines[-3:]
@@ -98,9 +98,9 @@ def _advice(stderr: str, errors: Sequence[str]) -> str:
 
 
 def is_temporary(stderr: str) -> bool:
-    """Whether sbatch failed for a passing reason, so that the same request may succeed later; `stderr` is its error output.
+    """Whether sbatch failed for a passing reason, so that the same request may succeed later; `stderr` is sbatch's error output.
 
-    slurmctld may have taken the job although its answer was lost, so search for the job by its name first.
+    Before a new submission, search for the job by its name: slurmctld may have accepted the job although the answer was lost.
     """
     return bool(_TEMPORARY.search(stderr))
 
@@ -138,7 +138,7 @@ def _values(sentence: str, request: JobRequest) -> str:
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
     """Returns the request for the component that a row of the queue shows; for a job without components, `request` itself.
 
-    For a component that `request` does not have, returns a request with the label and partition of the row only.
+    For a component that `request` does not have, returns a request that has only the label and the partition of the row.
     """
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
@@ -149,7 +149,7 @@ def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
 
 
 def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
-    """Returns Slurm's reason why a job waits, `reason`, unless the job's components wait for different reasons.
+    """Returns `reason`, Slurm's reason why a job waits, unless the job's components wait for different reasons.
 
     In that case, returns the reason and the name of the component that delays the job most.
     """
@@ -169,7 +169,7 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
 
 
 def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Returns a sentence if a job requests more nodes of a partition than the partition has; None if it does not.
+    """Returns a sentence if a job requests more nodes of a partition than the partition has; None otherwise.
 
     `sizes` has the number of nodes by partition. Slurm's own reason for a job without components is `PartitionNodeLimit`, which
     also stands for nodes that are down.

@@ -1,7 +1,7 @@
-"""The request for a job (the queue configuration, completed by what the launcher wants on each node) and its batch script. Pure.
+"""The request for a job, and the job's batch script; the functions have no side effects.
 
-The script has #SBATCH lines, and one srun that starts the runtime on all nodes. How sbatch and srun read it was tried on Slurm
-22.05 and 24.11.
+A request is the queue configuration, completed by what the launcher wants on each node. The script has #SBATCH lines, and one
+srun that starts the runtime on all nodes. How sbatch and srun read the script was tried on Slurm 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])
 
 
 class Inheritance(Enum):
-    """What a component of a heterogeneous job gets if it leaves out a field that an earlier component sets."""
+    """The value that a component of a heterogeneous job gets for a field that only an earlier component sets."""
 
     NONE = "none"  # Nothing: sbatch forgets the option.
     INHERITED = "inherited"  # The value of the earlier component, and no option resets it: each component must set the field.
@@ -35,7 +35,7 @@ class Inheritance(Enum):
 
 @dataclass(frozen=True)
 class SbatchField:
-    """How a field of `SlurmQueueConfig` is passed to sbatch: option and inheritance; and how to compare two of its values."""
+    """The sbatch option of a field of `SlurmQueueConfig`, the inheritance of the option, and a comparison of two values."""
 
     name: str
     # Called with the value that a payload wants and the value that a session was granted; returns whether the session satisfies
@@ -63,7 +63,10 @@ def granted_gpus(queue: Mapping[str, Any]) -> int | None:
 
 # These functions are values of `SbatchField.granted`, where their arguments and results are described.
 def _at_most(wanted: int, granted: int | None) -> bool:
-    """Returns True if `granted` is at least the wanted amount, or is None, in which case only the session knows the amount."""
+    """Returns True if `granted` is at least the wanted amount, or if `granted` is None.
+
+    With None, only the session knows the amount.
+    """
     return granted is None or wanted <= granted
 
 
@@ -156,7 +159,7 @@ _MAX_COMMENT = 500  # Most bytes of a job's comment; slurmctld refuses strings o
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The options of a job or, for a heterogeneous job, of its first component; `further_components` has the others."""
+    """The options of a job or, for a heterogeneous job, of its first component; `further_components` has the other components."""
 
     job_name: str
     comment: str
@@ -173,7 +176,7 @@ class JobRequest:
 
     @property
     def partitions_text(self) -> str:
-        """The requested partitions in words, each once."""
+        """The requested partitions in words, each partition once."""
         named = (each.queue.partition for each in self.components)
         return " and ".join(dict.fromkeys(f"partition {name}" if name else "the default partition" for name in named))
 
@@ -185,11 +188,11 @@ class JobRequest:
 
 
 def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str, comment: str) -> JobRequest:
-    """Returns the request for a job on the nodes that `queue` describes, in which every `EnvVar` must be resolved.
+    """Returns the request for a job on the nodes that `queue` describes; every `EnvVar` in `queue` must be resolved.
 
-    For CPUs or GPUs that the queue leaves open, the job requests the amounts in `footprint`, which the launcher wants on each
-    node. Raises a ValueError that names the fields if the queue contradicts itself, sets a reserved option, or has less than the
-    footprint.
+    `footprint` has the CPUs, GPUs and memory that the launcher wants on each node. For CPUs or GPUs that the queue leaves open,
+    the job requests the amounts in `footprint`. Raises a ValueError that names the fields if the queue contradicts itself, sets a
+    reserved option, or has less than the footprint.
     """
     check_queue(queue)
     cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)
@@ -205,8 +208,8 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
 def gibibytes_for_ray(mem: str | None, mem_per_cpu: str | None, cpus: int | None) -> float | None:
     """Returns the part of a node's memory that Ray may use, in GiB; None if the amount is not known before the job starts.
 
-    `mem`, `mem_per_cpu` and `cpus` are values of a `SlurmQueueConfig`. The amount is not known if Slurm chooses the memory, as it
-    does for "0", or if `cpus` is None and only `mem_per_cpu` is given.
+    `mem`, `mem_per_cpu` and `cpus` are values of a `SlurmQueueConfig`. The amount is not known if Slurm chooses the memory, for
+    example with "0". The amount is also not known if only `mem_per_cpu` is given and `cpus` is None.
     """
     memory = mebibytes(mem) if mem is not None else mebibytes(mem_per_cpu) * cpus if mem_per_cpu is not None and cpus else 0
     return memory * SHARE_FOR_RAY / 1024 or None
@@ -224,7 +227,7 @@ def _check_memory(queue: SlurmQueueConfig, cpus: int | None, footprint: Footprin
 
 
 def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) -> int | None:
-    """Returns the number of CPUs or GPUs to request on each node: `granted`, or if that is None, the most in `footprint`.
+    """Returns the number of CPUs or GPUs to request on each node: `granted` or, if `granted` is None, the most in `footprint`.
 
     Returns None if neither has a number. Raises ValueError if the footprint has more than `granted`. `field` is the name of the
     field for `granted`, and `unit` is "CPUs" or "GPUs".
@@ -259,7 +262,7 @@ def check_queue(queue: SlurmQueueConfig) -> None:
 
 
 def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
-    """Raises ValueError for an option of `extra_sbatch` that has a field of its own, or that would break runs."""
+    """Raises ValueError if an option of `extra_sbatch` has a field of its own, or would break runs."""
     match = _LONG_OPTION.fullmatch(option)
     if not match:
         raise ValueError(f"SlurmQueueConfig.extra_sbatch: {option!r} is not written as --NAME or --NAME=VALUE")
@@ -278,12 +281,12 @@ def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
 
 
 def job_name(step_key: str, nonce: str) -> str:
-    """Returns a job name that shows the step and ends in the nonce, a random word by which the job is found again."""
+    """Returns a job name with the step and, at the end, the nonce, a random word by which the job is found again."""
     return f"{_NAME_PREFIX}{_UNSAFE.sub('_', step_key)[:_MAX_STEP]}-{nonce}"
 
 
 def is_job_of(name: str, nonce: str) -> bool:
-    """Whether a job's name is one that `job_name` made with this nonce."""
+    """Whether `job_name` made the job name `name` with this nonce."""
     return name.startswith(_NAME_PREFIX) and name.endswith(f"-{nonce}")
 
 
@@ -305,9 +308,9 @@ _SRUN = 'exec srun {} "$@"'
 
 
 def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
-    """Returns the beginning of an srun command, to which the command to run is appended.
+    """Returns the beginning of an srun command, to which the caller appends the command to run.
 
-    The command runs on one CPU of a node on which jobs of the queue may run. srun fails if Slurm has no such CPU within
+    The appended command runs on one CPU of a node on which jobs of the queue may run. srun fails if Slurm has no such CPU within
     `patience` seconds; if `patience` is None, srun waits without limit.
     """
     fields = [each for each in SBATCH_FIELDS if each.name in _PLACE]
@@ -361,8 +364,8 @@ _ELEMENT_ENDED = f': >"../$SLURM_ARRAY_TASK_ID{ENDED}"\n'
 def sbatch_quote(text: str) -> str:
     """Returns a value quoted for an #SBATCH line; raises ValueError if the value contains a control character.
 
-    sbatch takes a backslash as an escape everywhere, also within single quotes, and a `#` outside quotes as the beginning of
-    a comment.
+    sbatch takes a backslash as an escape everywhere, also within single quotes, and a `#` outside quotes as the beginning of a
+    comment.
     """
     if _PLAIN.fullmatch(check_text(text)):
         return text
@@ -370,9 +373,9 @@ def sbatch_quote(text: str) -> str:
 
 
 def escape_pattern(path: str) -> str:
-    """Returns a path escaped for `--output`, so that sbatch replaces nothing in it (sbatch(1), "filename pattern").
+    """Returns a path escaped for `--output`, so that sbatch replaces nothing in the path (sbatch(1), "filename pattern").
 
-    A backslash anywhere turns replacement off, and disappears unless it is doubled.
+    A backslash anywhere turns replacement off; the backslash disappears unless doubled.
     """
     return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
@@ -382,12 +385,13 @@ def render_script(
 ) -> str:
     """Returns the text of the batch script of a job.
 
-    The script appends the exit code of srun to the file `exit` in the run directory (see `parse_exit`). Messages of Slurm go to
-    `slurm.log` there, those for element 7 of a job array to `7.log`, and the output of each node's runtime goes to
-    `node-<number>.log`. A requeued job runs the script again and appends to the same files.
+    `command` is the runtime, which srun starts once on each node. `site` has environment variables. `srun_options` are further
+    options of srun, such as the options of a plugin. Raises ValueError if a value contains a control character, or if a variable
+    cannot be set.
 
-    `command` is the runtime, started once on each node, and `site` are environment variables; `srun_options` are further options
-    of srun, such as those of a plugin. Raises ValueError if a value contains a control character, or a variable cannot be set.
+    The script appends the exit code of srun to the file `exit` in the run directory `run_dir` (see `parse_exit`). Messages of
+    Slurm go to `slurm.log` in the run directory, and messages for element 7 of a job array to `7.log`. The output of each node's
+    runtime goes to `node-<number>.log`. A requeued job runs the script again and appends to the same files.
     """
     job_options = {
         "job-name": request.job_name,
@@ -442,10 +446,11 @@ def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
 def _srun(request: JobRequest, command: Sequence[str], more: Sequence[str]) -> str:
     """Returns shell text that runs `command` with srun, as one task on each node; the task numbers follow the order of nodes.
 
-    The path of the log is relative, because srun replaces patterns in an absolute path, and no escape works in all versions. In
-    a heterogeneous job `--output` counts the tasks of each component from 0 (22.05), so a shell chooses the log by SLURM_NODEID.
-    Without --cpus-per-task the step gets all of the job's CPUs (22.05 and later, --exact). The batch script's variables for
-    devices and tasks hold for the first component only; srun would pass them to the other components, or use them (24.11).
+    `more` are further options of srun. The path of the log is relative, because srun replaces patterns in an absolute path, and
+    no escape works in all versions. In a heterogeneous job `--output` counts the tasks of each component from 0 (22.05), so a
+    shell chooses the log by SLURM_NODEID. Without --cpus-per-task the step gets all of the job's CPUs (22.05 and later, --exact).
+    The batch script's variables for devices and tasks hold for the first component only. srun would pass these variables to the
+    other components, or use them itself (24.11).
     """
     words, number, nodes = shlex.join(check_text(word) for word in command), len(request.components), request.queue.num_nodes
     before, which, output = "", f"--nodes={nodes} --ntasks={nodes}", " --output=node-%t.log --open-mode=append"

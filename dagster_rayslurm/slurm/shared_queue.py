@@ -1,7 +1,7 @@
 """Calls of Slurm's programs, and the user's jobs in the queue: one answer of `squeue` that all processes share through a file.
 
-However many steps, processes and Dagster hosts look at the queue, slurmctld is queried once per `poll_interval`. Tried on Slurm
-22.05 and 24.11.
+Slurmctld is queried once per `poll_interval`, for any number of steps, processes and Dagster hosts. Tried on Slurm 22.05 and
+24.11.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _FORMAT = _ROW + "".join(f"{_UNIT}%{column}" for column in _COLUMNS)
 
 
 class SlurmUnanswered(OSError):
-    """Raised when a command of Slurm gives no answer, which says nothing about any job. The message is one sentence."""
+    """Raised when a command of Slurm gives no answer.
+
+    The exception says nothing about any job, and its message is one sentence.
+    """
 
 
 def run_slurm(
@@ -55,8 +58,9 @@ def run_slurm(
 ) -> Completed:
     """Runs a command that calls a program of Slurm, and returns its exit code and output. Raises what `Connection.run` raises.
 
-    The command does not see environment variables that stand for options of Slurm's programs, except those named in `keep`.
-    `function` is the function of `edge` that runs the command; its arguments after the timeout are `keep` and `options`.
+    The command does not see environment variables that stand for options of Slurm's programs, except the variables in `keep`.
+    `function` is the function of `edge` that runs the command; the arguments of `function` after the timeout are `keep` and
+    `options`.
     """
     return connection.run(command, stdin, timeout, function, (list(keep), *options))
 
@@ -77,11 +81,11 @@ def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
 def ask_patiently(
     ask: Callable[[], T], patience: float, unanswered_too: bool = False, warn: Callable[[str], None] = lambda _: None
 ) -> T:
-    """Calls `ask` and returns its result; repeats the call for up to `patience` seconds while the edge node is out of reach.
+    """Calls `ask` and returns the result; repeats the call for up to `patience` seconds while the edge node is out of reach.
 
-    If `unanswered_too`, the call is also repeated after any other OSError, for instance while Slurm or the file system of the
-    edge node gives no answer. `warn` is called once with a message, before the first repetition. Raises the OSError of the last
-    call.
+    If `unanswered_too` is True, the call is also repeated after any other OSError, for instance while Slurm or the file system of
+    the edge node gives no answer. `warn` is called once with a message, before the first repetition. Raises the OSError of the
+    last call.
     """
     outage, warned = Backoff(), False
     while True:
@@ -119,16 +123,16 @@ class QueueRow:
 
     @property
     def leader_label(self) -> str:
-        """The beginning of the label that all components of the job share."""
+        """The beginning of the label, which all components of the job share."""
         return self.label.partition("+")[0]
 
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """All jobs of the user in one answer of squeue, those that ended recently included.
+    """All jobs of the user in one answer of squeue, including jobs that ended recently.
 
-    `began` is when squeue was called, by the cluster's clock, and `took` for how many seconds it ran. Jobs that were submitted
-    after `began` may be missing.
+    `began` is the time when squeue was called, by the cluster's clock, and `took` the seconds that squeue ran. Jobs that were
+    submitted after `began` may be missing.
     """
 
     began: float
@@ -144,9 +148,9 @@ class QueueSnapshot:
         return self._by_id.get(job_id)
 
     def components(self, job_id: int) -> tuple[QueueRow, ...]:
-        """The rows of a job's components, in order; for a job without components, its one row.
+        """The rows of a job's components, in order; for a job without components, the job's one row.
 
-        Slurm forgets each component at a time of its own, the first component too.
+        A component may be missing: Slurm forgets each component, also the first, at a different time.
         """
         row = self.job(job_id)
         if row is not None and "+" not in row.label:
@@ -160,12 +164,12 @@ class QueueSnapshot:
         return tuple(row for row in self.rows if row.label.startswith(f"{array_id}_"))
 
     def named(self, name: str) -> tuple[QueueRow, ...]:
-        """The rows of the jobs with this name."""
+        """The rows of the jobs with the name `name`."""
         return tuple(row for row in self.rows if row.name == name)
 
 
 def parse_answer(data: bytes) -> QueueSnapshot:
-    """Returns the snapshot in `data`, the bytes that `edge.slurm.queue` answered; raises ValueError if the form is wrong."""
+    """Returns the snapshot in `data`, the bytes that `edge.slurm.queue` answered; raises ValueError if `data` is malformed."""
     times, _, text = data.partition(b"\n")
     began, ended = map(float, times.split())
     return QueueSnapshot(began, parse_squeue(text.decode("utf-8", "replace")), ended - began)
@@ -189,7 +193,7 @@ def _row(text: str) -> QueueRow:
 
 
 def parse_time(text: str) -> float | None:
-    """Returns a time that Slurm printed with `SLURM_TIME_FORMAT=%s`, in seconds; None for "N/A", "Unknown" and such."""
+    """Returns a time that Slurm printed with `SLURM_TIME_FORMAT=%s`, in seconds; None for "N/A", "Unknown" and other text."""
     return float(text) if re.fullmatch(r"[1-9][0-9]*", text) else None
 
 
@@ -203,7 +207,7 @@ def parse_count(text: str) -> int:
 class ClusterClock:
     """Computes the time on the edge node from this machine's clock, for comparison with other times on the cluster.
 
-    `local` is this machine's clock, in seconds; this clock may stand still while the machine sleeps.
+    `local` returns the time of this machine's clock, in seconds; this clock may stand still while the machine sleeps.
     """
 
     connection: Connection
@@ -211,7 +215,10 @@ class ClusterClock:
     _offset: float | None = None
 
     def now(self) -> float:
-        """Returns the time on the edge node, in seconds of the epoch. The first call asks the edge node and may raise OSError."""
+        """Returns the time on the edge node, in seconds of the epoch.
+
+        The first call queries the edge node and may raise OSError.
+        """
         if self._offset is None:
             sent = self.local()
             stamp = self.connection.call(slurm.now, repeat=True)
@@ -255,9 +262,9 @@ class SharedQueue:
         self.clock = self.clock or ClusterClock(self.connection)
 
     def latest(self, now: float) -> QueueSnapshot | None:
-        """Returns the newest known snapshot at once; None if there is none yet. `now` is the time on the cluster.
+        """Returns the newest known snapshot at once; None if there is no snapshot yet. `now` is the time on the cluster.
 
-        If the snapshot is too old, a query of the queue starts in the background, and a later call returns its result.
+        If the snapshot is too old, a query of the queue starts in the background, and a later call returns the new snapshot.
         """
         with self._lock:
             newest = self._snapshot
@@ -275,10 +282,10 @@ class SharedQueue:
         return self._snapshot
 
     def recent(self) -> QueueSnapshot | None:
-        """Returns a snapshot that this process itself has queried in the last `poll_interval` seconds; queries one if necessary.
+        """Returns a snapshot that this process itself has queried in the last `poll_interval` seconds.
 
-        The snapshot has all jobs that were submitted before this process began. Returns None if the cluster or Slurm does not
-        answer.
+        Queries the queue if necessary. The snapshot has all jobs that were submitted before this process began. Returns None if
+        the cluster or Slurm does not answer.
         """
         with self._recent, contextlib.suppress(OSError):
             if self._own is None or abs(self.clock.now() - self._own.began) >= self.poll_interval:
@@ -307,7 +314,7 @@ def squeue_command() -> list[str]:
 def fetch_queue(connection: Connection) -> QueueSnapshot:
     """Runs squeue and returns a snapshot of the queue now. Raises OSError if the cluster or Slurm does not answer.
 
-    For the few decisions that must not rest on the shared snapshot.
+    This function is for the few decisions that must not rest on the shared snapshot.
     """
     _, snapshot = _ask(connection)
     assert snapshot
@@ -315,10 +322,11 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
 
 
 def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
-    """Returns the time on the cluster, and a snapshot of the queue, or None if the shared answer has not changed.
+    """Returns the time on the cluster, and a snapshot of the queue.
 
-    `shared` are the path, interval and time of the shared answer, as for `edge.slurm.queue`; without these arguments squeue is
-    run. Raises SlurmUnanswered or another OSError.
+    In place of the snapshot, the result has None if the shared answer is unchanged. `shared` are the path, interval and time of
+    the shared answer, as for `edge.slurm.queue`; without these arguments squeue is run. Raises SlurmUnanswered or another
+    OSError.
     """
     try:
         done = run_slurm(connection, squeue_command(), timeout=_TIMEOUT, function=slurm.queue, options=shared)
@@ -339,7 +347,7 @@ _queues: weakref.WeakValueDictionary[tuple[int, int, str, float], SharedQueue] =
 def shared_queue(connection: Connection, directory: str, poll_interval: float) -> SharedQueue:
     """Returns the `SharedQueue` for a connection, directory and interval: the same object for each call in a process.
 
-    Sends no command.
+    The function sends no command.
     """
     # A queue keeps its connection alive, so no other connection has the same id. A forked child has no thread that renews.
     key = (os.getpid(), 0 if isinstance(connection, LocalConnection) else id(connection), directory, poll_interval)

@@ -1,6 +1,7 @@
 """The batch script of `rayslurm script --standalone`, which runs `ray start` and a command, and does not need this package.
 
-The batch script runs on the first node of the allocation (sbatch(1)), which is the head. Pure. Tried on Slurm 22.05, Ray 2.60.
+The batch script runs on the first node of the allocation (sbatch(1)), which is the head. The functions have no side effects.
+Tried on Slurm 22.05, Ray 2.60.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token/token"
 
 
 def activate_prefix(prefix: str) -> str:
-    """Returns a bash command that activates the environment at a path on the cluster."""
+    """Returns a bash command that activates the environment at the path `prefix` on the cluster."""
     path = f'"$HOME"/{shlex.quote(prefix[2:])}' if prefix.startswith("~/") else shlex.quote(prefix)
     return f'if [ -e {path}/activate.sh ]; then . {path}/activate.sh; else export PATH={path}/bin:"$PATH"; fi'
 
@@ -100,10 +101,11 @@ def standalone_script(
     variables: Mapping[str, str] | None = None,
     site: Mapping[str, str] | None = None,
 ) -> str:
-    """Returns a batch script that runs `command`, in a Ray cluster unless `ray` is None, and needs only Slurm, bash and Ray.
+    """Returns a batch script that runs `command` and needs only Slurm, bash and Ray.
 
-    `commands` are shell commands that make Python and Ray available; `variables` and `site` are environment variables. Raises
-    ValueError for values with control characters, for a heterogeneous job, and for partition="auto".
+    The command runs in a Ray cluster unless `ray` is None. `commands` are shell commands that make Python and Ray available;
+    `variables` and `site` are environment variables. Raises ValueError for values with control characters, for a heterogeneous
+    job, and for partition="auto".
     """
     if request.further_components:
         raise ValueError("--standalone: a heterogeneous job needs this package; leave it out")

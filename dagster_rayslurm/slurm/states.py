@@ -1,8 +1,8 @@
-"""The state of a job, derived from all observations of it: pending, running, ended, lost or unknown. Pure.
+"""The state of a job, derived from all observations of the job: pending, running, ended, lost or unknown.
 
-Only positive evidence ends a job. A job counts as lost only after it was missing from the queue for a while without a break, by
-the clock of the snapshots. A query without answer gives no snapshot, so no time passes by that clock. The states are those of
-squeue(1), Slurm 22.05 to 25.05; a state that is not listed here ends nothing.
+The functions have no side effects. Only positive evidence ends a job. A job counts as lost only after the job was missing from
+the queue for a while without a break, by the clock of the snapshots. A query without answer gives no snapshot, so no time passes
+by that clock. The states are those of squeue(1), Slurm 22.05 to 25.05; a state that is not listed here ends nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT
 
 
 class JobPhase(TextEnum):
-    """What a job is doing, as far as is known."""
+    """The phase of a job, as far as known."""
 
     UNKNOWN = "unknown"
     PENDING = "pending"
@@ -45,7 +45,7 @@ SNAPSHOTS = 2  # Number of snapshots in a row without the job, at least, until i
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The state of a job in Slurm, as far as is known."""
+    """The state of a job in Slurm, as far as known."""
 
     phase: JobPhase
     state: str = ""  # The last state that Slurm reported; "" if there is none.
@@ -56,7 +56,7 @@ class JobStatus:
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended or is lost, so that its phase changes no more."""
+        """Whether the job has ended or is lost; its phase then changes no more."""
         return self.phase in (JobPhase.ENDED, JobPhase.LOST)
 
 
@@ -92,10 +92,10 @@ class JobWatch:
         return self.reported
 
     def seen(self, at: float, row: QueueRow | None) -> JobWatch:
-        """Returns a copy that includes the queue snapshot begun at `at`; `row` is the job's row in it, None if there is none.
+        """Returns a copy that includes the queue snapshot begun at `at`; `row` is the job's row in the snapshot, or None.
 
-        A snapshot that is not newer than the last one changes nothing. Nor does a snapshot from before the submission, which may
-        show another job with the same id.
+        A snapshot that is not newer than the last snapshot changes nothing. A snapshot from before the submission, which may show
+        another job with the same id, changes nothing either.
         """
         if self.final or at < self.submitted or at <= self.newest:
             return self
@@ -111,13 +111,16 @@ class JobWatch:
         return watch._absent(at) if row.state in TERMINAL else replace(watch, absent_since=None, absent_snapshots=0)
 
     def started(self, at: float) -> JobWatch:
-        """Returns a copy that includes the start of the run record at the time `at`, which shows that the job has started."""
+        """Returns a copy that includes the start of the run record at the time `at`.
+
+        This start shows that the job has started.
+        """
         return self if self.final else replace(self, started_at=min(at, self.started_at or math.inf))
 
     def exited(self, exit_code: int) -> JobWatch:
         """Returns a copy with the exit code of `srun`, which the batch script has written.
 
-        The job has then ended, unless Slurm may requeue it. The exit code may arrive after Slurm has reported the end.
+        The job has then ended, unless Slurm may requeue the job. The exit code may arrive after Slurm has reported the end.
         """
         watch = replace(self, exit_code=exit_code)
         if self.final:

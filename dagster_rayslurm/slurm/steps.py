@@ -1,4 +1,4 @@
-"""The steps of a running job: srun on its head node, and the exit code of the srun in its batch script. Pure."""
+"""The steps of a running job: srun on the job's head node, and the exit code of the srun in the batch script. No side effects."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")  # A line of the file `exit`:
 
 
 def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str]:
-    """Returns the beginning of an srun command that starts a task on a node of a running job; the task's command is appended.
+    """Returns the beginning of an srun command that starts a task on a node of a running job.
 
-    The node is `node`, or if `node` is None, the first node of the job. `heterogeneous` is True for a heterogeneous job.
+    The caller appends the task's command. The node is `node` or, if `node` is None, the first node of the job. `heterogeneous` is
+    True for a heterogeneous job.
     """
     # Without --overlap the step would wait for the CPUs that the job's own step holds. Without --mem=0 it would request
     # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
@@ -23,7 +24,7 @@ def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str
 
 
 def parse_exit(data: bytes, job_id: int) -> int | None:
-    """Returns the exit code of srun from `data`, the content of the file `exit` of a job; None if the job has no line there.
+    """Returns the exit code of srun from `data`, the content of the file `exit` of a job; None if the job has no line in `data`.
 
     The batch script appends a line each time srun has ended; after a requeue, the last run with a line counts. Another job may
     have written lines too, if a submission was repeated after a lost answer.

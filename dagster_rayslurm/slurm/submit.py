@@ -38,7 +38,7 @@ _LATE_SUBMISSION = 2.0  # Seconds for which a job may still appear in the queue 
 
 
 class SubmissionRefused(StartError):
-    """Raised when Slurm does not take the job, or the run directory cannot be made; nothing was submitted.
+    """Raised when Slurm does not accept the job, or the run directory cannot be made; nothing was submitted.
 
     If `lacks_room` is True, the job is an array: Slurm may accept a smaller array, or the same array later.
     """
@@ -47,9 +47,9 @@ class SubmissionRefused(StartError):
 
 
 class ClaimTaken(Exception):
-    """Raised when another process creates this session instead, or has declared this process's attempt to do so abandoned.
+    """Raised when another process submits the session's job, or has declared this process's attempt to submit the job abandoned.
 
-    No job remains submitted.
+    No job of this process remains submitted.
     """
 
 
@@ -62,7 +62,7 @@ class SubmittedJob:
 
 
 class NextStep(Enum):
-    """The next action after an attempt to submit a job, as `next_step` returns it."""
+    """The next action after an attempt to submit a job; `next_step` chooses the action."""
 
     DONE = "the job is submitted"
     STOP = "another process submits the session's job"
@@ -72,9 +72,9 @@ class NextStep(Enum):
 
 
 def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
-    """Returns the action after an attempt to submit a job, which gave `answer`; `left` is the number of attempts left. Pure.
+    """Returns the action after an attempt to submit a job; `answer` is the result of the attempt. A pure function.
 
-    `claim` is True if other processes may submit the same job.
+    `left` is the number of attempts left. `claim` is True if other processes may submit the same job.
     """
     if not isinstance(answer, Completed):
         return NextStep.FIND_OR_REPEAT if isinstance(answer, ConnectionLost) and left else NextStep.FIND
@@ -99,16 +99,17 @@ def submit(
     claim: bool = False,
     patience: float = 0.0,
 ) -> SubmittedJob:
-    """Creates the run directory `run_dir` (absolute) with `files`, submits its `job.sh` exactly once, and returns the job.
+    """Creates the run directory `run_dir` (absolute) with `files`, submits `job.sh` exactly once, and returns the job.
 
-    `job.sh` has the options of `request`, whose job name is unique. If `claim`, other processes may create the same directory,
-    and only one of them submits. Once the job may exist, the search for it goes on for `patience` seconds while the edge node is
-    out of reach. `warn` is called with a message if the answer to a submission was lost. The answer corrects `clock`.
+    `job.sh` is one of `files` and has the options of `request`, whose job name is unique. If `claim` is True, other processes may
+    create the same directory, and only one process submits. Once the job may exist, the search for the job goes on for `patience`
+    seconds while the edge node is out of reach. `warn` is called with a message if the answer to a submission was lost. The
+    answer corrects `clock`.
 
     Raises:
         ClaimTaken: another process has made the directory and submits the job.
         SubmissionRefused: Slurm refuses the job or does not answer, or the run directory cannot be made.
-        ConnectionFailed: the edge node cannot be reached, or a submission was cut off and the search for its job finds none or
+        ConnectionFailed: the edge node cannot be reached, or a submission was cut off and the search for the job finds no job or
             gets no answer.
     """
     name = request.job_name
@@ -178,7 +179,7 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
 
 
 def find_job(connection: Connection, job_name: str, patience: float = 0.0) -> str | None:
-    """Searches twice for a job by its unique name, and returns its id; None if there is no such job.
+    """Searches twice for a job by its unique name, and returns the job's id; None if there is no such job.
 
     A search is repeated for up to `patience` seconds while the edge node is out of reach. Raises ConnectionFailed if the edge
     node or Slurm does not answer.
@@ -196,7 +197,10 @@ def find_job(connection: Connection, job_name: str, patience: float = 0.0) -> st
 
 
 def _named(connection: Connection, job_name: str) -> str:
-    """Returns a line "ID|STATE|REASON" for each job with a name, from the queue, or from accounting if the queue has none."""
+    """Returns a line "ID|STATE|REASON" for each job with the name `job_name`.
+
+    The jobs come from the queue or, if the queue has no such job, from the accounting.
+    """
     rows = fetch_queue(connection).named(job_name)
     if rows:
         return "\n".join(f"{row.label}|{row.state}|{row.reason}" for row in rows)
@@ -207,7 +211,8 @@ def _named(connection: Connection, job_name: str) -> str:
 def parse_jobs_found(text: str) -> list[str]:
     """Returns the ids of the jobs in lines "ID|STATE|REASON", without jobs that Slurm refused.
 
-    Components of a heterogeneous job count as one job, with the id of the first one, and elements of an array as the array.
+    Components of a heterogeneous job count as one job, with the id of the first component. Elements of an array count as the
+    array.
     """
     rows = [match for match in map(_FOUND.fullmatch, text.splitlines()) if match]
     refused = any(row["state"].startswith(_REFUSED) for row in rows)
@@ -216,10 +221,11 @@ def parse_jobs_found(text: str) -> list[str]:
 
 
 def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.0) -> bool:
-    """Cancels a job repeatedly until Slurm shows it as over or no longer knows it; returns False if that takes over a minute.
+    """Cancels a job repeatedly until Slurm shows the job as over or no longer knows the job.
 
-    `job` is the id of a job, the label of one element of an array ("17_3"), or the label of the elements that wait ("17_[3-5]").
-    The first cancellation follows after `patience` seconds, in which the job may end by itself.
+    Returns False if this takes over a minute, else True. `job` is the id of a job, the label of one element of an array ("17_3"),
+    or the label of the elements that wait ("17_[3-5]"). The first cancellation follows after `patience` seconds, in which the job
+    may end by itself.
     """
     began = time.monotonic()
     pause = 0.1
@@ -237,7 +243,7 @@ def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.
 
 
 def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
-    """Returns those rows of a job that show it as not over, and the arguments of scancel that end the job."""
+    """Returns the rows in which a job is not over, and the arguments of scancel that end the job."""
     number, _, element = job.partition("_")
     array = queue.elements(int(number))
     # The last element of an array has the number of the array, which stands for all elements (tried on 22.05).
@@ -254,9 +260,10 @@ def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
 
 
 def cancel_named(connection: Connection, name: str, log: Any) -> None:
-    """Cancels the job `name`, if there is one, and waits until Slurm confirms the job's end; logs an error if Slurm does not.
+    """Cancels the job `name`, if there is such a job, and waits until Slurm confirms the job's end.
 
-    For use after an interrupted submission, when the job's id is not known.
+    If Slurm does not confirm the end, the function logs an error. The function is for use after an interrupted submission, when
+    the job's id is not known.
     """
     reason, began = "Slurm has not confirmed its end", time.monotonic()
     try:

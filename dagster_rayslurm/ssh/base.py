@@ -1,4 +1,4 @@
-"""`Connection`, the interface for files and commands of the machine on which the runtime is started, and its exceptions.
+"""`Connection`, the interface for files and commands of the machine on which the runtime is started, and exceptions.
 
 This module imports no SSH client.
 """
@@ -50,15 +50,18 @@ class ConnectionFailed(ConnectionError):
 
 
 class ServerBusy(ConnectionFailed):
-    """Raised when the SSH server closes connections before the login: too many logins are under way, or it is restarting."""
+    """Raised when the SSH server closes connections before the login.
+
+    Too many logins are in progress, or the server is restarting.
+    """
 
 
 class ConnectionGone(ConnectionFailed):
-    """Raised when the connection had ended before the operation started, so that the server did not carry it out."""
+    """Raised when the connection had ended before the operation started, so that the server did not carry out the operation."""
 
 
 class ConnectionLost(ConnectionFailed):
-    """Raised when the connection broke during an operation, so that it is unknown whether the server carried it out."""
+    """Raised when the connection broke during an operation: the server may or may not have carried out the operation."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,16 @@ class Connection(ABC):
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:
         """Call `operation`, which runs functions of the package `edge` on the machine, and return the result of `operation`.
 
-        `doing` describes the operation in error messages, such as "reading /a/b". After a lost connection the operation is called
-        again if the machine did not carry it out, or if `repeat` is True, until `deadline`, a value of `time.monotonic()`.
+        `operation` gets a function that starts a function of `edge` (`Submit`). `doing` describes the operation in error
+        messages, such as "reading /a/b". After a lost connection the operation is called again if the machine did not carry out
+        the operation, or if `repeat` is True, until `deadline`, a value of `time.monotonic()`.
         """
 
     @abstractmethod
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
         """Returns a socket that is connected, by the machine, to `host:port`; `timeout` is the socket's timeout in seconds.
 
-        If nothing listens there, the socket ends at once (by SSH), or `OSError` is raised (on this machine).
+        If nothing listens at `host:port`, the socket ends at once (by SSH), or `OSError` is raised (on this machine).
         """
 
     @abstractmethod
@@ -116,12 +120,13 @@ class Connection(ABC):
         """Log out. The next use of the connection logs in again."""
 
     def call(self, function: Callable[..., T], *args: Any, repeat: bool = False, timeout: float | None = None) -> T:
-        """Call a function of the package `edge` on the machine, and return its result.
+        """Call a function of the package `edge` on the machine, and return the function's result.
 
-        With `repeat`, a function that may have been called is called again after a lost connection. Arguments and results are
-        bytes or JSON values; a result may also be a tuple of them. Raises TimeoutError if the call took longer than `timeout`
-        seconds, after which its commands were killed; ConnectionLost if the connection broke and the function may have been
-        called; and any OSError of the function itself.
+        If `repeat` is True, a function that may have been called is called again after a lost connection. Arguments and results
+        are bytes or JSON values; a result may also be a tuple of such values.
+
+        Raises TimeoutError if the call took longer than `timeout` seconds; the call's commands were then killed. Raises
+        ConnectionLost if the connection broke and the function may have been called. Raises any OSError of the function itself.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]
@@ -134,15 +139,15 @@ class Connection(ABC):
         function: Callable[..., Any] = processes.run,
         options: Sequence[Any] = (),
     ) -> Completed:
-        """Run a command, wait until it ends, and return its exit code and output. No shell interprets the words of the command.
+        """Run a command, wait until the command ends, and return its exit code and output.
 
-        The exit code is 127 if the program does not exist, as in a shell. `run` does not wait for background processes that
-        the command leaves behind, and drops their output. `function` is the function of `edge` that runs the command, as
-        `processes.run` does, with `options` as further arguments.
+        No shell interprets the words of the command. The exit code is 127 if the program does not exist, as in a shell. `run`
+        does not wait for background processes that the command leaves behind, and drops the output of these processes. `function`
+        is the function of `edge` that runs the command, as `processes.run` does, with `options` as further arguments.
 
-        Raises TimeoutError if the command took longer than `timeout` seconds, and was killed with all processes that it started;
-        ConnectionLost if the connection broke, and the command may have run; ConnectionFailed if no connection was possible, so
-        that the command did not run.
+        Raises TimeoutError if the command took longer than `timeout` seconds; the command and all processes that it started were
+        then killed. Raises ConnectionLost if the connection broke, and the command may have run. Raises ConnectionFailed if no
+        connection was possible, so that the command did not run.
         """
         if not command or any("\0" in word for word in command):
             raise ValueError("a command needs a word at least, and no NUL character")
@@ -161,7 +166,7 @@ class Connection(ABC):
         return Completed(code, out, err)
 
     def interact(self, command: Sequence[str]) -> int:
-        """Run a command with this process's terminal, or its standard input and output; returns the command's exit code.
+        """Run a command with this process's terminal, or with its standard input and output; returns the command's exit code.
 
         Raises `OSError` if the connection has no terminals.
         """
@@ -193,9 +198,9 @@ class Connection(ABC):
 
     @contextlib.contextmanager
     def read_ahead(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Do all `reads` by one call; inside the block, `read` returns the answer to each of them once, or raises the error.
+        """Do all `reads` by one call; inside the block, `read` returns the answer to each of `reads` once, or raises its error.
 
-        An answer may be shorter than that of `read` without this block. Only one thread at a time may use this method.
+        An answer may be shorter than the result of `read` without this block. Only one thread at a time may use this method.
         """
         limit = min(max(_LEAST_READ, _READ_AHEAD // max(1, len(reads))), max((each[2] for each in reads), default=0))
         try:
@@ -215,7 +220,7 @@ class Connection(ABC):
             self._ahead = None
 
     def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
-        """Write a file: create it, or replace it atomically."""
+        """Write `data` into a file; an existing file is replaced atomically. `mode` has the file's permissions."""
         self._on_file(f"writing {path}", files.write, path, data, mode)
 
     def make_dir(self, path: str) -> None:
@@ -225,7 +230,8 @@ class Connection(ABC):
     def rename(self, old: str, new: str) -> None:
         """Rename a file within its directory, atomically.
 
-        After a lost connection the rename is repeated, and raises `FileNotFoundError` if the first attempt was carried out.
+        After a lost connection the rename is repeated; the repeated rename raises `FileNotFoundError` if the first attempt was
+        carried out.
         """
         self._on_file(f"renaming {old}", files.rename, old, new)
 
@@ -237,9 +243,9 @@ class Connection(ABC):
         return self.attempt(doing, lambda submit: submit(function, *args)(), True)  # type: ignore[no-any-return]
 
     def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
-        """Copy a file of this machine to `path`, which is replaced atomically once the copy is complete.
+        """Copy a file of this machine to `path`; the file at `path` is replaced atomically once the copy is complete.
 
-        After a lost connection the copy continues behind the bytes that have arrived.
+        After a lost connection the copy continues behind the bytes that have arrived. `mode` has the permissions of the new file.
         """
         temporary, done = files.temporary_name(path), 0
 
@@ -273,7 +279,7 @@ class Connection(ABC):
             raise
 
     def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
-        """Copy a file to `local_path` on this machine, in a directory that is created if necessary.
+        """Copy a file to `local_path` on this machine; the directory of `local_path` is created if necessary.
 
         After a lost connection the copy continues behind the bytes that have arrived.
         """
@@ -306,7 +312,7 @@ class Connection(ABC):
 def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yields the results of calls in order, while up to `_WINDOW` calls are in progress.
 
-    Taking an item from `calls` starts a call; the item is a function that waits for the result of this call.
+    `calls` is an iterator: taking an item starts a call, and the item is a function that waits for the result of this call.
     """
     waiting = deque[Callable[[], T]]()
     try:
@@ -348,15 +354,18 @@ def is_rooted(path: str) -> bool:
 
 
 def expand_home(connection: Connection, path: str) -> str:
-    """Returns the path with a leading "~" replaced by the home directory of the connection's user; `OSError` if there is none."""
+    """Returns the path with a leading "~" replaced by the home directory of the connection's user.
+
+    Raises `OSError` if the user has no home directory.
+    """
     return posixpath.join(connection.home(), path[2:]) if path == "~" or path.startswith("~/") else path
 
 
 class Backoff:
     """Computes the pauses between retries while a machine is out of reach.
 
-    Each pause is twice the last pause, but at most 30 s, and at most 1.5 s or a twentieth of the outage, whichever is longer.
-    `since` is the start of the outage, as a value of `time.monotonic()`; by default now.
+    Each pause is twice the last pause, up to a limit. The limit is a twentieth of the outage, but at least 1.5 s and at most 30
+    s. `since` is the start of the outage, as a value of `time.monotonic()`; by default now.
     """
 
     def __init__(self, since: float | None = None) -> None:

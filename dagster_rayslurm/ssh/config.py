@@ -18,13 +18,13 @@ class SSHConnectionResource(SSHLogin, StrictResource):
 
     @classmethod
     def from_env(cls, prefix: str = "SLURM_EDGE_NODE_") -> SSHConnectionResource:
-        """Returns an SSH connection that environment variables configure: its fields are `EnvVar` references.
+        """Returns an SSH connection that environment variables configure: the fields are `EnvVar` references.
 
         The variables are `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
-        `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, `PYTHON`, and the same for
-        one jump host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. `KEY` is another name of `KEY_PATH`. Other variables with the
-        prefix are ignored with a warning. The last underscore of the prefix may be left out. A missing host raises an error at
-        the first use of the resource, not at import.
+        `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, `PYTHON`, and the same
+        names for one jump host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. `KEY` is another name of `KEY_PATH`. Other
+        variables with the prefix are ignored with a warning. The last underscore of the prefix may be left out. A missing host
+        raises an error at the first use of the resource, not at import.
 
         Example:
             ```python

@@ -63,33 +63,33 @@ class Transport(Protocol):
     """Interface of an SSH client for one login to a server."""
 
     def alive(self) -> bool:
-        """Whether the login still works, as far as this process knows without asking the server."""
+        """Whether the login still works, as far as this process knows without a query to the server."""
         ...
 
     def start(self, command: str) -> Iterator[Stream]:
         """Start a command in the login shell, and yield the command's stream.
 
         If the server has refused the command, the caller may ask for the next item: an implementation that can open a further
-        connection then starts the command there. Raises `Refused` or `ConnectionFailed`.
+        connection then starts the command on the further connection. Raises `Refused` or `ConnectionFailed`.
         """
         ...
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Copy bytes between `client` and an address that the server can reach, until both sides have closed.
+        """Copy bytes between `client` and the address `host:port`, as seen from the server, until both sides have closed.
 
         Raises `ConnectionGone` if the login had ended before any bytes were copied.
         """
         ...
 
     def interact(self, command: str) -> int:
-        """Run a command in the login shell with this process's terminal, if it has one; returns the command's exit code."""
+        """Run a command in the login shell with this process's terminal, if there is one; returns the command's exit code."""
         ...
 
     def close(self) -> None: ...
 
 
 def agent_command(ssh: SSHLogin) -> tuple[str, bytes]:
-    """Returns the command that starts an agent, and the beginning of the agent's hello, the line that it prints first."""
+    """Returns the command that starts an agent, and the beginning of the agent's hello, the first line that the agent prints."""
     word = secrets.token_hex(8)
     return command_line(ssh.python, word), f"\n{word}{word} ".encode()
 
@@ -100,10 +100,10 @@ def _program() -> bytes:
 
 
 class Answer:
-    """The result or the exception of a call, which one thread sets and another thread waits for.
+    """The result or the exception of a call; one thread sets the result or exception, and another thread waits for it.
 
-    A `Future` is not used, because an interrupt in the main thread could leave its lock held; the other thread would then wait
-    for ever.
+    A `Future` is not used, because an interrupt in the main thread could leave the lock of the `Future` held; the other thread
+    would then wait for ever.
     """
 
     def __init__(self) -> None:
@@ -131,10 +131,11 @@ class Answer:
 
 
 class AgentClient:
-    """Calls functions of `edge` on a server, for many threads at once, by an agent that runs there.
+    """Calls functions of `edge` on a server, for many threads at once, by an agent that runs on the server.
 
     The constructor starts the agent. `stream` is the stream of the command from `agent_command`, and `hello` the beginning of the
-    agent's hello. Raises `Refused` or `ConnectionFailed` if the agent does not start; then no function was called.
+    agent's hello. The constructor raises `Refused` or `ConnectionFailed` if the agent does not start; no function was called
+    then.
     """
 
     def __init__(self, ssh: SSHLogin, stream: Stream, hello: bytes) -> None:
@@ -161,8 +162,9 @@ class AgentClient:
     def submit(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         """Start a call of a function of `edge`, and return a function that waits for the call's result.
 
-        The returned function waits until a few seconds after `deadline`, a value of `time.monotonic()`, or without a limit if
-        None, and then raises `TimeoutError`. `submit` raises `ConnectionGone` if the agent had ended before the call.
+        The returned function waits until a few seconds after `deadline`, a value of `time.monotonic()`, and then raises
+        `TimeoutError`. If `deadline` is None, the returned function waits without a limit. `submit` raises `ConnectionGone` if
+        the agent had ended before the call.
         """
         number, answer = next(self._numbers), Answer()
         self._waiting[number] = answer
@@ -188,11 +190,14 @@ class AgentClient:
         return lambda: result_of(answer, None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
 
     def close(self) -> None:
-        """End the agent, and the commands that it runs."""
+        """End the agent, and the commands that the agent runs."""
         self._stream.close()
 
     def _skip_noise(self, hello: bytes) -> bytes:
-        """Read the output of start-up files and the agent's hello; returns the bytes that have arrived after the hello."""
+        """Read the output of start-up files and the agent's hello; returns the bytes that have arrived after the hello.
+
+        Raises `ConnectionFailed` or `Refused` if the hello does not come, or shows a Python that is too old.
+        """
         received = b""
         pattern = re.compile(re.escape(hello) + rb"(\d+)\.(\d+)\n")
         while not (found := pattern.search(received)):
@@ -233,7 +238,7 @@ class AgentClient:
 
 
 def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception | None]:
-    """Returns the result of a call, or None and its exception, from the agent's answer."""
+    """Returns the result of a call and None, or None and the exception that the call raised, from the agent's answer."""
     if "failure" in header:
         return None, RuntimeError(f"{header['failure']} on the edge node: {values[0]}")
     if "errno" in header:
@@ -243,7 +248,7 @@ def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception |
 
 
 def _in_thread(work: Callable[[], T]) -> Answer:
-    """Start `work` in a thread of its own, where Python raises no interrupts, and return the answer that will have its result.
+    """Start `work` in a new thread, where Python raises no interrupts, and return the `Answer` that will have the result.
 
     An interrupt may be raised between any two instructions of the main thread, also where paramiko or `Sender` has just taken a
     lock. The lock would never be released, and the code that cleans up after the interrupt would wait for ever.
@@ -272,7 +277,7 @@ def _pump(client: socket.socket, channel: Stream) -> None:
 class SSHConnection(Connection):
     """Files and commands of an edge node, by SSH. All threads share one login and one agent.
 
-    `log_in` is the function of an SSH client that logs in to a server, and raises `ConnectionFailed` if the login fails.
+    `log_in` is the function of an SSH client that logs in to a server; `log_in` raises `ConnectionFailed` if the login fails.
     """
 
     def __init__(self, ssh: SSHLogin, log_in: Callable[[SSHLogin], Transport]) -> None:
@@ -318,7 +323,10 @@ class SSHConnection(Connection):
             time.sleep(pause)
 
     def _named(self, error: OSError, doing: str) -> OSError:
-        """Returns an error from the edge node with a new message, which names the node and the operation `doing`, or the file."""
+        """Returns a copy of an error from the edge node.
+
+        The new message names the node and the operation `doing`, or the file.
+        """
         if isinstance(error, TimeoutError) and error.errno is None:
             return error
         what = f"{doing} failed: " if doing else f"{error.filename}: " if error.filename else ""
@@ -327,7 +335,7 @@ class SSHConnection(Connection):
         return failure
 
     def _connected(self) -> AgentClient:
-        """Returns a running agent; logs in and starts one if there is none. Raises `Refused` or `ConnectionFailed`."""
+        """Returns a running agent; logs in and starts an agent if none runs. Raises `Refused` or `ConnectionFailed`."""
         agent, called_at = self._agent, time.monotonic()
         if agent is not None and not agent.lost:
             return agent
@@ -338,7 +346,8 @@ class SSHConnection(Connection):
     def _connect(self, called_at: float) -> AgentClient:
         """Returns a running agent, as `_connected` does; one thread at a time logs in.
 
-        If the attempt of another thread has failed since `called_at`, raises the exception of that attempt.
+        If another thread's attempt has failed since `called_at`, a value of `time.monotonic()`, raises the exception of this
+        attempt.
         """
         with self._lock:
             if self._agent is not None and not self._agent.lost:
@@ -354,7 +363,7 @@ class SSHConnection(Connection):
             return self._agent
 
     def _logged_in(self) -> Transport:
-        """Returns a login that works; logs in if there is none. The caller holds the lock."""
+        """Returns a login that works; logs in if there is no such login. The caller holds the lock."""
         if self._transport is None or not self._transport.alive():
             self._log_out()
             self._transport = self._log_in(self.ssh)

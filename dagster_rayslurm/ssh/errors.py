@@ -1,7 +1,7 @@
 """Functions that return the exceptions for failed SSH connections. The messages name the remedy.
 
 Both SSH clients use these functions, so the same mistake gives the same message with either client. The functions that `_failure`
-creates take the server and `detail`, further text for the message, which may be empty.
+creates have the arguments `ssh`, the server, and `detail`, further text for the message, which may be empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _failure(
 ) -> Callable[..., ConnectionFailed]:
     """Returns a function that returns an exception of the class `kind` with the message `sentence`.
 
-    The function replaces the names in braces in the sentence. `temporary` and `subject` are those of `ConnectionFailed`.
+    The returned function replaces the names in braces in the sentence. `temporary` and `subject` have the same meaning as in
+    `ConnectionFailed`.
     """
 
     def make(ssh: SSHLogin, detail: str = "", **more: str) -> ConnectionFailed:

@@ -25,7 +25,10 @@ def check_port(value: object) -> int:
 
 
 def check_name(value: object) -> str:
-    """Validate a host or user name: one word that no program reads as an option (no "-" at its beginning). Returns the name."""
+    """Validate a host or user name: one word that does not begin with "-", so that no program reads an option.
+
+    Returns the name.
+    """
     text = check_text(value)
     if not text or text.startswith("-") or len(text.split()) != 1 or text != text.strip():
         raise ValueError(f"{text!r} is not a name of a host or user; write one word that does not begin with '-'")
@@ -41,7 +44,7 @@ def check_host(value: object) -> str:
 
 
 def check_host_key(value: object) -> str:
-    """Validate a public host key in the format of a .pub file; returns the key without its comment."""
+    """Validate a public host key in the format of a .pub file; returns the key without the comment."""
     fields = check_text(value).split()
     try:
         if len(fields) < 2 or fields[0].encode() not in base64.b64decode(fields[1], validate=True)[:64]:
@@ -110,11 +113,11 @@ class SSHLogin(StrictModel):
 
 
 def read_variables(prefix: str, read: Callable[[str, bool], Any]) -> dict[str, Any]:
-    """Returns the fields of an SSH connection for which environment variables with a prefix are set.
+    """Returns the fields of an SSH connection for which environment variables with the prefix `prefix` are set.
 
-    The fields of a jump host are a dictionary in the field `jump_host`. `read` returns the value of a field; its arguments are
-    the variable's name and whether the variable holds an integer. `read` is called for each variable that is set, and always for
-    that of `host`.
+    The fields of a jump host are a dictionary in the field `jump_host`. `read` returns the value of a field. The arguments of
+    `read` are the variable's name, and whether the variable holds an integer. `read` is called for each variable that is set, and
+    always for the variable of `host`.
     """
     stem = prefix.rstrip("_") + "_"
     jump = f"{stem}JUMP_"
@@ -139,7 +142,7 @@ def _variables() -> dict[str, str]:
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
-    """Warn about those of the environment variables that belong to no field; the same variables cause only one warning.
+    """Warn about the environment variables that belong to no field; the same variables cause only one warning.
 
     `variables` are the names of all variables with the prefix `stem`.
     """
@@ -159,9 +162,9 @@ def key_path(ssh: SSHLogin) -> str | None:
 
 
 def certificate_path(ssh: SSHLogin) -> str | None:
-    """Returns the path of the configured certificate, or else of the file KEY-cert.pub beside the key, as OpenSSH does.
+    """Returns the path of the configured certificate or, without one, of an existing file KEY-cert.pub beside the key.
 
-    Returns None if there is neither.
+    Returns None if there is neither. OpenSSH chooses in the same way.
     """
     if ssh.certificate_path:
         return os.path.expanduser(ssh.certificate_path)
@@ -170,5 +173,5 @@ def certificate_path(ssh: SSHLogin) -> str | None:
 
 
 def known_hosts_path(ssh: SSHLogin) -> str:
-    """Returns the path of the known hosts file that a connection reads, and to which it adds new keys."""
+    """Returns the path of the known hosts file that a connection reads; the connection adds new keys to this file."""
     return os.path.expanduser(ssh.known_hosts_file or "~/.ssh/known_hosts")

@@ -1,4 +1,4 @@
-"""Access to this machine without SSH, and a private directory here with locks that all processes of the user share."""
+"""Access to this machine without SSH, and a private directory with locks that all processes of the user on this machine share."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _submit(function: Callable[..., T], *arguments: object) -> Callable[[], T]:
 def private_dir() -> str:
     """Returns the directory for sockets and locks that only this user's processes can access; creates the directory if missing.
 
-    The path is short, because the path of a control socket in it may not exceed 107 bytes (unix(7)). Raises `OSError` if the
-    directory cannot be made, or other users can access it.
+    The path is short, because the path of a control socket in the directory may not exceed 107 bytes (unix(7)). Raises `OSError`
+    if the directory cannot be made, or if other users can access the directory.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     short = 0 < len(runtime) <= _LONGEST_DIR and os.path.isdir(runtime)
@@ -80,7 +80,7 @@ def private_dir() -> str:
 def locked(name: str, count: int = 1, timeout: float = float("inf")) -> Iterator[None]:
     """Inside the block, hold one of the `count` locks called `name`, for which all processes of this user compete.
 
-    Raises `TimeoutError` if none of them was free for `timeout` seconds.
+    Raises `TimeoutError` if no lock was free for `timeout` seconds.
     """
     paths = [os.path.join(private_dir(), f"{name}-{index}") for index in range(count)]
     deadline = time.monotonic() + timeout

@@ -40,7 +40,7 @@ _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b"
 
 @contextlib.contextmanager
 def login_slot(ssh: SSHLogin) -> Iterator[None]:
-    """Inside the block, hold one of the `SLOTS` slots for logins to a server, which all processes of this user share.
+    """Inside the block, hold one of the `SLOTS` slots for logins to a server; all processes of this user share the slots.
 
     Raises `ConnectionFailed` if no slot is free within `WAIT_FACTOR` times the `connect_timeout`.
     """
@@ -63,9 +63,9 @@ def asks_password(prompt: str) -> bool:
 class Prompts:
     """Answers prompts of SSH servers, and prompts of `ssh` for passphrases.
 
-    Each secret is given only once, because repeated wrong secrets lock accounts. A prompt names the login, as
-    "dev@edge's password: " or "(dev@edge) Password: " do. OpenSSH before 8.5 leaves the login out of a server's own prompt; if
-    there is a single server, such a prompt is answered too. `unanswered` is the first prompt that got no answer.
+    Each secret is given only once, because repeated wrong secrets lock accounts. A prompt names the login, as in "dev@edge's
+    password: " or "(dev@edge) Password: ". OpenSSH before 8.5 leaves the login out of a server's own prompt; if there is a single
+    server, such a prompt is answered too. `unanswered` is the first prompt that got no answer.
     """
 
     servers: Sequence[SSHLogin]
@@ -92,7 +92,7 @@ class Prompts:
 
 
 def login_name(ssh: SSHLogin) -> str:
-    """Returns the user and host of a login as ssh(1) writes them, such as "dev@edge"."""
+    """Returns the user and host of a login in the form of ssh(1), such as "dev@edge"."""
     return f"{ssh.user or getpass.getuser()}@{ssh.host}"
 
 
@@ -139,10 +139,10 @@ def _text(path: str, size: int = -1) -> str:
 
 
 def load_key(ssh: SSHLogin, path: str) -> Any | None:
-    """Returns a private key with its certificate as a key object of paramiko; None for a kind of key that paramiko does not know.
+    """Returns a private key with its certificate as a key object of paramiko; None if paramiko does not know this kind of key.
 
-    If the key is locked and no passphrase is configured, the object is the agent's, if the agent holds the key. Raises
-    `ConnectionFailed` if the key or its certificate cannot be used.
+    If the key is locked and no passphrase is configured, the agent's key object is returned, if the agent holds the key. Raises
+    `ConnectionFailed` if the key or the certificate cannot be used.
     """
     key = _unlock(ssh, path, ssh.key_passphrase)
     certificate = certificate_path(ssh) if ssh.key_path else None
@@ -189,7 +189,7 @@ def _unlock(ssh: SSHLogin, path: str, passphrase: str | None) -> Any | None:
 def check_keys(ssh: SSHLogin) -> None:
     """Raise `ConnectionFailed` if the private key for the server or for a jump host cannot be used.
 
-    Called before the `ssh` program is started, which says little about the cause.
+    To be called before the `ssh` program is started, because `ssh` says little about the cause.
     """
     for hop in ssh.hops():
         path = key_path(hop)
@@ -198,7 +198,7 @@ def check_keys(ssh: SSHLogin) -> None:
 
 
 def agent_keys() -> list[Any]:
-    """Returns the keys of the agent at SSH_AUTH_SOCK, as key objects of paramiko; none if no agent runs or answers in time."""
+    """Returns the keys of the agent at SSH_AUTH_SOCK, as key objects of paramiko; an empty list if no agent answers in time."""
     keys: list[Any] = []
 
     def list_keys() -> None:
@@ -219,7 +219,7 @@ def agent_keys() -> list[Any]:
 
 @dataclass(frozen=True)
 class KnownKey:
-    """A host key from a file of known hosts: its type, and the key in base64. A @revoked key must never be accepted."""
+    """A host key from a file of known hosts: the type, and the key in base64. A @revoked key must never be accepted."""
 
     key_type: str
     key: str
@@ -227,7 +227,7 @@ class KnownKey:
 
 
 class Trust(Enum):
-    """The result of comparing the key that a host shows with the known keys of that host."""
+    """The result of comparing the key that a host shows with the known keys of the host."""
 
     KNOWN = "known"
     NEW = "new"
@@ -253,7 +253,10 @@ def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
 
 
 def _matches(patterns: str, name: str) -> bool:
-    """Returns True if the host field of a line in a known hosts file, patterns or a hash, includes the host `name`."""
+    """Returns True if `patterns`, the host field of a line in a known hosts file, includes the host `name`.
+
+    The host field has patterns, separated by commas, or a hash.
+    """
     if patterns.startswith("|1|"):
         with contextlib.suppress(ValueError, AssertionError):
             return bool(paramiko.HostKeys.hash_host(name, patterns) == patterns)
@@ -264,10 +267,10 @@ def _matches(patterns: str, name: str) -> bool:
 
 
 def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
-    """Compare the key that a host shows with the known keys of that host; returns the result.
+    """Compares the key that a host shows with `keys`, the known keys of the host; returns the result.
 
-    If all known keys are of other types, the key counts as changed. Otherwise an attacker in the middle would only need to show
-    a key of a new type.
+    If all known keys are of other types, the key counts as changed. Otherwise an attacker in the middle would only need to show a
+    key of a new type.
     """
     same = [known.revoked for known in keys if (known.key_type, known.key) == (key_type, key)]
     if same:
@@ -276,7 +279,10 @@ def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
 
 
 def expected_keys(ssh: SSHLogin) -> list[KnownKey]:
-    """Returns the known host keys of a server: its configured `host_key`, or else its keys in the files of known hosts."""
+    """Returns the known host keys of a server: the configured `host_key`, or else the server's keys in the files of known hosts.
+
+    Raises `ConnectionFailed` if a file of known hosts cannot be read.
+    """
     if ssh.host_key:
         key_type, key = ssh.host_key.split()
         return [KnownKey(key_type, key)]

@@ -1,9 +1,9 @@
 """The SSH client for `client="openssh"`: the `ssh` program with a master connection.
 
 A master is an `ssh` process that has logged in and lets other `ssh` processes use its connection; all processes of a user share
-it. Each channel is an `ssh` process that uses the master, a multiplexing client. The user's own ssh_config applies to
-everything that the configuration leaves open, such as an alias, a ProxyJump, GSSAPI or a smart card. Options are those of
-ssh(1), OpenSSH 9.2.
+the master. Each channel is a multiplexing client, an `ssh` process that uses the master. The user's own ssh_config applies to
+everything that the configuration leaves open, such as an alias, a ProxyJump, GSSAPI or a smart card. Options are those of ssh(1),
+OpenSSH 9.2.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ printf %s "$1" > {0}/prompt
 
 
 def log_in(ssh: SSHLogin) -> OpenSSHTransport:
-    """Find or open a master connection to a server, and return a login that uses the master. Raises `ConnectionFailed`.
+    """Find or open a master connection to a server, and return a login that uses the master.
 
-    The user's ssh_config applies where the resource leaves a field open.
+    The user's ssh_config applies where the configuration leaves a field open. Raises `ConnectionFailed`.
     """
     if shutil.which("ssh") is None:
         raise errors.no_client(ssh)
@@ -122,7 +122,7 @@ class OpenSSHTransport:
         self.path = path
 
     def alive(self) -> bool:
-        """Returns True if the control socket exists; a master removes its socket when it ends."""
+        """Returns True if the control socket exists; a master removes its control socket at its end."""
         return os.path.exists(self.path)
 
     def start(self, command: str) -> Iterator[OpenSSHStream]:
@@ -151,10 +151,11 @@ class OpenSSHTransport:
 
 
 def options(ssh: SSHLogin, scratch: str = "") -> list[str]:
-    """Returns the `-o` options of `ssh` for a server and its jump hosts; without `scratch`, only those that a person has to type.
+    """Returns the `-o` options of `ssh` for a server and its jump hosts.
 
     `scratch` is a directory that has a known hosts file for each configured `host_key`. The `ssh` processes for the jump hosts
-    write their log there, because `ssh` with ControlPersist hides their messages.
+    write their log into `scratch`, because `ssh` with ControlPersist hides their messages. Without `scratch`, the result has only
+    the options that a person has to type.
     """
     values = {
         # TCP repeats a lost packet later and later, so a new attempt succeeds earlier.
@@ -204,7 +205,7 @@ def options(ssh: SSHLogin, scratch: str = "") -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Returns text for a ProxyCommand with its percent signs doubled, because ssh expands single percent signs."""
+    """Returns text for a ProxyCommand with percent signs doubled, because ssh expands single percent signs."""
     return text.replace("%", "%%")
 
 
@@ -219,7 +220,7 @@ def _file(path: str) -> str:
 def control_path(ssh: SSHLogin, number: int = 0) -> str:
     """Returns the path of the control socket of a master; equal SSH configurations give equal paths in all processes.
 
-    The masters to one server differ in `number`.
+    The paths of several masters to one server differ by `number`.
     """
     # Timeouts do not count, so that a change of a timeout does not lose a login that a person made.
     fields = ("host", "port", "user", "key_path", "certificate_path", "host_key", "host_key_checking", "known_hosts_file")
@@ -261,7 +262,10 @@ def _master_runs(path: str) -> bool:
 
 
 def _ask(command: list[str]) -> str | None:
-    """Run an `ssh` command that only asks for information, such as `ssh -O check`; returns its output, or None if it fails."""
+    """Run an `ssh` command that only asks for information, such as `ssh -O check`.
+
+    Returns the output, or None after a failure.
+    """
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_QUESTION_TIMEOUT)
         return None if done.returncode else done.stdout
@@ -271,7 +275,7 @@ def _ask(command: list[str]) -> str | None:
 def ensure_master(ssh: SSHLogin, path: str) -> None:
     """Open a master with the control socket `path`, unless this master runs already. Raises `ConnectionFailed`.
 
-    Other processes that need the same master wait meanwhile.
+    Other processes that need the same master wait until the master is open.
     """
     with locked(os.path.basename(path)):
         if not _master_runs(path):
@@ -326,7 +330,7 @@ def _write(path: str, text: str, mode: int = 0o600) -> None:
 
 
 def explain(ssh: SSHLogin, output: str) -> Exception:
-    """Returns the exception for a failed login, from the output of ssh(1) in the C locale."""
+    """Returns the exception for a failed login; `output` is the output of ssh(1) in the C locale."""
     hops = ssh.hops()
     # The server or jump host that failed: the ssh of the first one prints its message first, with the name of its host.
     hop = next((hop for hop in hops if re.search(rf"(?<![\w.-]){re.escape(hop.host)}(?![\w-]).*?\b{hop.port}\b", output)), None)

@@ -42,7 +42,7 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 def log_in(ssh: SSHLogin) -> ParamikoTransport:
     """Log in to a server through its jump hosts, and return the login to the server. Raises `ConnectionFailed`.
 
-    Each host on the way has its own `connect_timeout`.
+    Each host on the way has a `connect_timeout` of its own.
     """
     login.check_files(ssh)
     transport: ParamikoTransport | None = None
@@ -58,7 +58,10 @@ def log_in(ssh: SSHLogin) -> ParamikoTransport:
 
 
 def _log_in_to(ssh: SSHLogin, jump: ParamikoTransport | None) -> ParamikoTransport:
-    """Log in to one server, directly or through the login to its jump host; returns the new login."""
+    """Log in to one server, directly or through `jump`, the login to the jump host; returns the new login.
+
+    Raises `ConnectionFailed` if the login fails.
+    """
     deadline = time.monotonic() + ssh.connect_timeout
     transport: Any = None
     try:
@@ -105,7 +108,7 @@ def _connect(ssh: SSHLogin, deadline: float) -> socket.socket:
 def _explain(ssh: SSHLogin, error: Exception, deadline: float) -> ConnectionFailed:
     """Returns the `ConnectionFailed` to raise, with a sentence for the user, in place of the exception `error` of a login.
 
-    `deadline` is the end of the login's `connect_timeout`: an exception at that time counts as a missing answer.
+    `deadline` is the end of the login's `connect_timeout`; an exception at `deadline` counts as a missing answer.
     """
     text = str(error) or type(error).__name__
     if isinstance(error, (socket.gaierror, UnicodeError)):
@@ -128,7 +131,7 @@ def _explain(ssh: SSHLogin, error: Exception, deadline: float) -> ConnectionFail
 def _prefer_known_types(transport: Any, ssh: SSHLogin) -> None:
     """Make the transport prefer host keys of the types that are known for the server.
 
-    A key of another type, which a host with several keys may have, would look like a change.
+    A key of another type, which a host with several keys may have, would look like a changed key.
     """
     types = [key.key_type for key in login.expected_keys(ssh) if not key.revoked]
     known = [name for each in types for name in _SIGNATURES.get(each, (each,))]
@@ -149,7 +152,7 @@ def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
     prompts = login.Prompts([ssh])
 
     def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
-        """Try one method to authenticate: True if the server accepts it, False if not, None if the server does not offer it."""
+        """Try a method to authenticate: True if the server accepts, False if not, None if the server does not offer it."""
         nonlocal offered
         try:
             offered = method(user, *arguments)
@@ -193,7 +196,10 @@ def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
 
 
 def _keys(ssh: SSHLogin) -> Iterator[tuple[str, Any]]:
-    """Yields the private keys to try in a login, in order: a name for messages, and the key object of paramiko."""
+    """Yields the private keys to try in a login, in order: for each key, a name for messages and the key object of paramiko.
+
+    Raises `ConnectionFailed` if the configured key cannot be used.
+    """
     path = key_path(ssh)
     if path:
         key = login.load_key(ssh, path)
@@ -236,7 +242,7 @@ class ParamikoStream:
 
 
 class ParamikoTransport:
-    """One login by paramiko: an authenticated SSH transport. Closing it also closes the login to its jump host."""
+    """One login by paramiko: an authenticated SSH transport. `close` also closes the login to the jump host."""
 
     def __init__(self, ssh: SSHLogin, transport: Any, jump: ParamikoTransport | None) -> None:
         self.ssh = ssh
@@ -295,7 +301,10 @@ class ParamikoTransport:
             raise errors.gone(self.ssh, str(error)) from None
 
     def open_tcp(self, target: SSHLogin) -> Any:
-        """Returns a channel through this jump host to the SSH server behind it; raises `ConnectionFailed`."""
+        """Returns a channel through this jump host to `target`, the SSH server behind the jump host.
+
+        Raises `ConnectionFailed`.
+        """
         try:
             return self._open("direct-tcpip", (target.host, target.port), ("127.0.0.1", 0), target.connect_timeout)
         except paramiko.ChannelException as error:

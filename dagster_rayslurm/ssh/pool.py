@@ -21,7 +21,10 @@ _connections: dict[str, Connection] = {}
 
 
 def connection_to(ssh: SSHLogin | None) -> Connection:
-    """Returns the shared connection to an edge node, which logs in at its first use; or to this machine if `ssh` is None."""
+    """Returns the shared connection to an edge node or, if `ssh` is None, to this machine.
+
+    A connection to an edge node logs in at its first use.
+    """
     if ssh is None:
         return _local
     key = ssh.model_dump_json()
@@ -42,7 +45,7 @@ def connect_early(ssh: SSHLogin | None) -> None:
 
 
 def new_connection(ssh: SSHLogin) -> SSHConnection:
-    """Returns a new SSH connection that is not shared with other callers. The caller closes it."""
+    """Returns a new SSH connection that is not shared with other callers. The caller must close the connection."""
     # Imported here, so that local runs save the third of a second that the import of paramiko takes.
     from . import openssh, paramiko_client
     from .connection import SSHConnection

@@ -40,7 +40,7 @@ def relay(channel: Any, command: str) -> int:
 
 @contextlib.contextmanager
 def _raw_terminal() -> Iterator[None]:
-    """Inside the block, this process's terminal is in raw mode, so that the remote command gets each key as it is."""
+    """Inside the block, this process's terminal is in raw mode, so that the remote command gets each key unchanged."""
     before = termios.tcgetattr(_STDIN)
     try:
         tty.setraw(_STDIN)
@@ -51,7 +51,7 @@ def _raw_terminal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _resized(channel: Any) -> Iterator[None]:
-    """Inside the block, tell the remote terminal each new size of this terminal. Has no effect outside the main thread."""
+    """Inside the block, send each new size of this terminal to the remote terminal; has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

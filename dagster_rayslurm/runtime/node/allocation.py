@@ -1,6 +1,6 @@
-"""Reads what Slurm tells a task in its environment (srun(1), Slurm 22.05): the job, the step's nodes, the head's addresses.
+"""Reads the environment variables of a Slurm task (srun(1), Slurm 22.05): the job, the step's nodes, the head's addresses.
 
-Also expands Slurm's lists of nodes and parses its durations.
+This module also expands Slurm's lists of nodes and parses Slurm's durations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class Component(NamedTuple):
 
 @dataclass(frozen=True)
 class Allocation:
-    """The Slurm job that this task runs in, its nodes, and this task's place among them; the step has one task on each node."""
+    """The Slurm job of this task: ids, the names of the step's nodes, and the index of this task's node among these nodes.
+
+    The step has one task on each node.
+    """
 
     job_id: str
     node_id: int  # Index of this node in `nodes`; 0 is the head, the node whose runtime commands the others.
@@ -44,16 +47,19 @@ class Allocation:
     first: int = 0  # Index in the step of the first of `nodes`; not 0 only if `nodes` are those of a later component.
 
     def group_of(self, node_id: int) -> int:
-        """Index in `components` of the component that contains the node with this id; 0 if there are no components."""
+        """Index in `components` of the component that contains the node with this index; 0 if there are no components."""
         ends = itertools.accumulate(len(component.nodes) for component in self.components)
         return next((group for group, end in enumerate(ends) if node_id < end), 0)
 
     def component_of(self, node_id: int) -> Optional[str]:
-        """Name of the component that contains the node with this id; None if the job has no named components."""
+        """Name of the component that contains the node with the index `node_id`; None if the job has no named components."""
         return self.components[self.group_of(node_id)].name if self.components else None
 
     def of_own_group(self) -> "Allocation":
-        """The allocation with only the nodes of this task's own component; with all nodes if the job is not heterogeneous."""
+        """A copy of the allocation with only the nodes of this task's own component; with all nodes in an ordinary job.
+
+        The copy has no `components`.
+        """
         if len(self.components) < 2:
             return replace(self, components=[])
         group = self.group_of(self.node_id)
@@ -65,7 +71,7 @@ class Allocation:
         return replace(own, node_id=self.node_id - first, first=first)
 
     def facts(self) -> Dict[str, Any]:
-        """The job id, partition, account, nodes and named components, as a dictionary for JSON; the run's metadata shows them."""
+        """The job id, partition, account, nodes and named components, as a dictionary for JSON."""
         facts = {"job_id": self.job_id, "partition": self.partition, "account": self.account, "nodes": self.nodes}
         rows = [
             # The components of job 17 have the ids 17+0, 17+1 and so on (squeue(1)).
@@ -77,7 +83,7 @@ class Allocation:
 
 
 def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
-    """The allocation that this task's environment variables describe; None outside of a Slurm step."""
+    """The allocation that this task's environment variables `environ` describe; None outside of a Slurm step."""
     if "SLURM_JOB_ID" not in environ or "SLURM_NODEID" not in environ:
         return None
 
@@ -107,10 +113,10 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
 
 
 def head_address(allocation: Allocation) -> str:
-    """The address by which other nodes reach the head node; this function may only be called on the head node itself.
+    """The address by which other nodes reach the head node; this function may only be called on the head node.
 
-    The result is the first of `head_addresses` if Slurm reports an address, or if the job has a single node. Otherwise it is the
-    head's own address on the network towards another node, or else the head's name.
+    The result is the first of `head_addresses` if Slurm reports an address, or if the job has a single node. Otherwise the result
+    is the head's own address on the network towards another node or, without such an address, the head's name.
     """
     known, *_ = allocation.head_addresses
     name, *others = allocation.nodes
@@ -124,8 +130,8 @@ def select_component(environ: MutableMapping[str, str], here: Allocation, compon
     """A copy of the allocation `here` whose components have the names `component_ids`; `here` itself if there are no names.
 
     In a heterogeneous job, this function also sets the variables of the task's own component in `environ`, the task's
-    environment. Slurm sets the variables of the first or the last component instead (srun(1); tried on Slurm 22.05 and 24.11).
-    Raises ValueError if the number of names differs from the number of components.
+    environment. Raises ValueError if the number of names differs from the number of components. Slurm sets the variables of the
+    first or the last component in every task (srun(1); tried on Slurm 22.05 and 24.11).
     """
     if here.components:
         group = here.group_of(here.node_id)
@@ -144,7 +150,7 @@ def select_component(environ: MutableMapping[str, str], here: Allocation, compon
 
 
 def change(environ: MutableMapping[str, str], changes: Mapping[str, Optional[str]]) -> None:
-    """Change environment variables: set those with a value, and unset those whose value is None."""
+    """Set the variables in `environ` that have a value in `changes`, and unset the variables whose value there is None."""
     for name, value in changes.items():
         if value is None:
             environ.pop(name, None)
@@ -164,7 +170,7 @@ def expand_nodelist(text: str) -> List[str]:
 
     The result equals the output of `scontrol show hostnames` (Slurm 22.05 and 24.11): numbers have as many digits as the first
     number of their range, and the last bracket of a name varies fastest. "", `(null)`, `None assigned` and `None` stand for empty
-    lists. Raises ValueError if the text is not a node list, or names more than `MAX_NODES` nodes.
+    lists. Raises ValueError if the text is not a node list, or if the list has more than `MAX_NODES` nodes.
     """
     if text.strip() in ("", "(null)", "None assigned", "None"):
         return []
@@ -181,9 +187,9 @@ def expand_nodelist(text: str) -> List[str]:
 
 
 def _numbers(inside: str, text: str) -> List[str]:
-    """The numbers in one pair of brackets, as text with leading zeros.
+    """The numbers in `inside`, the text between one pair of brackets, as strings with leading zeros.
 
-    Raises ValueError if `inside` has no such numbers; `text` is the whole node list, for the error message.
+    Raises ValueError if `inside` is not a list of numbers and ranges. `text` is the whole node list, for the error message.
     """
     numbers: List[str] = []
     for part in inside.split(","):
@@ -199,7 +205,10 @@ _DURATION = re.compile(r"(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]+
 
 
 def parse_duration(text: str) -> Optional[float]:
-    """The seconds in a duration like "[D-]HH:MM:SS" or "MM:SS.mmm" (squeue(1), sacct(1), Slurm 22.05); None for other text."""
+    """The seconds in a duration like "[D-]HH:MM:SS" or "MM:SS.mmm" (squeue(1), sacct(1), Slurm 22.05).
+
+    The result is None if the text is not a duration.
+    """
     match = _DURATION.fullmatch(text)
     if match is None:
         return None

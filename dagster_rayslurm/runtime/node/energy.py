@@ -1,6 +1,6 @@
 """Asks Slurm for the energy that a job's step has consumed, where Slurm measures energy (`AcctGatherEnergyType` in slurm.conf).
 
-Slurm measures whole nodes, so the figure is the step's own only if the job does not share its nodes (sstat(1)).
+Slurm measures whole nodes, so the energy of a step includes the energy of other jobs on the same nodes (sstat(1)).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def is_measured(config: Optional[str]) -> bool:
 
 
 def parse_joules(text: Optional[str]) -> Optional[int]:
-    """Return the joules in the output of `sstat --format=ConsumedEnergyRaw` for one step; None if it has no figure."""
+    """Return the joules in the output of `sstat --format=ConsumedEnergyRaw` for one step; None without a measurement."""
     match = re.fullmatch(r"\s*([0-9]+)\s*", text or "")
     return int(match.group(1)) if match is not None and int(match.group(1)) not in _NO_VALUES else None
 
 
 def own_step(environ: Mapping[str, str]) -> Optional[str]:
-    """Return the step of this task, such as "17.0"; None outside of a step, and in jobs that are not asked for their energy.
+    """Return the id of this task's step, such as "17.0"; None outside of a step, in heterogeneous jobs and in elements of arrays.
 
-    Steps of a heterogeneous job have several ids. The thousands of elements of an array would each ask slurmctld.
+    Steps of a heterogeneous job have several ids. The thousands of elements of an array would each send a query to slurmctld.
     """
     job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
     left_out = environ.get("SLURM_HET_SIZE") or environ.get("SLURM_ARRAY_JOB_ID")
@@ -41,7 +41,10 @@ def own_step(environ: Mapping[str, str]) -> Optional[str]:
 
 @dataclass(eq=False)
 class StepEnergy:
-    """The energy of one step. Slurm is asked once whether it measures energy; where it does not, nothing else is asked."""
+    """Queries the energy that one step has consumed.
+
+    The object first asks Slurm once whether Slurm measures energy. If Slurm does not, `query` always returns False.
+    """
 
     loop: Loop
     step: str
@@ -51,7 +54,11 @@ class StepEnergy:
         self.loop.call_later(_DELAY, lambda: self._run(("scontrol", "show", "config"), self._configured))
 
     def query(self, on_answer: Callable[[Optional[int]], None]) -> bool:
-        """Ask for the energy so far; returns True if `on_answer` will be called, with joules or None, in `_TIMEOUT` seconds."""
+        """Ask for the energy that the step has consumed so far; return whether an answer will come.
+
+        If the result is True, `on_answer` is called within `_TIMEOUT` seconds, with joules or, without a measurement, with None.
+        If the result is False, `on_answer` is never called.
+        """
         waiting = [on_answer]
 
         def answered(text: Optional[str]) -> None:
@@ -68,7 +75,10 @@ class StepEnergy:
         self._measured = is_measured(config)
 
     def _run(self, words: Sequence[str], on_answer: Callable[[Optional[str]], None]) -> bool:
-        """Start a program of Slurm, whose output `on_answer` gets; returns False if this node, or its container, has none."""
+        """Start a program of Slurm; return False if this node, or the container on this node, does not have the program.
+
+        `on_answer` is called with the program's output, or None if the program failed.
+        """
         try:
             query_program(self.loop, words, _TIMEOUT, on_answer)
         except OSError:

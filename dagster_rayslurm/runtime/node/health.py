@@ -1,7 +1,8 @@
 """Built-in health checks of a node: number of GPUs, GPU memory errors, disk space, clock and network interfaces.
 
-Each check has a pure function that returns an error text or None, and a function that reads the node's state for it. The checks
-run in a process of their own (`main`), because a broken GPU driver or file system may not answer.
+Each check has a pure function that returns an error text or None, and a function that reads the state of the node and passes this
+state to the pure function. The checks run in a separate process (`main`), because a broken GPU driver or file system may not
+answer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PORT_STATE = re.compile(r"[0-9]+: ")  # Before the word in the file `state` of 
 
 @dataclass(frozen=True)
 class Order:
-    """The input of the process that runs the health checks: names of the checks, and the facts that the checks need."""
+    """The input of the process that runs the health checks: names of the checks, and facts that the checks need."""
 
     checks: List[str]
     gpus: Optional[int] = None  # GPUs that the node must have; None where they are simulated.
@@ -46,13 +47,13 @@ class Order:
 
 
 def name_of(check: str) -> str:
-    """The name of a check: "clock" for the built-in check "clock=10", "command" for a shell command of the user."""
+    """The name of a check: "clock" for the built-in check "clock=10", "command" for each shell command of the user."""
     name = check.partition("=")[0]
     return name if name in CHECKS else "command"
 
 
 def value_error(check: str) -> Optional[str]:
-    """An error text if the value of a built-in check is invalid, as in "clock=soon"; None if it is valid or missing."""
+    """An error text if the value of a built-in check is invalid, as in "clock=soon"; None if the value is valid or missing."""
     name, equals, value = check.partition("=")
     if not equals:
         return None
@@ -69,9 +70,10 @@ def value_error(check: str) -> Optional[str]:
 
 
 def gpu_count_problem(wanted: int, listed: str, visible: Sequence[str]) -> Optional[str]:
-    """An error text if the driver has fewer than `wanted` GPUs, or lacks some of the GPUs `visible` to the job; else None.
+    """An error text if the driver lists fewer than `wanted` GPUs, or lacks a GPU in `visible`; None otherwise.
 
-    `listed` is the output of `nvidia-smi -L`.
+    `listed` is the output of `nvidia-smi -L`. `visible` has the names of the GPUs that were granted to the job. Only names that
+    are UUIDs are looked up.
     """
     lines = [match for match in map(_GPU_LINE.match, listed.splitlines()) if match]
     kind = "MIG" if any(name.startswith("MIG-") for name in visible) else "GPU"
@@ -85,8 +87,8 @@ def gpu_count_problem(wanted: int, listed: str, visible: Sequence[str]) -> Optio
 def gpu_ecc_problem(errors: str, remapped: str) -> Optional[str]:
     """An error text about GPUs with uncorrected memory errors, or memory rows that could not be replaced; None without such GPUs.
 
-    The arguments are CSV output of `nvidia-smi` with one row for each GPU. A row of `errors` has the GPU's index and its number
-    of errors that ECC could not correct since the last reset. A row of `remapped` has an id of the GPU, and whether the GPU
+    Both arguments are CSV output of `nvidia-smi` with one row for each GPU. A row of `errors` has the GPU's index and the number
+    of errors since the last reset that ECC could not correct. A row of `remapped` has an id of the GPU, and whether the GPU
     failed to replace a row of its memory.
     """
     problems = []
@@ -100,13 +102,13 @@ def gpu_ecc_problem(errors: str, remapped: str) -> Optional[str]:
 
 
 def _rows(text: str) -> List[List[str]]:
-    """The rows of exactly two columns in CSV output of `nvidia-smi`."""
+    """The rows that have exactly two columns in `text`, CSV output of `nvidia-smi`."""
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
     return [row for row in rows if len(row) == 2]
 
 
 class Disk(NamedTuple):
-    """The size and the free space of the file system that contains `path`, as an ordinary user may use them."""
+    """The size and the free space of the file system that contains `path`, without the space that is reserved for root."""
 
     path: str
     total: int  # Bytes.
@@ -116,7 +118,10 @@ class Disk(NamedTuple):
 
 
 def disk_space_problem(disk: Disk, wanted: Optional[int]) -> Optional[str]:
-    """An error text if a file system has fewer than `wanted` bytes (None: 5 % of its size) or no inodes free; else None."""
+    """An error text if a file system has fewer than `wanted` free bytes, or no free inodes; None otherwise.
+
+    If `wanted` is None, the file system needs free bytes of 5 % of its size.
+    """
     least = int(disk.total * _LEAST_FREE) if wanted is None else wanted
     if disk.free < least:
         share = " (%g %%)" % (100 * _LEAST_FREE) if wanted is None else ""
@@ -132,9 +137,9 @@ def _size(count: int) -> str:
 
 
 def clock_problem(ahead: float, limit: float) -> Optional[str]:
-    """An error text if this node's clock is off by more than `limit` seconds; else None.
+    """An error text if this node's clock is off by more than `limit` seconds; None otherwise.
 
-    `ahead` is the time of this node's clock minus that of the shared file system's clock, in seconds.
+    `ahead` is the time of this node's clock minus the time of the shared file system's clock, in seconds.
     """
     if abs(ahead) <= limit:
         return None
@@ -153,7 +158,7 @@ class Interface(NamedTuple):
 def interface_problem(interfaces: Sequence[Interface], known: Sequence[str]) -> Optional[str]:
     """An error text about the first of the `interfaces` that is missing, down or without address; None if all are usable.
 
-    If `interfaces` is empty, the error text says that the node has no InfiniBand port. `known` are the names of all network
+    If `interfaces` is empty, the error text says that the node has no InfiniBand port. `known` has the names of all network
     interfaces of the node, for the error text.
     """
     if not interfaces:
@@ -173,11 +178,11 @@ def interface_problem(interfaces: Sequence[Interface], known: Sequence[str]) -> 
 
 
 class _NoAnswer(Exception):
-    """Raised when a program that a check needs is missing, fails or hangs; its text becomes the error text of the check."""
+    """Raised when a program that a check needs is missing, fails or hangs; the text is the error text of the check."""
 
 
 def _ask(*command: str) -> str:
-    """Run a program and return its output; raises _NoAnswer if the program is missing, fails or does not end in time."""
+    """Run a program and return its output, stripped; raises _NoAnswer if the program is missing, fails or exceeds `_TIMEOUT`."""
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
@@ -292,7 +297,7 @@ CHECKS: Dict[str, Check] = {
 
 
 def first_problem(order: Order) -> Optional[Tuple[str, str]]:
-    """The first check that this node fails, and the error text of that check; None if the node passes all checks."""
+    """The first check of `order` that this node fails, and the error text of that check; None if the node passes all checks."""
     for check in order.checks:
         name, _, value = check.partition("=")
         try:
@@ -307,15 +312,15 @@ def first_problem(order: Order) -> Optional[Tuple[str, str]]:
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """This node's name in Slurm (srun(1), Slurm 22.05); the host name if Slurm did not start this process."""
+    """This node's name in Slurm (srun(1), Slurm 22.05); the host name if `environ` does not come from Slurm."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def main(arguments: List[str]) -> int:
-    """Run the checks of an `Order`, and write the first failed check and its error text, or null, as JSON to a file descriptor.
+    """Run the checks of an `Order`, and write the first failed check with its error text as JSON to a file descriptor.
 
-    The `arguments` are the order as JSON, and the number of the descriptor. Returns the exit code: 1 if a check failed, else 0.
-    The descriptor is a pipe and not a log file, because the disk may be full.
+    The `arguments` are the order as JSON, and the number of the descriptor. If no check fails, `null` is written. Returns the
+    exit code: 1 if a check failed, else 0. The descriptor is a pipe and not a log file, because the disk may be full.
     """
     order: Any = json.loads(arguments[0])
     found = first_problem(Order(**order))

@@ -1,8 +1,8 @@
 """Copies the Python environment to this node's own disk, for jobs whose environment has stage="node-local".
 
-An environment cannot be moved, because many of its files contain its path. So each node builds its copy with the commands that
-built the environment on the shared file system, from the same files there. That reads a few large files instead of thousands of
-small ones.
+A copied environment would not work at a new path, because many of its files contain the old path. So each node builds its copy
+with the commands that built the environment on the shared file system, from the same packages there. Each node then reads a few
+large files from the shared file system instead of thousands of small ones.
 
 The runtime starts with the Python of the shared environment, makes the copy, and then replaces itself with the copy's Python by
 exec. So Ray and payloads use the copy too. The keeper (`process.processes`) removes the copy at the end of the job.
@@ -33,10 +33,10 @@ remark: Optional[Tuple[str, str]] = None
 
 
 def enter(arguments: Sequence[str]) -> None:
-    """Make this node's copy of the environment, if nodes are to have one, and start this program anew with the copy's Python.
+    """Make this node's copy of the environment, and start this program anew with the copy's Python.
 
-    `arguments` are those of the program. Returns only if there is no copy to make, or if making it failed: this program then goes
-    on in the environment in which it runs.
+    `arguments` are the command-line arguments of this program. The function returns only if the environment's recipe asks for no
+    copies, or if making the copy fails. This program then goes on in the shared environment.
     """
     global remark
     scratch.inherit()
@@ -73,7 +73,7 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def _find(python: str) -> Tuple[str, Dict[str, Any]]:
-    """The directory of the environment to which the executable `python` belongs, and the recipe in it; {} if it has no recipe."""
+    """The directory of the environment of the executable `python`, and the environment's recipe; {} without a recipe."""
     prefix = os.path.dirname(os.path.dirname(python))
     for path in (prefix, os.path.dirname(prefix)):  # pixi-pack makes `env/bin/python`.
         try:
@@ -85,7 +85,10 @@ def _find(python: str) -> Tuple[str, Dict[str, Any]]:
 
 
 def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: str) -> None:
-    """Run the commands that make the copy, and then the copy's `python`; raises OSError if one of them fails or takes long."""
+    """Run the `commands` that make the environment at the path `copy`, and then the copy's executable `python` once as a test.
+
+    `temporary` is the directory for temporary files. Raises OSError if a command fails or runs longer than `_TIMEOUT`.
+    """
     os.mkdir(copy)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
     # Files that uv unpacks there need not be copied into the environment, they are linked.
@@ -104,10 +107,10 @@ def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: 
 
 
 def _moved(environ: Mapping[str, str], prefix: str, copy: str) -> Dict[str, str]:
-    """The variables of `environ` with the path of the shared environment, `prefix`, replaced by the path of its copy.
+    """The variables of `environ`, with the path `copy` in place of `prefix`, the path of the shared environment.
 
-    The activation of the environment has put that path into variables. `prefix` is a symbolic link, and files of the environment
-    contain the target of the link instead, so both are replaced.
+    The target of `prefix`, which is a symbolic link, is replaced as well: files of the environment contain the path of the
+    target. The activation of the environment has put these paths into variables.
     """
     target = os.path.join(os.path.dirname(prefix), os.path.basename(os.path.realpath(prefix)))
     moved = {}

@@ -1,4 +1,4 @@
-"""An archive of Ray's logs on one node, made when a payload fails: `ray-logs-NODE.tar.gz` in the payload's run directory.
+"""Makes an archive of Ray's logs on one node when a payload fails: `ray-logs-NODE.tar.gz` in the payload's run directory.
 
 A separate process makes the archive, because compression takes longer than the runtime may wait.
 """
@@ -18,7 +18,7 @@ LEFT_OUT = "LEFT_OUT.txt"  # Lists the logs that are missing in the archive, or 
 
 
 class Log(NamedTuple):
-    """A log file: its path relative to the directory of logs, its size in bytes, and when it was written last."""
+    """A log file: the path relative to the directory of logs, the size in bytes, and the time of the last change."""
 
     name: str
     size: int
@@ -26,15 +26,15 @@ class Log(NamedTuple):
 
 
 def archive_name(node: str) -> str:
-    """The name of the archive of a node's logs; `node` is the node's name, with its component if it has one."""
+    """The file name of the archive of a node's logs; `node` is the node's name for messages."""
     return "ray-logs-%s.tar.gz" % re.sub(r"[^\w.-]+", "-", node).strip("-")
 
 
 def select(logs: List[Log], most_of_file: int = _MOST_OF_FILE, most: int = _MOST) -> Tuple[List[Tuple[Log, int]], List[str]]:
-    """The logs for the archive, each with the byte offset from which it is kept, and a text for each log that is cut or left out.
+    """The logs for the archive, each with the offset of the first byte to keep, and a text for each log that is cut or left out.
 
-    The logs that were written last are chosen first. At most the last `most_of_file` bytes of each log are kept, and at most
-    `most` bytes of all logs together. Pure.
+    Logs that were written later are chosen first. At most the last `most_of_file` bytes of each log are kept, and at most `most`
+    bytes of all logs together. A pure function.
     """
     kept, left_out = [], []
     for log in sorted(logs, key=lambda each: (-each.modified, each.name)):
@@ -48,7 +48,10 @@ def select(logs: List[Log], most_of_file: int = _MOST_OF_FILE, most: int = _MOST
 
 
 def main(argv: List[str]) -> int:
-    """Write the archive of a directory of logs; `argv` has the directory and the archive's path. Returns the exit code 0."""
+    """Write the archive of a directory of logs; `argv` has the directory and the archive's path. Returns the exit code 0.
+
+    Raises OSError if the archive cannot be written.
+    """
     directory, target = argv
     kept, left_out = select(list(_logs(directory)))
     os.nice(10)

@@ -1,9 +1,9 @@
 """Watches the memory of a job on this node, and kills a Ray worker before Slurm ends the whole job.
 
-Memory is counted as Slurm counts it. Slurm enforces a memory limit in one of two ways. With `task/cgroup` the kernel limits the
-job's cgroup. With `JobAcctGatherParams=OverMemoryKill` slurmd adds up the resident memory of the job's processes; shared memory
-does not count with `NoShared`, and counts in proportion with `UsePss` (slurm.conf(5)). If a site has configured neither, nothing
-enforces the limit.
+Memory is counted as Slurm counts memory. Slurm enforces a memory limit in one of two ways. With `task/cgroup` the kernel limits
+the job's cgroup. With `JobAcctGatherParams=OverMemoryKill` slurmd adds up the resident memory of the job's processes. In this
+sum, shared memory does not count with `NoShared`, and counts in proportion with `UsePss` (slurm.conf(5)). If a site has
+configured neither way, nothing enforces the limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHORTEST, _LONGEST = 0.1, 5.0  # The least and the most seconds between two sam
 
 
 class GroupKind(TextEnum):
-    """The kind of the process that leads a group; only Ray workers may be killed."""
+    """The kind of the process that leads a group of processes; only Ray workers may be killed."""
 
     WORKER = "worker"  # A Ray worker.
     DRIVER = "driver"  # A payload's own process.
@@ -43,7 +43,7 @@ class GroupKind(TextEnum):
 
 
 class Group(NamedTuple):
-    """A process, such as a Ray worker, and the processes below it, whose memory is counted together."""
+    """A process, such as a Ray worker, and the processes below it, with the memory of all these processes together."""
 
     pid: int
     name: str  # What messages call the group, such as "ray::train".
@@ -52,7 +52,10 @@ class Group(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One measurement on a node: bytes of memory that the job uses, the job's limit, and groups of processes near the limit."""
+    """One measurement on a node: the memory that the job uses and the job's limit, both in bytes, and the groups of processes.
+
+    `groups` is empty unless memory use is near the limit.
+    """
 
     used: int
     limit: int
@@ -61,7 +64,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """The state that the memory watch keeps from one sample of a node to the next."""
+    """The state that the memory watch keeps from one sample of a node to the next sample."""
 
     warned: bool = False  # Whether a warning was given since memory use last fell below `_REARM`.
     victim: Optional[int] = None  # Process id of the Ray worker that was killed last.
@@ -69,16 +72,20 @@ class State:
 
 
 class Action(NamedTuple):
-    """A reaction to a sample: a sentence for the Dagster log and, in `kill`, the process id of a Ray worker to kill, if any."""
+    """A reaction to a sample: a sentence for the Dagster log, and in `kill` the process id of a Ray worker to kill.
+
+    `kill` is None for a mere warning.
+    """
 
     message: str
     kill: Optional[int] = None
 
 
 def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, Optional[Action]]:
-    """The state for the next sample of a node, and the warning or kill that this sample requires; None if it requires neither.
+    """The state for the next sample of a node, and the warning or kill that this sample requires.
 
-    `may_kill` is False if neither Slurm nor the kernel enforces the limit.
+    The second part is None if the sample requires neither. `node` is the node's name for messages, and `now` is in seconds of a
+    monotonic clock. `may_kill` is False if neither Slurm nor the kernel enforces the limit.
     """
     share = sample.used / sample.limit
     if share < _REARM:
@@ -96,15 +103,16 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
 
 
 def pause(used: int, limit: int) -> float:
-    """Seconds to wait until the next sample: fewer if `used` is nearer to `limit`."""
+    """Seconds to wait until the next sample; the nearer `used` is to `limit` (both in bytes), the fewer."""
     return min(_LONGEST, max(_SHORTEST, (KILL * limit - used) / _FILL_RATE))
 
 
 def _victim(state: State, sample: Sample, now: float) -> Optional[Group]:
-    """The Ray worker to kill, or None.
+    """The Ray worker to kill; None if no worker is to be killed.
 
-    None if the worker that was killed less than `_SETTLE` seconds ago has not ended yet, if the largest group is a payload's own
-    process, or if the largest worker is so small that killing it would not help. Ray's daemons and the runtime do not count.
+    No worker is to be killed if the last victim, killed less than `_SETTLE` seconds ago, still runs. The same holds if the
+    largest group is a payload's own process, or if the largest worker is so small that killing it would not help. Groups of the
+    kind `SYSTEM` do not count.
     """
     if state.victim in {group.pid for group in sample.groups} and now < state.killed_at + _SETTLE:
         return None
@@ -138,9 +146,9 @@ _JOB = re.compile(r"/job_\d+(/|$)")  # The directory in a cgroup's path that Slu
 
 
 def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
-    """How slurmd counts shared memory, and whether it ends a job whose processes together exceed the memory limit.
+    """How slurmd counts shared memory, and whether slurmd ends a job whose processes together exceed the memory limit.
 
-    `config` is the output of `scontrol show config`; None, if there was no answer, counts as a configuration without a limit.
+    `config` is the output of `scontrol show config`. None, for no output, counts as a configuration that does not enforce limits.
     """
     values: Dict[str, str] = dict(re.findall(r"^(\w+)\s*= (.*)$", config or "", re.MULTILINE))
     params = values.get("JobAcctGatherParams", "").lower()
@@ -151,13 +159,16 @@ def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
 
 
 def job_cgroups(limits: Iterable[Tuple[str, int]]) -> List[Tuple[str, int]]:
-    """Those entries of `limits`, which are cgroup directories with limits in bytes, whose limit Slurm has set for this job."""
+    """The entries of `limits` whose limit Slurm has set for this job; an entry is a cgroup directory and a limit in bytes."""
     memory = resources.hardware_memory()  # Version 1 writes a huge number for no limit.
     return [(directory, limit) for directory, limit in limits if _JOB.search(directory) and 0 < limit < memory]
 
 
 def fullest(cgroups: Iterable[Tuple[str, int]]) -> Optional[Tuple[int, int]]:
-    """Bytes used and bytes allowed in the cgroup that is nearest to its limit; None if no cgroup can be read."""
+    """Bytes used and bytes allowed in the cgroup whose use is the largest share of its limit; None if no cgroup can be read.
+
+    An entry of `cgroups` is a cgroup directory and a limit in bytes.
+    """
     uses = [(_cgroup_use(directory), limit) for directory, limit in cgroups]
     readable = [(used, limit) for used, limit in uses if used is not None]
     return max(readable, key=lambda each: each[0] / each[1], default=None)
@@ -176,10 +187,10 @@ def _cgroup_use(directory: str) -> Optional[int]:
 
 
 def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_pids: Iterable[int]) -> List[Group]:
-    """The groups into which this process and all processes below it are divided, each with its memory.
+    """The groups into which this process and all processes below it are divided, each group with its memory.
 
-    Each Ray worker below one of `ray_pids`, and each of `payload_pids`, forms a group with the processes below it. Each other
-    process is a group of its own. `table` has all processes of this machine by id.
+    Each Ray worker below one of `ray_pids` forms a group with the processes below the worker. Each of `payload_pids` forms such a
+    group too. Each other process is a group of its own. `table` has all processes of this machine by process id.
     """
     leaders = {pid: GroupKind.DRIVER for pid in payload_pids}
     for root in ray_pids:
@@ -200,7 +211,7 @@ def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_p
 
 
 def _is_worker(process: Process) -> bool:
-    """Whether a process is a Ray worker that runs a payload's tasks or actor, not one of Ray's own processes (Ray 2.60)."""
+    """Whether a process is a Ray worker that runs a payload's tasks or actor, and not a process of Ray's own (Ray 2.60)."""
     entries = environment(process.pid)
     # Ray's agents have a raylet and no job; processes that a worker starts have both, but another parent.
     by_raylet = b"RAY_RAYLET_PID=%d" % process.parent in entries
@@ -208,7 +219,7 @@ def _is_worker(process: Process) -> bool:
 
 
 def _title(pid: int) -> str:
-    """The first argument in a process's command line, in which a Ray worker writes the name of its task or actor."""
+    """The first argument in a process's command line; a Ray worker writes the name of its task or actor there."""
     return command_line(pid)[:200].split(b"\0")[0].decode("utf-8", "replace")
 
 
@@ -276,7 +287,7 @@ class MemoryWatch:
         return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], self._shared)
 
     def _query_slurm(self) -> None:
-        """Start `scontrol show config` without waiting for it; `_answered` is called with its output."""
+        """Start `scontrol show config` and return at once; `_answered` is called with the program's output."""
         self._queried = True
         try:
             query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)

@@ -1,8 +1,8 @@
 """Addresses by which the nodes of a Ray cluster reach each other, and ports for Ray's services.
 
-A fixed port is free when it is chosen. It is outside the kernel's ephemeral range, so that no outgoing connection takes it before
-Ray binds it. At a firewalled site, the configured `port_range` is divided into blocks. A Ray cluster's runtime on a node holds a
-block by binding its first port.
+A chosen port is free at the time of the choice. The port is outside the kernel's ephemeral range, so that no outgoing connection
+takes the port before Ray binds it. At a firewalled site, the configured `port_range` is divided into blocks. A Ray cluster's
+runtime on a node reserves a block by binding the block's first port.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface, or else its global IPv6 address; raises `ClusterError` if it has none."""
+    """The IPv4 address of a network interface, or else its global IPv6 address.
+
+    Raises `ClusterError` if the interface does not exist or has no such address.
+    """
     request = struct.pack("256s", interface.encode()[:15])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -70,7 +73,7 @@ def interface_address(interface: str) -> str:
 
 
 def route_address(host: str) -> Optional[str]:
-    """This node's own address on the network by which it reaches a host; None if there is no route to the host."""
+    """This node's own address on the network by which this node reaches `host`; None if there is no route to `host`."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -81,7 +84,7 @@ def route_address(host: str) -> Optional[str]:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """A host and a port as "HOST:PORT", with brackets around an IPv6 address."""
+    """`host` and `port` as "HOST:PORT", with brackets around an IPv6 address."""
     return "%s:%d" % ("[%s]" % host if ":" in host else host, port)
 
 
@@ -96,7 +99,7 @@ def split_host_port(address: str) -> Tuple[str, int]:
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports that were chosen for Ray on a node, and the arguments of `ray start` for them."""
+    """The ports that were chosen for Ray on a node, and the arguments of `ray start` that set these ports."""
 
     gcs: int = 0  # Port of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
     dashboard: int = 0  # Port of the head's dashboard; 0 on a worker node.
@@ -105,7 +108,7 @@ class Ports:
     block: Optional[socket.socket] = None  # Holds the block of ports until it is closed; None without a `port_range`.
 
     def release(self) -> None:
-        """Give the block of ports back, so that other Ray clusters can have it."""
+        """Give the block of ports back, so that other Ray clusters can reserve the block."""
         if self.block is not None:
             self.block.close()
 
@@ -113,7 +116,7 @@ class Ports:
 def parse_range(text: str) -> Tuple[int, int]:
     """The first and the last port of a range "LOW-HIGH".
 
-    Raises ValueError if the text is not such a range, or if the range is too small for one Ray cluster.
+    Raises ValueError if the text is not a range of ports from 1024 to 65535, or if the range is too small for one Ray cluster.
     """
     match = re.match(r"^(\d+)-(\d+)$", text)
     low, high = (int(match.group(1)), int(match.group(2))) if match else (0, 0)
@@ -125,9 +128,10 @@ def parse_range(text: str) -> Tuple[int, int]:
 
 
 def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
-    """Up to `count` ports that the head's RPC server will try one after another; chosen before the head's node is known.
+    """Up to `count` ports, in random order, that the head's RPC server tries one after another.
 
-    With a `port_range`, each is the last port of a block: Ray uses the last ports for its workers, not for its services.
+    With a `port_range` ("LOW-HIGH"), each port is the last port of a block: Ray uses the last ports for workers, not for
+    services. The ports are chosen before the head's node is known, so a port may be in use there.
     """
     if port_range:
         low, high = parse_range(port_range)
@@ -137,7 +141,7 @@ def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
 
 
 def is_free(port: int) -> bool:
-    """Whether a TCP port can be bound on all IPv4 and IPv6 addresses of this node, because no process uses the port."""
+    """Whether the TCP port `port` can be bound on all IPv4 and IPv6 addresses of this node."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -151,7 +155,7 @@ def is_free(port: int) -> bool:
 
 
 def choose_ports(port_range: Optional[str] = None, head: bool = True) -> Ports:
-    """Free ports for the services and workers of a Ray cluster on this node, from `port_range` ("LOW-HIGH") if it is given.
+    """Free ports for the services and workers of a Ray cluster on this node, taken from `port_range` ("LOW-HIGH") if given.
 
     `head` is False for a worker node, which has fewer services. Raises OSError if too few ports are free.
     """
@@ -172,9 +176,9 @@ def choose_ports(port_range: Optional[str] = None, head: bool = True) -> Ports:
 
 
 def _free_ports(count: int) -> List[int]:
-    """As many free ports as `count`, outside the range that the kernel uses for outgoing connections (ip(7)).
+    """`count` free ports outside the range of ports that the kernel uses for outgoing connections (ip(7)).
 
-    Raises OSError if too few are free.
+    Raises OSError if there are fewer free ports.
     """
     low, high = ephemeral_range()
     candidates = [*range(10000, min(low, 65536)), *range(high + 1, 65536)] or list(range(10000, 65536))
@@ -187,7 +191,7 @@ def _free_ports(count: int) -> List[int]:
 def ephemeral_range() -> Tuple[int, int]:
     """The first and the last port that the kernel uses for outgoing connections (ip(7), ip_local_port_range).
 
-    If the kernel does not tell them, the result is 32768 and 65535.
+    If the kernel's setting cannot be read, the result is 32768 and 65535.
     """
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range") as file:

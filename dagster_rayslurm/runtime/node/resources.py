@@ -1,6 +1,6 @@
 """CPUs, GPUs and memory that Slurm grants on this node: detects them, and compares them with the configured requirements.
 
-In local mode this module also divides them among simulated nodes.
+In local mode, this module also divides the CPUs, GPUs and memory of the machine among simulated nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Footprint = Tuple[Requirement, ...]  # Everything that a payload or a Ray cluste
 
 
 def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
-    """The requirements of a Ray cluster for each of its nodes, or, given a `NodeSpec`, for each node of one component."""
+    """The requirements of a Ray cluster for each of its nodes or, if `spec` is a `NodeSpec`, for each node of one component."""
     store = spec.object_store_memory
     return (
         Requirement("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
@@ -43,8 +43,8 @@ def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
 def payload_footprint(spec: PayloadSpec) -> Footprint:
     """The requirements, for each node, of a payload that shares its nodes with other payloads.
 
-    The requirements of the payload's own Ray cluster come first, if the payload has one. The payload's `num_cpus` count only if
-    that Ray cluster requires no CPUs, and its `num_gpus` only if that Ray cluster requires no GPUs.
+    If the payload has a Ray cluster of its own, the requirements of this Ray cluster come first. The payload's `num_cpus` count
+    only if this Ray cluster requires no CPUs, and `num_gpus` only if this Ray cluster requires no GPUs.
     """
     own = node_footprint(spec.ray) if spec.ray is not None else ()
     units = {requirement.unit for requirement in own if requirement.amount is not None}
@@ -53,7 +53,10 @@ def payload_footprint(spec: PayloadSpec) -> Footprint:
 
 
 def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
-    """The requirements of a runtime, or of one of its components, for each node: Slurm's request and the Ray cluster's."""
+    """The requirements of a runtime for each node: what was requested of Slurm, and what the Ray cluster requires.
+
+    With a `component_id`, the result has the requirements for the nodes of this component.
+    """
     asked = next((each for each in spec.components if each.component_id == component_id), spec)
     return (
         Requirement("SlurmQueueConfig.cpus_per_node", asked.asked_cpus, "CPUs"),
@@ -63,7 +66,7 @@ def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> 
 
 
 def named(hostname: str, component: Optional[str]) -> str:
-    """A node's name for messages: the host name "g1", or with a component "g1 (component gpu)"."""
+    """A node's name for messages: the host name, such as "g1", or with a component "g1 (component gpu)"."""
     return hostname if component is None else "%s (component %s)" % (hostname, component)
 
 
@@ -80,7 +83,7 @@ class NodeResources:
 
     @property
     def name(self) -> str:
-        """The node's name for messages, with its component if it has one."""
+        """The node's name for messages: the host name, and the component if the node has one."""
         return named(self.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:
@@ -89,12 +92,12 @@ class NodeResources:
 
 
 def usable_memory(node: NodeResources) -> int:
-    """Bytes of memory that Ray may use on a node: the share `SHARE_FOR_RAY` of the memory granted there."""
+    """Bytes of memory that Ray may use on a node: the share `SHARE_FOR_RAY` of the memory that is granted on the node."""
     return int((node.memory if node.memory_limit is None else node.memory_limit) * SHARE_FOR_RAY)
 
 
 def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
-    """An error message about the first requirement that a node does not meet; None if the node meets all."""
+    """An error message about the first requirement that a node does not meet; None if the node meets all requirements."""
     granted = {"CPUs": node.num_cpus, "GPUs": node.num_gpus, "GiB": round(usable_memory(node) / 2**30, 2)}
     for field, amount, unit in footprint:
         if amount is not None and amount > granted[unit]:
@@ -103,7 +106,10 @@ def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
 
 
 def may_need_gpus(spec: RuntimeSpec) -> bool:
-    """Whether payloads of this runtime may need GPUs; if not, the runtime need not count them, which takes some time."""
+    """Whether payloads of this runtime may need GPUs.
+
+    If no payload needs GPUs, the runtime saves the time to count them.
+    """
     asked = any([spec.asked_gpus, *(component.asked_gpus for component in spec.components)])
     return spec.ray is not None or asked or (spec.idle_timeout is not None and spec.control_key is not None)
 
@@ -111,7 +117,7 @@ def may_need_gpus(spec: RuntimeSpec) -> bool:
 def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> NodeResources:
     """The resources granted to this process on this node, according to `environ` (by default `os.environ`) and the kernel.
 
-    With `with_gpus=False`, the result has 0 GPUs, which saves the time to count them.
+    If `with_gpus` is False, the GPUs are not counted, and the result has 0 GPUs.
     """
     environ = os.environ if environ is None else environ
     memory = hardware_memory()
@@ -131,9 +137,11 @@ def hardware_memory() -> int:
 
 
 def count_cpus(environ: Mapping[str, str]) -> int:
-    """Number of CPUs granted to this process: the size of its CPU affinity where Slurm confines tasks to CPUs.
+    """Number of CPUs granted to this process.
 
-    Where Slurm does not confine tasks (`TaskPlugin=task/none`), the number is that of `SLURM_CPUS_ON_NODE` (srun(1)).
+    Where Slurm confines tasks to CPUs, the result is the size of the CPU affinity, at most `SLURM_CPUS_ON_NODE`. Where Slurm does
+    not confine tasks (`TaskPlugin=task/none`), the result is `SLURM_CPUS_ON_NODE` (srun(1)). Outside of Slurm, the result is the
+    size of the CPU affinity.
     """
     machine = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else machine
@@ -144,7 +152,7 @@ def count_cpus(environ: Mapping[str, str]) -> int:
 
 
 def slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
-    """Bytes of memory that Slurm grants the job step on this node; None if there is no limit.
+    """Bytes of memory that Slurm grants the job step on this node; None if Slurm sets no limit.
 
     Slurm's variables are in megabytes, and 0 means all memory (srun(1)).
     """
@@ -158,9 +166,9 @@ def _number(environ: Mapping[str, str], name: str) -> Optional[int]:
 
 
 def cgroup_limits() -> List[Tuple[str, int]]:
-    """Directory and memory limit in bytes of this process's cgroup and of each of its ancestors that has a limit.
+    """The directory and the memory limit in bytes of each cgroup that has a limit, among this process's cgroup and its ancestors.
 
-    See cgroups(7); versions 1 and 2 are read.
+    Versions 1 and 2 of cgroups(7) are read.
     """
     entries: List[List[str]] = []
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
@@ -194,8 +202,9 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     """Number of GPUs granted to this process.
 
     Slurm sets `CUDA_VISIBLE_DEVICES`, `ROCR_VISIBLE_DEVICES` or `ZE_AFFINITY_MASK`, by vendor (gres.conf(5)), and always
-    `SLURM_GPUS_ON_NODE` and `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). Without any of these, the GPUs that the driver lists
-    may belong to other jobs. They count only if the job has the whole node, as at sites whose Slurm does not manage GPUs.
+    `SLURM_GPUS_ON_NODE` and `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). Without any of these variables, the GPUs that the driver
+    lists may belong to other jobs. Listed GPUs count only if the job has the whole node, as at sites whose Slurm does not manage
+    GPUs.
     """
     visible, number = _visible(environ), _number(environ, "SLURM_GPUS_ON_NODE")
     if visible is None and number is not None:
@@ -219,15 +228,15 @@ def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
 def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
     """The environment variable that tells which GPUs this process sees, and the names of the first `count` of these GPUs.
 
-    Without such a variable, the result is CUDA_VISIBLE_DEVICES and the indices from 0. Several tiles of one Intel device count as
-    one GPU.
+    If no such variable is set, the result is CUDA_VISIBLE_DEVICES and the indices from 0. Several tiles of one Intel device count
+    as one GPU.
     """
     variable, names = _visible(environ) or (GPU_VARIABLES[0], [str(index) for index in range(count)])
     return variable, names[:count]
 
 
 def _visible(environ: Mapping[str, str]) -> Optional[Tuple[str, List[str]]]:
-    """The environment variable that tells which GPUs this process sees, and their names; None if no such variable is set."""
+    """The environment variable that tells which GPUs this process sees, and the names of these GPUs; None without a variable."""
     variable = next((name for name in GPU_VARIABLES[:-1] if name in environ), None)
     if variable is None:
         return None
@@ -251,7 +260,7 @@ def _devices(visible: str) -> List[str]:
 
 
 def list_gpus() -> List[str]:
-    """The names of the GPUs that `nvidia-smi` lists; empty if it does not answer."""
+    """The names of the GPUs that `nvidia-smi` lists; empty if `nvidia-smi` is missing, fails or exceeds `_LIST_TIMEOUT`."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -282,17 +291,20 @@ class Share(NamedTuple):
 
 
 def simulated_shares(spec: RuntimeSpec, here: NodeResources) -> List[Share]:
-    """The share of this machine for each component of a runtime; a single share if the runtime has no components."""
+    """The share of this machine for each component of a runtime; a single share if the runtime has no components.
+
+    `here` has the resources of this machine.
+    """
     visible = visible_gpus(os.environ, here.num_gpus)
     return component_shares(spec, here, visible) if spec.components else [single_node_share(spec, here, visible)]
 
 
 def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Share]:
-    """The share of this machine that each component gets, in the order of the start record. Pure.
+    """The share of this machine that each component gets, in the order of the components in the start record. A pure function.
 
-    Each component may use all CPUs unless it requests fewer, because simulated components are rarely busy at the same time. GPUs
-    are assigned in the order of the components. If too few are left for a component, Ray counts simulated ones. `visible` is
-    what `visible_gpus` returns.
+    Each component may use all CPUs unless the component requests fewer, because simulated components are rarely busy at the same
+    time. GPUs are assigned in the order of the components. If too few GPUs are left for a component, Ray counts simulated GPUs.
+    `here` has the resources of this machine, and `visible` is the result of `visible_gpus`.
     """
     variable, left = visible[0], list(visible[1])
     nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}
@@ -314,9 +326,10 @@ def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str,
 
 
 def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> Share:
-    """The share for the only node of a runtime without components. Pure.
+    """The share of this machine for the only node of a runtime without components. A pure function.
 
-    If the Ray cluster requests more CPUs or GPUs than this machine has, the missing ones are simulated.
+    If the Ray cluster requests more CPUs or GPUs than this machine has, the missing CPUs or GPUs are simulated. `here` has the
+    resources of this machine, and `visible` is the result of `visible_gpus`.
     """
     if spec.ray is None:
         return Share(here, {}, "")
@@ -326,9 +339,9 @@ def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str
 
 
 def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
-    """The environment variables by which a process sees only the GPUs with the ids `own`.
+    """The environment variables by which a process sees only the GPUs with the ids `own`, and simulated GPUs.
 
-    If these are fewer than `gpus`, ids that belong to no device stand for the others, which are simulated.
+    `variable` is the variable that names the GPUs. If `own` has fewer ids than `gpus`, ids without a device stand for the rest.
     """
     missing = [str(_FIRST_MISSING_DEVICE + index) for index in range(gpus - len(own))]
     # Ray refuses a number of GPUs that contradicts any of these variables. HIP's would number the devices visible before.
@@ -337,7 +350,7 @@ def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
 
 
 def _remark(cpus: int, gpus: int, has_cpus: int, has_gpus: int) -> str:
-    """A sentence for the Dagster log about CPUs and GPUs that Ray counts but this machine lacks; "" if it lacks none."""
+    """A sentence for the Dagster log about CPUs and GPUs that Ray counts but this machine lacks; "" if there are none."""
     units = [("CPU", cpus, has_cpus), ("GPU", gpus, has_gpus)]
     short = [(_count(counted, unit), _count(has, unit)) for unit, counted, has in units if counted > has]
     if not short:

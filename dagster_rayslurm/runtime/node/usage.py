@@ -1,8 +1,9 @@
 """CPU time, memory and GPU use of payloads on this node, sampled from /proc and from `nvidia-smi` or `rocm-smi`.
 
-CPU time is the sum over all processes seen. Memory is the private memory of all processes plus the largest shared mapping
-once, because all of Ray's processes map the same object store. If payloads share a Ray cluster, a payload's own usage is
-that of its driver and of the workers of its Ray jobs, without shared mappings. The rest of the Ray cluster counts as shared.
+CPU time is the sum over all processes seen. Memory is the private memory of all processes plus the largest shared mapping once,
+because all of Ray's processes map the same object store. If payloads share a Ray cluster, a payload's own usage is the usage of
+its driver and of the workers of its Ray jobs, without shared mappings. The usage of the other processes of the Ray cluster counts
+as shared.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Gpu(NamedTuple):
 
 
 class GpuMonitor:
-    """Measures how busy the granted GPUs of this node are; one query of `nvidia-smi` or `rocm-smi` serves all payloads."""
+    """Measures how busy the granted GPUs of this node are; each query of `nvidia-smi` or `rocm-smi` serves all payloads."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -58,7 +59,10 @@ class GpuMonitor:
         self.figures: Tuple[float, List[Gpu]] = (0.0, [])
 
     def query_if_due(self) -> None:
-        """Start the next query unless one is under way or the last was a short time ago; to be called periodically."""
+        """Start a query of the GPUs, unless a query is under way or the last query ended a short time ago.
+
+        To be called periodically.
+        """
         if self._loop.now() >= self._due:
             self._due = float("inf")
             amd = not {"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}.isdisjoint(os.environ)
@@ -78,9 +82,9 @@ class GpuMonitor:
 
 
 def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gpu]:
-    """The members of `gpus` whose index or UUID is in `granted`, which may abbreviate UUIDs; all of them if `granted` is None.
+    """The members of `gpus` whose index or UUID is in `granted`; all members if `granted` is None.
 
-    A granted slice of a GPU (MIG) selects no GPU, because a slice has no figures of its own.
+    `granted` may contain abbreviated UUIDs. A granted slice of a GPU (MIG) selects no GPU, because no figures exist for a slice.
     """
     if granted is None:
         return gpus
@@ -89,7 +93,7 @@ def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gp
 
 
 def parse_nvidia(text: str) -> List[Gpu]:
-    """The GPUs in the output of `nvidia-smi`, without those whose figures are "[N/A]", such as a GPU that is cut in slices."""
+    """The GPUs in the output of `nvidia-smi`, without GPUs whose figures are "[N/A]", such as a GPU that is cut in slices."""
     gpus = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -116,7 +120,7 @@ def parse_amd(text: str) -> List[Gpu]:
 
 
 class Shared(Enum):
-    """How the memory that several processes share is counted."""
+    """The ways to count memory that several processes share."""
 
     EACH = "in each process"
     ONCE = "the largest share of a process, once: all of Ray's processes map the same object store"
@@ -124,9 +128,9 @@ class Shared(Enum):
 
 
 def memory_of(pids: Iterable[int], shared: Shared = Shared.ONCE) -> int:
-    """Bytes of resident memory that some processes use together.
+    """Bytes of resident memory that the processes `pids` use together; memory shared among processes counts as `shared` says.
 
-    With `Shared.NEVER`, these are the bytes that become free when the processes end.
+    With `Shared.NEVER`, the result is the number of bytes that become free when the processes end.
     """
     sizes = [processes.resident_and_shared(pid) for pid in pids]
     mapped = [size for _, size in sizes]
@@ -152,16 +156,17 @@ def logs_of(ray_temp_dir: str) -> str:
 
 
 def started_ahead(log_dir: str) -> Tuple[int, Set[int]]:
-    """The number of workers that Ray started on this node without a job, and the process ids of those that still have none.
+    """The number of workers that Ray started on this node without a job, and the process ids of the workers still without a job.
 
-    The number includes workers that have ended. A worker that runs has a command line that begins with `ray::`.
+    The number includes workers that have ended; the process ids do not. A running worker has a command line that begins with
+    `ray::`.
     """
     ahead = [(pid, path) for pid, job, path in _logs(log_dir, _WORKER_LOG) if job == _NO_JOB]
     return len(ahead), {pid for pid, path in ahead if command_line(pid).startswith(b"ray::") and not _logged_job(path)}
 
 
 class Attribution(NamedTuple):
-    """The processes of a node in three sets: those of one payload, those that no payload owns, and those of other payloads."""
+    """The processes of a node in three sets: processes of one payload, of no payload, and of other payloads."""
 
     own: List[Process]  # The payload's driver and the workers of its jobs, with all processes below them.
     shared: List[Process]  # Ray's daemons, and workers that wait for a job.
@@ -177,10 +182,10 @@ class RayJobs:
     job_ids: Set[str] = field(default_factory=set)  # The payload's Ray jobs that are known so far.
 
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
-        """Returns the `candidates` in three sets: this payload's, those that no payload owns, and those of other payloads.
+        """Returns the `candidates` in three sets: processes of this payload, of no payload, and of other payloads.
 
-        `candidates` are the processes that no other payload has claimed yet; `table` has all processes of this machine by id.
-        The Ray job of each new driver among the candidates is added to `job_ids`.
+        `candidates` are the processes that no other payload has claimed yet. `table` has all processes of this machine by id. The
+        Ray job of each new driver among the candidates is added to `job_ids`.
         """
         root = self.ray_pid()
         ray = set() if root is None else {root, *(process.pid for process in descendants(root, dict(table)))}
@@ -203,7 +208,10 @@ class RayJobs:
         return result
 
     def _jobs_of_workers(self, ray: Collection[int]) -> Dict[int, str]:
-        """The Ray job id of each Ray worker that has a job, by the worker's process id; `ray` has all process ids of Ray."""
+        """The Ray job id of each Ray worker that has a job, by the worker's process id.
+
+        `ray` has the ids of all processes of Ray.
+        """
         jobs: Dict[int, str] = {}
         for pid, named, path in _logs(self.log_dir, _WORKER_LOG):
             job = (named if named != _NO_JOB else _logged_job(path)) if pid in ray else None
@@ -213,7 +221,10 @@ class RayJobs:
 
 
 def _logs(log_dir: str, pattern: "re.Pattern[str]") -> Iterator[Tuple[int, str, str]]:
-    """Yields process id, job id and path of each log whose name matches `pattern`; nothing before Ray has made the directory."""
+    """Yields process id, job id and path of each log in `log_dir` whose name matches `pattern`.
+
+    Yields nothing before Ray has made the directory.
+    """
     with contextlib.suppress(OSError):
         for name in os.listdir(log_dir):
             match = pattern.fullmatch(name)
@@ -222,7 +233,10 @@ def _logs(log_dir: str, pattern: "re.Pattern[str]") -> Iterator[Tuple[int, str, 
 
 
 def _logged_job(path: str) -> Optional[str]:
-    """The job id that a worker has written into its log; None if the worker still waits for a job."""
+    """The job id in the first line of the worker's log `path`.
+
+    The result is None if the worker still waits for a job, or the log is unreadable.
+    """
     with contextlib.suppress(OSError), open(path, "rb") as file:
         match = _JOB_LINE.match(file.read(32))
         return match.group(1).decode() if match is not None else None
@@ -239,7 +253,7 @@ def _age(job: str) -> int:
 
 @dataclass
 class Usage:
-    """The resources that one payload used until its last sample: seconds, bytes and, for GPU utilization, percent."""
+    """The resources that one payload used until the payload's last sample: seconds, bytes and, for GPU utilization, percent."""
 
     elapsed: float = 0.0
     cpu_seconds: float = 0.0
@@ -255,9 +269,10 @@ class Usage:
 
 
 class UsageMeter:
-    """Computes the `Usage` of one payload from samples of its processes. Pure arithmetic: the caller reads /proc.
+    """Computes the `Usage` of one payload from samples of its processes. The caller takes the samples.
 
-    `baseline` are the processes that run before the payload starts; the CPU time that they have used by now does not count.
+    `baseline` are the processes that run before the payload starts; CPU time that these processes have used so far does not
+    count. `started` is the payload's start, a time of `time.monotonic`.
     """
 
     def __init__(self, baseline: Iterable[Process], started: float) -> None:
@@ -270,10 +285,10 @@ class UsageMeter:
         self.usage = Usage()
 
     def add(self, at: float, sample: Attribution, memory: int, shared_memory: Optional[int] = None) -> None:
-        """Add a sample that was taken at the time `at` (of `time.monotonic`).
+        """Add the `sample` that was taken at the time `at` (of `time.monotonic`).
 
-        `memory` are the bytes that the payload's own processes use. `shared_memory` are the bytes that processes of no payload
-        use; `shared_memory` is None if the Ray cluster is this payload's own.
+        `memory` is the number of bytes that the payload's own processes use. `shared_memory` is the number of bytes that
+        processes of no payload use; `shared_memory` is None if the Ray cluster belongs to this payload alone.
         """
         for process in [*sample.shared, *sample.own]:
             used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
@@ -289,7 +304,7 @@ class UsageMeter:
         self._add_point(at, memory)
 
     def add_ended(self, at: float, pid: int, cpu_seconds: float) -> None:
-        """Add the CPU time that the kernel reports for a process that has ended, with the children that it waited for."""
+        """Add the CPU time that the kernel reports for the ended process `pid` and the children that this process waited for."""
         self._cpu[pid] = max(cpu_seconds, self._cpu.get(pid, 0.0))
         self._add_point(at, 0)
 
@@ -324,7 +339,7 @@ class UsageMeter:
 
 @dataclass(eq=False)
 class UsageSampler:
-    """Measures what a payload uses while it runs: takes samples of its processes and adds them to a `UsageMeter`."""
+    """Takes samples of a payload's processes while the payload runs, and adds the samples to a `UsageMeter`."""
 
     loop: Loop
     gpus: GpuMonitor
@@ -347,8 +362,8 @@ class UsageSampler:
     def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
         """Take the last sample and return the usage, as a dictionary with the fields of `Usage`.
 
-        `pid` is the id of the payload's process, which has ended, and `rusage` is its `resource.struct_rusage`. Both are None if
-        the payload ran on another node.
+        `pid` is the id of the payload's process, which has ended, and `rusage` is the process's `resource.struct_rusage`. Both
+        are None if the payload ran on another node.
         """
         self.cancel()
         self._sample()
@@ -390,7 +405,7 @@ class UsageSampler:
             self.meter.add_gpus(gpus)
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
-        """The processes below the processes `roots`, without those of `excluded` and all processes below these."""
+        """The processes below the processes `roots`, without `excluded` and all processes below `excluded`."""
         others = list(self.excluded())
         excluded = {*others, *(process.pid for root in others for process in descendants(root, table))}
         roots = [os.getpid()] if self.roots is None else self.roots()
@@ -404,9 +419,10 @@ _PEAKS = ("peak_memory", "gpu_utilization_max", "gpu_memory_max", "shared_peak_m
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
     """Merge the usage of one payload on several nodes into one dictionary; `usages` has the usage by name of node, head first.
 
-    The elapsed time and the times of the points are those of the head. CPU time and spilled bytes are sums over the nodes. Peak
-    memory is that of the node that used most, because `--mem` applies to each node. Mean GPU utilization is the mean of the nodes
-    that have GPUs. The key `nodes` of the result has the CPU time and peak memory of each node.
+    Each usage is a dictionary with the fields of `Usage`. Elapsed time and the times of the points come from the head. CPU time
+    and spilled bytes are sums over the nodes. Peak memory, peak GPU utilization and peak GPU memory are the largest values of one
+    node. Mean GPU utilization is the mean of the nodes that have GPUs. The key `nodes` of the result has the CPU time and peak
+    memory of each node.
     """
     head, *others = usages.values()
 
@@ -427,9 +443,10 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
 
 
 def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[float]:
-    """A point of the head's usage chart, combined with the latest point of each other node that is not newer.
+    """A point of the head's usage chart, combined with each other node's latest point that is not newer than the head's point.
 
-    The merged point has the sum of the busy CPUs, and the memory of the node that uses most.
+    The merged point has the sum of the busy CPUs, and the memory of the node that uses most. `others` has the points of each
+    other node, in the order of time.
     """
     at = point[0]
     latest = [point, *(other for points in others for other in [each for each in points if each[0] <= at][-1:])]
@@ -437,7 +454,7 @@ def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[fl
 
 
 def _spilled_bytes(ray_temp_dir: str) -> int:
-    """Bytes of objects that Ray has moved from memory to disk; 0 if they cannot be read."""
+    """Bytes of objects that Ray has moved from memory to disk; 0 if the files of the objects cannot be read."""
     with contextlib.suppress(OSError):  # Ray has removed an object meanwhile.
         return sum(map(os.path.getsize, glob.iglob(os.path.join(glob.escape(ray_temp_dir), _SPILLED))))
     return 0

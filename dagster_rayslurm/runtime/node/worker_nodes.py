@@ -1,4 +1,4 @@
-"""The worker nodes of an allocation, to which the head's runtime sends commands, and whose events it receives."""
+"""The worker nodes of an allocation: the head's runtime sends commands to the worker nodes, and receives events from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ UsageByHost = Dict[str, Dict[str, Any]]  # The measured usage of each node, by h
 
 
 class Identity(NamedTuple):
-    """Host name and component, which identify a node in Ray's node table; the component is None if there are none."""
+    """Host name and component of a node, which together identify the node in Ray's node table.
+
+    The component is None if the allocation has no components.
+    """
 
     hostname: str
     component: Optional[str]
@@ -45,7 +48,7 @@ class WorkerNode:
 
     @property
     def pids(self) -> List[int]:
-        """Process ids of the node's Ray on this machine; empty unless the node is simulated here."""
+        """Process ids of the node's Ray on this machine; empty unless the node is simulated on this machine."""
         return []
 
     @property
@@ -65,25 +68,32 @@ class WorkerNode:
 
     @property
     def title(self) -> str:
-        """The node's name for messages, with its component if it has one."""
+        """The node's name for messages: the name in Slurm, and the component if the node has one."""
         return named(self.name, self.component)
 
     @property
     def identity(self) -> Identity:
-        """The node's host name, which may differ from its name in Slurm, and its component: its key in Ray's node table."""
+        """The node's key in Ray's node table: the host name, which may differ from the name in Slurm, and the component.
+
+        Before the node has joined, the name in Slurm stands for the host name.
+        """
         return Identity(self.name if self.machine is None else self.machine.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:
-        """The node's name, its resources as far as they are known, and whether it is connected, for JSON."""
+        """The node's name, component, CPUs and GPUs, and whether the node is connected, as a dictionary for JSON.
+
+        The CPUs and GPUs are None until the node has joined.
+        """
         cpus, gpus = (None, None) if self.machine is None else (self.machine.num_cpus, self.machine.num_gpus)
         return {"name": self.name, "cpus": cpus, "gpus": gpus, "here": self.here, "component": self.component}
 
 
 @dataclass(eq=False)
 class WorkerNodes(Listener):
-    """All worker nodes of an allocation: sends them commands, and passes their events to `on_event`.
+    """All worker nodes of an allocation: sends commands to the nodes, and passes events of the nodes to `on_event`.
 
-    A node that reconnects gets all commands again that still hold; its agent ignores those that it has carried out.
+    A node that reconnects gets all commands again that still hold; the node's agent ignores commands that the agent has carried
+    out.
     """
 
     loop: Loop
@@ -100,18 +110,21 @@ class WorkerNodes(Listener):
 
     @property
     def pids(self) -> List[int]:
-        """Process ids of the nodes' Ray on this machine; empty unless the nodes are simulated here."""
+        """Process ids of the nodes' Ray on this machine; empty unless the nodes are simulated on this machine."""
         return [pid for node in self.members.values() for pid in node.pids]
 
     def listen(self, key: str, ports: List[int]) -> None:
-        """Listen for the nodes on the first of the `ports` that is free; `key` is the secret that they share, in hex."""
+        """Listen for connections of the nodes on the first free port of `ports`; raises OSError if no port is free.
+
+        `key` is the secret, in hex, that the runtimes of the allocation share.
+        """
         self._server = RpcServer(self.loop, key, ports, self, heartbeat=True)
 
     def send_command(self, places: Iterable[int], **command: Any) -> None:
-        """Send a command to the worker nodes with these node ids; a node that is not connected gets it when it connects.
+        """Send a command to the worker nodes with the ids `places`.
 
-        The command replaces an earlier one on the same subject. A command that ends something is kept until the node has
-        confirmed it.
+        A node that is not connected gets the command when it connects. The command replaces an earlier command on the same
+        subject. A command that ends something is kept until the node has confirmed the command.
         """
         op = NodeCommand(command["op"])
         subject = _subject(op, command.get("cluster") or command.get("id") or "")
@@ -123,34 +136,39 @@ class WorkerNodes(Listener):
                 node.send(**command)
 
     def log_tail(self, place: int) -> str:
-        """The last lines of the log of the node with this node id; "" if the log cannot be read."""
+        """The last lines of the log of the node with the id `place`; "" if the log cannot be read."""
         return tail_file(self.log_path(place), lines=15)
 
     def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
-        """Tell all worker nodes to measure the usage of one payload, which is identified by its `nonce`.
+        """Tell all worker nodes to measure the usage of the payload that `nonce` identifies.
 
-        `jobs` are the ids of the payload's known Ray jobs, if payloads share the Ray cluster; None for a Ray cluster of its own.
+        `jobs` are the ids of the payload's known Ray jobs, if payloads share the Ray cluster; None for a Ray cluster of the
+        payload's own.
         """
         self.send_command(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
 
     def collect(self, nonce: str, done: Callable[[UsageByHost], None]) -> None:
-        """Tell the worker nodes to stop measuring a payload; later `done` is called with the usage from nodes that answered."""
+        """Tell the worker nodes to stop measuring the payload that `nonce` identifies, and collect the measured usage.
+
+        `done` is called once, with the usage from the nodes that answered within `_USAGE_TIMEOUT` seconds.
+        """
         expected = {node.node_id for node in self.members.values() if node.here}
         self._collections[nonce] = expected, {}, done
         self.send_command(self.members, op=NodeCommand.REPORT, id=nonce)
         self.loop.call_later(_USAGE_TIMEOUT if expected else 0.0, lambda: self._finish(nonce))
 
     def dismiss(self) -> None:
-        """Tell all connected worker nodes to end their runtimes; each node that connects later is told so as well."""
+        """Tell all worker nodes to end their runtimes: connected nodes now, and other nodes when they connect."""
         self._stopped = True
         for node in self.members.values():
             node.send(op=NodeCommand.STOP)
 
     def wait_gone(self, patience: float) -> None:
-        """Block until all worker nodes have disconnected, which they do after their cleanup, or until a time limit is over.
+        """Block until all worker nodes have disconnected, or until a time limit is over.
 
-        Nodes that never connected get `patience` seconds to connect, because only this runtime can tell them to end. Without the
-        wait, the end of this runtime could end the nodes' runtimes before they have cleaned up.
+        Nodes that never connected first get `patience` seconds to connect, because only this runtime can tell these nodes to end.
+        Nodes disconnect after their cleanup. Without the wait, the end of this runtime could end the nodes' runtimes before the
+        cleanup.
         """
         if patience > 0 and not self._all_joined():
             self.loop.resume(patience)
@@ -162,7 +180,7 @@ class WorkerNodes(Listener):
                 node.channel.wait_closed(deadline)
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Handle a message of a connection: the first message tells which node has connected, the others are its events."""
+        """Handle a message of a connection: the first message tells which node has connected, later messages are its events."""
         node = self._node_of_channel.get(channel)
         if node is None:
             self._introduce(channel, message)
@@ -170,7 +188,7 @@ class WorkerNodes(Listener):
             self.handle(node, message)
 
     def handle(self, node: WorkerNode, message: Message) -> None:
-        """Handle an event of a node's agent: process it if it answers a command, else pass it to `on_event`."""
+        """Handle an event of a node's agent: process the event if it answers a command, else pass the event to `on_event`."""
         event = message.get("event")
         if event == NodeEvent.USAGE:
             self._add_usage(node, message["id"], message["usage"])
@@ -195,7 +213,7 @@ class WorkerNodes(Listener):
         return all(node.joined for node in self.members.values())
 
     def _introduce(self, channel: Channel, message: Message) -> None:
-        """Assign a new connection to the node that its first message names, and send this node its pending commands.
+        """Assign a new connection to the node that the first message names, and send this node its pending commands.
 
         A connection whose first message is invalid is closed. After `dismiss`, the node gets only the command to end.
         """
@@ -237,5 +255,8 @@ class WorkerNodes(Listener):
 
 
 def _subject(op: NodeCommand, name: str) -> str:
-    """The key for storing a command to a node; a later command that undoes the first has the same key and so replaces it."""
+    """The key under which a command to a node is stored; a command and the command that undoes it have the same key.
+
+    `name` is the Ray cluster or the payload that the command concerns.
+    """
     return "%s %s" % (_UNDOES.get(op, op), name)

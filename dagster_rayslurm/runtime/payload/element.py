@@ -1,4 +1,4 @@
-"""The start records of one element of a job array, which runs one partition of a step.
+"""The start records of one element of a job array; each element runs one partition of a step.
 
 The directory of the array has the start records that all elements share, and the Pipes context with the keys of all partitions,
 in the order of the elements. Each element makes its own start records from these files, so one upload serves all elements.
@@ -22,7 +22,10 @@ KEY = "RAYSLURM_PARTITION_KEY"  # Variable with the key of the payload's partiti
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """One element: the directory of its array, its number, and the key and time window of its partition."""
+    """One element of a job array: the array's directory, the element's number, and the key and time window of its partition.
+
+    `window` is None for a partition without a time window.
+    """
 
     array_dir: str
     number: int
@@ -36,16 +39,19 @@ class Element:
         return os.path.join(self.array_dir, str(self.number))
 
     def spec(self, spec: RuntimeSpec) -> RuntimeSpec:
-        """Returns this element's copy of the array's start record `spec`, with its own cluster id, control and partition key."""
+        """Returns a copy of the array's start record `spec` for this element.
+
+        The copy has the element's own cluster id and control key, and the partition key as a variable for Ray workers.
+        """
         key = spec.control_key and derive_key(spec.control_key, "element %d" % self.number)
         worker_env = {**spec.worker_env, KEY: self.key}
         cluster_id = "%s-%d" % (spec.cluster_id, self.number)
         return dataclasses.replace(spec, cluster_id=cluster_id, control_key=key, worker_env=worker_env)
 
     def lay_out(self) -> None:
-        """Write the payload's specification, Pipes context and secrets into the element's run directory.
+        """Write the payload's start record, Pipes context and secrets into the element's run directory.
 
-        Called only on the element's first node.
+        To be called only on the element's first node. Raises OSError if a file cannot be read or written.
         """
         payload = from_json(PayloadSpec, read_text(os.path.join(self.array_dir, PAYLOAD)))
         env = {**payload.env, KEY: self.key}
@@ -56,7 +62,7 @@ class Element:
             self._write(SECRETS, read_text(os.path.join(self.array_dir, SECRETS)))
 
     def mark_ended(self) -> None:
-        """Create the file that tells the Dagster process that the element's record is complete. An error is ignored."""
+        """Create the file that tells the Dagster process that the element's run record is complete; an error is ignored."""
         with contextlib.suppress(OSError):  # The batch script also creates the file.
             os.close(os.open(self.run_dir + ENDED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
@@ -65,7 +71,7 @@ class Element:
 
 
 def find(array_dir: str, number: int) -> Element:
-    """Returns the element of the array in `array_dir` whose number, SLURM_ARRAY_TASK_ID, is `number`.
+    """Returns the element with the number `number` (SLURM_ARRAY_TASK_ID) of the array in `array_dir`.
 
     Raises OSError if the array's Pipes context cannot be read, and ValueError if the array has no such element.
     """

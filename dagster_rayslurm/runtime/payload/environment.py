@@ -32,7 +32,10 @@ def pipes_param(params: Dict[str, Any]) -> str:
 
 
 def shared_variables(spec: PayloadSpec) -> Environment:
-    """Returns the environment variables that all payloads of a session share; Ray's daemons pass them to every Ray worker."""
+    """Returns the environment variables that all payloads of a session share.
+
+    Ray's daemons pass the variables to every Ray worker.
+    """
     return {} if spec.data_dir is None else {"RAYSLURM_DATA_DIR": spec.data_dir}
 
 
@@ -45,16 +48,16 @@ def payload_environment(
     ray_env: Environment,
     worker_env: Mapping[str, str] = MappingProxyType({}),
 ) -> Environment:
-    """Returns the environment of a payload: inherited variables, those for Ray and Dagster Pipes, and those that the user set.
+    """Returns the environment of a payload: inherited variables, variables for Ray and Dagster Pipes, and the user's variables.
 
     Args:
         spec: The payload's start record.
         inherited: The variables on which the environment is based.
-        python: The path of the environment's Python, whose directory comes first in PATH.
+        python: The path of the Python executable, whose directory comes first in PATH.
         run_dir: The payload's run directory.
         messages_path: The file to which the payload appends its Pipes messages.
-        ray_env: The variables by which the payload reaches its Ray cluster; empty without one.
-        worker_env: The variables that the cluster's Ray workers have anyway.
+        ray_env: The variables by which the payload reaches its Ray cluster; empty without a Ray cluster.
+        worker_env: The variables that the Ray workers of the cluster have already.
     """
     env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
     env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
@@ -75,7 +78,7 @@ def payload_environment(
 
 
 def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
-    """Returns those variables of the network fabric's preset that are neither in the payload's configuration nor in `taken`.
+    """Returns the variables of the network fabric's preset that are neither in the payload's configuration nor in `taken`.
 
     `taken` has the payload's other variables.
     """
@@ -83,9 +86,9 @@ def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
 
 
 def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
-    """Returns text for the Dagster log: which variables the network fabric's preset sets, and which it does not change.
+    """Returns text for the Dagster log: which variables the network fabric's preset sets, and which variables stay unchanged.
 
-    Without a preset, the text is empty. `taken` are the payload's other variables.
+    Without a preset, the text is empty. `taken` has the payload's other variables.
     """
     chosen = chosen_defaults(spec, taken)
     kept = sorted(name for name in spec.default_env if name not in chosen)
@@ -96,10 +99,10 @@ def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
 def job_config(nonce: str, env: Mapping[str, str]) -> str:
     """Returns the configuration of a payload's Ray job, as JSON for the environment variable `JOB_CONFIG`.
 
-    The metadata contains `nonce`, the payload's random id, by which its Ray jobs are found. `env` should have only the
-    variables that Ray's workers lack. Workers inherit the environment of the raylet that starts them, not that of the driver. A
-    job's `runtime_env` changes the workers' environment, but for that Ray starts new workers. Without a `runtime_env` Ray uses
-    idle workers, which takes half the time (Ray 2.60).
+    The metadata contains `nonce`, the payload's random id, by which the payload's Ray jobs are found. `env` should have only the
+    variables that Ray's workers lack. Workers inherit the environment of the raylet that starts them, not the environment of the
+    driver. A job's `runtime_env` changes the workers' environment, but then Ray starts new workers. Without a `runtime_env` Ray
+    uses idle workers, which takes half the time (Ray 2.60).
     """
     job: Dict[str, Any] = {"metadata": {JOB_MARK: nonce}}
     if env:
@@ -110,8 +113,9 @@ def job_config(nonce: str, env: Mapping[str, str]) -> str:
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
     """Create a payload's data directory, and its working directory with links to the payload's input files.
 
-    The input files are the entries of the directory `spec.working_dir`, and `spec.extra_files`. Because of the links nothing is
-    copied, and new files of the payload do not land among the source files in `spec.working_dir`.
+    The input files are the entries of the directory `spec.working_dir`, and `spec.extra_files`. An extra file replaces an entry
+    of the same name. Because of the links nothing is copied, and new files of the payload do not land among the source files in
+    `spec.working_dir`.
     """
     os.makedirs(work_dir, exist_ok=True)
     if spec.data_dir is not None:
@@ -127,9 +131,11 @@ def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
 
 
 def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: float) -> Optional[str]:
-    """Returns a warning about a Ray cluster that a payload has started itself; None if there is none or no warning is needed.
+    """Returns a warning about a Ray cluster that a payload has started itself.
 
-    The cluster's raylet is found by the payload's run directory, in a process table that is at most `max_age` seconds old.
+    The result is None if there is no such cluster, or if no warning is needed. The cluster's raylet is found by the payload's run
+    directory, in a process table that is at most `max_age` seconds old. `has_cluster` tells whether the launcher gave the payload
+    another Ray cluster.
     """
     for process in processes.descendants(os.getpid(), processes.recent_table(max_age)[1]):
         if process.name == "raylet" and processes.has_environment(process.pid, "RAYSLURM_RUN_DIR=" + run_dir):
@@ -140,7 +146,7 @@ def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: 
 
 
 def raylet_resources(command: bytes) -> Dict[str, float]:
-    """Returns the amounts of resources, by name, in a raylet's command line; empty if it has none.
+    """Returns the amounts of resources, by name, in a raylet's command line; empty if the command line names no resources.
 
     In `command`, NUL bytes separate the arguments.
     """
@@ -153,9 +159,10 @@ def raylet_resources(command: bytes) -> Dict[str, float]:
 
 
 def own_ray_warning(resources: Dict[str, float], node: NodeResources, has_cluster: bool) -> Optional[str]:
-    """Returns a warning about a Ray cluster that a payload has started itself, with these `resources`; None if not needed.
+    """Returns a warning about a Ray cluster that a payload has started itself; None if no warning is needed.
 
-    With `has_cluster`, the launcher gave the payload another Ray cluster, which idles now.
+    `resources` has the amounts of resources of this Ray cluster. `node` has the resources granted on the node. `has_cluster`
+    tells whether the launcher gave the payload another Ray cluster, which idles now.
     """
     excess = []
     if resources.get("CPU", 0.0) > node.num_cpus:

@@ -1,11 +1,13 @@
 """The program of a payload with partitions: it runs the payload's command once for each partition, several at a time.
 
-It is started as `python partition_runner.py LIMIT COMMAND…`. A copy of this file and a copy of `preload_child` lie in the same
-directory, so this program imports nothing else of the package. The keys of the partitions are in the run directory's Pipes
-context. Each partition has a forked process of its own, with its own Pipes context and messages. When that process has ended, its
-output is written to this program's stdout and stderr as one section, and one Pipes message tells how the process ended.
+The runtime starts the program as `python partition_runner.py LIMIT COMMAND…`. A copy of this file and a copy of `preload_child`
+lie in the same directory, so this program imports nothing else of the package. The keys of the partitions are in the run
+directory's Pipes context. Each partition has a forked process with a Pipes context and messages of its own. When the process of a
+partition has ended, the partition's output is written to this program's stdout and stderr as one section, and one Pipes message
+tells how the process ended.
 
-This program exits with 0 although partitions have failed. At SIGTERM it starts no more of them, and waits for those that run.
+This program exits with 0 although partitions have failed. At SIGTERM the program starts no more partitions, and waits for running
+partitions.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Runner:
         self._stopping = False
 
     def run(self) -> Optional[Dict[str, str]]:
-        """Run all partitions; returns None when they have ended. In a forked process, return that process's environment."""
+        """Run all partitions; returns None when all have ended. In a forked process, returns the environment for the command."""
         signal.signal(signal.SIGTERM, self._stop)
         self._send("opened", {"extras": {}})
         pending = list(self._windows)[::-1]
@@ -70,7 +72,7 @@ class Runner:
 
     @property
     def stopped(self) -> bool:
-        """Whether this program has received SIGTERM before the last partition had ended."""
+        """Whether this program received SIGTERM before the last partition had ended."""
         return self._stopping
 
     def _stop(self, *_: Any) -> None:
@@ -79,7 +81,10 @@ class Runner:
             _signal_group(pid, signal.SIGTERM)
 
     def _start(self, key: str) -> Optional[Dict[str, str]]:
-        """Fork a process for a partition; returns None here, and the environment for its command in the forked process."""
+        """Fork a process for the partition `key`.
+
+        Returns None in this process, and the command's environment in the forked process.
+        """
         self._started += 1
         files = os.path.join(self._directory, "%d-" % self._started)
         with open(files + "context", "w", encoding="utf-8") as file:
@@ -106,7 +111,7 @@ class Runner:
         return env
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
-        """Show the output of a partition whose process has ended, and tell Dagster's side how it ended."""
+        """Show the output of a partition whose process has ended, and send Dagster's side a message about this end."""
         key, files, started = self._running.pop(pid)
         _signal_group(pid, signal.SIGKILL)  # What it has left behind.
         ended, by_signal = time.time(), os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
@@ -138,13 +143,19 @@ class Runner:
 
 
 def context_of(context: Dict[str, Any], key: str, window: Optional[Dict[str, str]]) -> Dict[str, Any]:
-    """The Pipes context of one partition, from the one that all partitions share."""
+    """The Pipes context of the partition `key`; `context` is the Pipes context that all partitions share.
+
+    `window` is the partition's time window, or None.
+    """
     own = {"partition_key": key, "partition_key_range": {"start": key, "end": key}, "partition_time_window": window}
     return {**context, **own}
 
 
 def _show(path: str, number: int, title: str) -> str:
-    """Copy a file with output to a file descriptor, below a title, if there is any output; returns the end of the output."""
+    """Copy a file with output to a file descriptor, below the title `title`; returns the end of the output.
+
+    If there is no output, nothing is written, and the result is "".
+    """
     if not os.path.exists(path) or not os.path.getsize(path):
         return ""
     with open(path, "rb") as file, os.fdopen(os.dup(number), "wb") as stream:
@@ -158,7 +169,7 @@ def _show(path: str, number: int, title: str) -> str:
 
 
 def granted_cpus(directory: str) -> int:
-    """Returns how many CPUs this payload may use here: what it reserves in a session, or else what Slurm and the kernel grant.
+    """Returns how many CPUs this payload may use on this node: the CPUs reserved in a session, or else the CPUs that are granted.
 
     `directory` is the run directory. If Slurm does not bind processes to CPUs, only SLURM_CPUS_ON_NODE has the number (srun(1)).
     """
@@ -180,12 +191,15 @@ def _signal_group(pid: int, signum: int) -> None:
 
 
 def _parameter(value: Dict[str, Any]) -> str:
-    """Encode a bootstrap parameter of Dagster Pipes like `dagster_pipes.encode_param`."""
+    """Returns a bootstrap parameter of Dagster Pipes, encoded as `dagster_pipes.encode_param` does."""
     return base64.b64encode(zlib.compress(json.dumps(value).encode("utf-8"))).decode("ascii")
 
 
 def become(command: List[str], env: Dict[str, str], parent: int) -> None:
-    """Run a partition's command in this forked process; returns only if a Python script or module ran in it to its end."""
+    """Run a partition's command in this forked process; returns only after a Python script or module has run in this process.
+
+    `parent` is the id of the process that forked this process. A command that cannot be started ends this process with code 127.
+    """
     preload_child: Any = sys.modules["preload_child"]
     is_python = command[0] == sys.executable and len(command) > 1 and not command[1].endswith(".pyc")
     if is_python and (not command[1].startswith("-") or (command[1] == "-m" and len(command) > 2)):
@@ -207,7 +221,7 @@ def become(command: List[str], env: Dict[str, str], parent: int) -> None:
 
 
 def main() -> int:
-    """Run the partitions that the Pipes context names; returns the exit code. In a forked process, run one partition."""
+    """Run the partitions that the Pipes context names, and return the exit code. In a forked process, run one partition."""
     __import__("preload_child")
     del sys.path[0]  # The directory of this file.
     with contextlib.suppress(ImportError):

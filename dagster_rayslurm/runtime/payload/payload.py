@@ -1,6 +1,6 @@
-"""Runs one payload, from its place in the queue to its `end` record.
+"""Runs one payload, from the queue to the `end` record.
 
-`Life` decides what happens next, without side effects. `Payload` and its `PayloadProcess` act on these decisions.
+`Life` decides what happens next, without side effects. `Payload` and `PayloadProcess` act on these decisions.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Phase(IntEnum):
 
 
 class Awaited(Enum):
-    """Events that may come after the end of a payload's process, and for which the writing of the `end` record waits."""
+    """Events that may come after the end of a payload's process; the `end` record is written after these events."""
 
     OUTPUT = "the rest of the output"
     USAGE = "usage of the other nodes"
@@ -68,7 +68,7 @@ class Awaited(Enum):
 
 
 class Do(Enum):
-    """Actions for `Payload` to take; the methods of `Life` return them with the new state."""
+    """Actions for `Payload` to take; the methods of `Life` return actions with the next state."""
 
     TERMINATE = "send SIGTERM to the process"
     KILL = "send SIGKILL at `kill_at`"
@@ -89,22 +89,22 @@ class Life:
 
     @property
     def result(self) -> Optional[End]:
-        """The payload's end: why the runtime ended it, or else how its process exited; None while the payload runs."""
+        """The payload's end: why the runtime ended the payload, or else how the process exited; None while the payload runs."""
         return self.forced or self.exit
 
     @property
     def ran_to_exit(self) -> bool:
-        """Whether the payload's process exited by itself, so that its duration tells how long the step takes."""
+        """Whether the payload's process exited by itself, neither ended by the runtime nor by a signal."""
         return self.forced is None and self.exit is not None and self.exit.signal is None
 
     @property
     def terminated(self) -> bool:
-        """Whether the payload ended because its runtime received a signal; then Slurm may run the job again."""
+        """Whether the payload ended because the runtime received a signal; Slurm may then run the job again."""
         return self.forced is not None and self.forced.reason == EndReason.TERMINATED
 
     @property
     def exit_code(self) -> int:
-        """The exit code that a shell would report for the process; 1 if the runtime ended the payload."""
+        """The exit code that a shell would report for the payload's process; 1 if the runtime ended the payload."""
         if self.forced is not None or self.exit is None:
             return 1
         return 128 + self.exit.signal if self.exit.signal is not None else int(self.exit.exit_code or 0)
@@ -112,8 +112,8 @@ class Life:
     def end_early(self, end: End, grace: float, now: float) -> Tuple[Life, List[Do]]:
         """Handle the runtime's decision to end the payload; returns the next state and the actions to take now.
 
-        The rules are in the docstring of `Payload.end_early`. `end` is the reason to record, `grace` the time from SIGTERM to
-        SIGKILL in seconds, and `now` the time of the loop's clock.
+        `end` has the reason to record, `grace` is the time from SIGTERM to SIGKILL in seconds, and `now` is the time of the
+        loop's clock. The rules are in the docstring of `Payload.end_early`.
         """
         unrecorded, forced = end.reason == EndReason.RECORD, replace(self, forced=self.forced or end)
         if self.phase == Phase.SEARCHING:  # Only the `end` remains to be recorded, so a failed write changes nothing.
@@ -130,14 +130,18 @@ class Life:
     def exited(self, end: End, awaited: FrozenSet[Awaited]) -> Tuple[Life, List[Do]]:
         """Handle the end of the payload's process; returns the next state and the actions to take.
 
-        The `end` record waits for the events `awaited`, and after a failure also for a signal to the runtime.
+        `end` tells how the process ended. The `end` record waits for the events `awaited`, and after a failure also for a signal
+        to the runtime.
         """
         if self.forced is None and end.exit_code != 0:
             awaited |= {Awaited.SIGNAL}
         return replace(self, phase=max(self.phase, Phase.EXITED), exit=end, awaited=awaited)._finish_if_complete()
 
     def received(self, awaited: Awaited) -> Tuple[Life, List[Do]]:
-        """Handle an event for which the `end` record waited, or its timeout; returns the next state and the actions to take."""
+        """Handle an event for which the `end` record waited, or the event's timeout.
+
+        Returns the next state and the actions to take.
+        """
         life = replace(self, awaited=self.awaited - {awaited})
         return life._finish_if_complete() if self.phase == Phase.EXITED else (life, [])
 
@@ -192,16 +196,16 @@ class Payload:
 
     @property
     def ended(self) -> bool:
-        """Whether the payload has ended, with its `end` record written, or to be written after a failed attempt."""
+        """Whether the payload has ended; the `end` record is then written, or is being retried after a failed write."""
         return self.ending.phase == Phase.ENDED
 
     @property
     def pid(self) -> Optional[int]:
-        """Id of the payload's process while it runs; None before and afterwards."""
+        """Id of the payload's process while the process runs; None before and afterwards."""
         return self._process.pid if self.ending.exit is None else None
 
     def safely(self, call: Callable[[], None]) -> None:
-        """Call a function that handles an event of this payload; an exception ends this payload, but not the runtime."""
+        """Call `call`, a function that handles an event of this payload; an exception ends this payload, but not the runtime."""
         try:
             call()
         except Exception as error:
@@ -221,14 +225,14 @@ class Payload:
         self._guarded(lambda: self.files.write(*records))
 
     def note(self, record: Record) -> None:
-        """Write a record whose loss does no harm, such as a usage sample, into the journal; ignores an OSError."""
+        """Write a record that may be lost, such as a usage sample, into the journal; an OSError is ignored."""
         with contextlib.suppress(OSError):
             self.files.write(record)
 
     def phase(self, name: str, message: str) -> None:
         """Show a new phase, such as "running", and a message in the Dagster log and the status file.
 
-        Does nothing after the payload has ended.
+        After the payload has ended, the method does nothing.
         """
         if not self.ended:
             at = time.time()
@@ -242,17 +246,20 @@ class Payload:
             self.keep({"type": "tail", "name": name, "text": text})
 
     def keep_fresh(self) -> None:
-        """Update the modification time of the run directory, so that cleanup does not delete it as an old one."""
+        """Update the modification time of the run directory, so that cleanup does not delete the directory as old."""
         self._guarded(lambda: os.utime(self.run_dir))
 
     def end(self, end: Record) -> None:
-        """Write the `end` record; if that fails, try again every second until it succeeds."""
+        """Write the `end` record `end`; after a failed write, try again every second until a write succeeds."""
         self._unwritten_end = end
         if not self.write_end():
             print("rayslurm: %s: the end of the run cannot be recorded yet" % self.run_dir, file=sys.stderr)
 
     def write_end(self) -> bool:
-        """Write the `end` record if it is due; if that fails, returns False and tries again a second later. Otherwise True."""
+        """Write the `end` record if the record is due; returns False if writing fails, otherwise True.
+
+        After a failure, the method is called again a second later.
+        """
         end = self._unwritten_end
         if end is None:
             return True
@@ -272,14 +279,17 @@ class Payload:
         write_atomically(os.path.join(self.run_dir, STATUS), json.dumps(status).encode("utf-8"))
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Call `write`, which writes to the run directory; if it raises OSError, end the payload, whose results would be lost."""
+        """Call `write`, which writes to the run directory.
+
+        If `write` raises OSError, end the payload, whose results would be lost.
+        """
         try:
             write()
         except OSError as error:
             self.end_early(End(EndReason.RECORD, "%s cannot be written: %s" % (self.run_dir, error.strerror)))
 
     def copy_chunk(self) -> bool:
-        """Copy the next chunk of the payload's Pipes messages into the journal; returns False if no message was left."""
+        """Copy the next chunk of the payload's Pipes messages into the journal; returns False if nothing was left to copy."""
         data = self._message_file.read(_CHUNK) if self._message_file is not None else b""
         lines, self._partial = split_lines(self._partial + data)
         now = time.time()
@@ -290,7 +300,7 @@ class Payload:
         return bool(data)
 
     def _close_messages(self) -> None:
-        """Close and delete the file of Pipes messages; a session would otherwise collect the files of all its payloads."""
+        """Close and delete the file of Pipes messages, so that a session does not collect the files of all payloads."""
         if self._message_file is not None:
             self._message_file.close()
             with contextlib.suppress(OSError):
@@ -300,11 +310,11 @@ class Payload:
     # ---- What others ask of the payload
 
     def start(self, env: Environment, messages: str, measurement: UsageMeasurement, leak_check: Optional[LeakCheck]) -> None:
-        """Start the payload's process; if it cannot be started, the payload ends with an error message.
+        """Start the payload's process; if the process cannot be started, the payload ends with an error message.
 
         Args:
             env: The environment of the process, without secrets and variables about other components.
-            messages: The path of a new file, to which the process appends its Pipes messages.
+            messages: The path of a new file; the process appends its Pipes messages to this file.
             measurement: Measures the usage of the payload.
             leak_check: Finds what the payload leaves in a shared Ray cluster; None if the cluster is not shared.
         """
@@ -319,7 +329,10 @@ class Payload:
         self._process.start({**env, **self.component_env}, self._work_dir)
 
     def signal(self, signum: int) -> bool:
-        """Send a signal to the payload's process group, now or at its start; returns True if the process has started."""
+        """Send a signal to the payload's process group; returns True if the process has started.
+
+        Before the start of the process, the signal is kept and sent at the start.
+        """
         if self._process.pid is None:
             self._early_signals.append(signum)
         elif self.ending.exit is None:
@@ -327,16 +340,16 @@ class Payload:
         return self._process.pid is not None
 
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
-        """End a payload before it ends by itself, for instance at its time limit: send SIGTERM, and later SIGKILL.
+        """End a payload before the payload ends by itself, for instance at the time limit: send SIGTERM, and later SIGKILL.
 
-        SIGKILL follows after `grace` seconds, by default the payload's own grace period. The reason `end` of the first call is
-        recorded; a second call can shorten the grace period. A call has no effect after the process has ended by itself, with two
-        exceptions: within `_SIGNAL_MARGIN` seconds after a failure, and while the outputs are searched for.
+        SIGKILL follows after `grace` seconds, by default the payload's own grace period. The `end` of the first call is recorded;
+        a second call can shorten the grace period. A call has no effect after the process has ended by itself, with two
+        exceptions: within `_SIGNAL_MARGIN` seconds after a failure, and during the search for outputs.
         """
         self._go_on(self.ending.end_early(end, self.spec.grace_period if grace is None else grace, self.loop.now()))
 
     def abandon(self, end: End) -> None:
-        """Kill the process and write the `end` record at once, with the reason `end`, because of a defect in the runtime."""
+        """Kill the process and write the `end` record at once, with the reason in `end`, because of a defect in the runtime."""
         if self.ended:
             return
         self.ending = replace(self.ending, forced=self.ending.forced or end, phase=max(self.ending.phase, Phase.FINISHING))
@@ -348,7 +361,7 @@ class Payload:
         self._conclude()
 
     def check_own_ray(self, node: NodeResources) -> None:
-        """Warn in the Dagster log, once, if the payload has started Ray itself and this is a problem; see `own_ray_warning`."""
+        """Warn in the Dagster log, once, if the payload has started Ray itself and this is a problem (`own_ray_warning`)."""
         warning = None if self._warned else find_own_ray(self.run_dir, node, self.spec.uses_ray, max_age=1.0)
         if warning is not None:
             self._warned = True
@@ -357,10 +370,11 @@ class Payload:
     # ---- What the process does
 
     def process_started(self, error: Optional[str], not_forked_because: Optional[str]) -> None:
-        """Record that the payload's process has started, and begin to copy its messages; end the payload if there is an `error`.
+        """Record that the payload's process has started, and begin to copy the payload's messages.
 
-        `error` says why the process could not be started; None if it was started. `not_forked_because` says why the process was
-        not forked from a preload process; None if it was forked, or if the payload has no modules to preload.
+        On an `error`, end the payload. `error` says why the process could not be started; None if the process was started.
+        `not_forked_because` says why the process was not forked from a preload process; None if the process was forked, or if the
+        payload has no modules to preload.
         """
         if error is not None:
             return self.end_early(End(EndReason.SPAWN, error))
@@ -382,8 +396,8 @@ class Payload:
     def process_exited(self, code: int, rusage: Any) -> None:
         """Handle the end of the process: kill what the process left behind, and collect the last output and usage.
 
-        `code` is the exit code of the process, or the negative number of the signal that ended it; `rusage` has the kernel's
-        figures (getrusage(2)).
+        `code` is the exit code of the process, or the negative number of the signal that ended the process. `rusage` has the
+        kernel's figures (getrusage(2)).
         """
         assert self._process.pid is not None and self._measurement is not None
         end = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
@@ -402,7 +416,7 @@ class Payload:
             self._leak_check(self._leaks_found)
 
     def received(self, awaited: Awaited) -> None:
-        """Handle an event for which the `end` record may wait, or the timeout of this event."""
+        """Handle the event `awaited`, for which the `end` record may wait, or the timeout of this event."""
         self.safely(lambda: self._go_on(self.ending.received(awaited)))
 
     def _leaks_found(self, leaks: List[str]) -> None:
@@ -516,7 +530,7 @@ class Payload:
 
 @dataclass(eq=False)
 class PayloadProcess:
-    """Starts one payload's process, records its output, and kills it with all processes that it has started."""
+    """Starts one payload's process, records the output, and kills the process with all processes that it has started."""
 
     loop: Loop
     payload: Payload
@@ -527,7 +541,10 @@ class PayloadProcess:
     _ends: List[int] = field(default_factory=list)  # The ends of the pipes for the process, until it has started.
 
     def start(self, env: Environment, work_dir: str) -> None:
-        """Start the process, or request a fork of a preload process if the payload has modules to preload."""
+        """Start the process, or request a fork of a preload process if the payload has modules to preload.
+
+        `Payload.process_started` is called when the process has started or cannot be started.
+        """
         payload, spec = self.payload, self.payload.spec
         argv = list(spec.argv)
         if argv[0] in ("python", "python3"):
@@ -566,7 +583,7 @@ class PayloadProcess:
         self._cancel_fork = forking
 
     def cancel_start(self) -> None:
-        """Cancel a start that is under way, such as a requested fork; afterwards no process starts."""
+        """Cancel a start that is under way, such as a requested fork; no process starts afterwards."""
         self._cancel_fork()
         self._cancel_fork = lambda: None
         self._close_ends()
@@ -582,16 +599,19 @@ class PayloadProcess:
         self.signal(signal.SIGKILL)
 
     def kill_leftovers(self) -> None:
-        """Send SIGKILL to all processes of this run; the path of the run directory in their environment identifies them."""
+        """Send SIGKILL to all processes of this run; the run directory in the environment of a process identifies the process."""
         processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self.payload.run_dir))
 
     def read_stream(self, name: str, fd: int) -> None:
-        """Record the text from an output pipe until the pipe ends. Bytes that are not UTF-8 become U+FFFD."""
+        """Record the text from the output pipe `fd`, called `name`, until the pipe ends.
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
         self.streams[fd] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
         self.loop.on_readable(fd, lambda: self.payload.safely(lambda: self._read(fd)))
 
     def close_streams(self) -> None:
-        """Close the output pipes without reading the rest, because another process may hold them open."""
+        """Close the output pipes without reading the rest, because another process may hold the pipes open."""
         for fd in list(self.streams):
             self._close_stream(fd)
 

@@ -1,10 +1,11 @@
-"""The program of a preload process: it imports modules once, and forks itself for each payload; the fork runs the payload.
+"""The program of a preload process: it imports modules once, and forks a process for each payload; the fork runs the payload.
 
-`preload_server` starts it as `python DIRECTORY/python.py FD MODULE…` from a copy of this file, so it imports nothing else of
-the package. Over the socket `FD` the preload process receives another socket for each payload. It forks a child, and the child
-forks a grandchild and ends, so that the runtime, a subreaper, adopts the grandchild. The grandchild reads the request from the
-payload's socket, answers with its process id, and begins at the word "go", which comes with its stdout and stderr. So the
-runtime waits for a payload as for any other child, and a preload process that dies takes no payload with it.
+`preload_server` starts the program as `python DIRECTORY/python.py FD MODULE…` from a copy of this file, so the program imports
+nothing else of the package. Over the socket `FD` the preload process receives another socket for each payload. The preload
+process forks a child, and the child forks a grandchild and ends, so that the runtime, a subreaper, adopts the grandchild. The
+grandchild reads the request from the payload's socket and answers with its process id. The grandchild begins at the word "go",
+which comes with the descriptors for stdout and stderr. So the runtime waits for a payload as for any other child, and a preload
+process that dies takes no payload with it.
 
 A payload differs from `python script.py` only in the modules that are imported already, and in the stack frames of this file.
 Functions return a problem as a clause that can follow "because".
@@ -56,7 +57,7 @@ FileStates = Dict[str, Tuple[int, int]]  # Modification time in nanoseconds and 
 
 
 def main() -> None:
-    """Run a preload process: import modules, and fork for each payload. In a forked process, run the payload."""
+    """Run a preload process: import modules, and fork a process for each payload. In a forked process, run the payload."""
     names = sys.argv[2:]
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def _load(names: List[str]) -> Optional[str]:
-    """Import the modules `names`; returns why, if an import fails or this process cannot be forked afterwards, else None."""
+    """Import the modules `names`; returns why a payload cannot be forked from this process afterwards, else None."""
     for name in names:
         try:
             __import__(name)
@@ -100,12 +101,11 @@ def _load(names: List[str]) -> Optional[str]:
 
 
 def fork_problem(python: List[str], native: List[str], libraries: List[str], opened: List[str], cpus: int) -> Optional[str]:
-    """Returns why a process with these threads, libraries and open files must not be forked; None if it may be.
+    """Returns why a process with these threads, libraries and open files must not be forked; None if the process may be forked.
 
     Args:
         python: The names of the threads that Python knows, without the main thread.
-        native: The names of the threads that the kernel lists, without the main thread; "" for a thread without a name of its
-            own.
+        native: The names of the threads that the kernel lists, without the main thread; "" for a thread without its own name.
         libraries: The paths of the loaded libraries. A library's pool has at most one thread for each CPU.
         opened: The paths of the open files.
         cpus: The number of the machine's CPUs.
@@ -127,8 +127,8 @@ def fork_problem(python: List[str], native: List[str], libraries: List[str], ope
 def _serve(control: socket.socket, problem: Optional[str]) -> socket.socket:
     """Fork a process for each request on the socket `control`; only a forked process returns, with the socket of its payload.
 
-    The preload process itself never returns: it exits when the runtime has ended. If there is a `problem`, no process is forked,
-    and each request is answered with the problem.
+    The preload process itself never returns: this process exits when the runtime has ended. If there is a `problem`, no process
+    is forked, and each request is answered with the problem.
     """
     while True:
         data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(_FD_SIZE), socket.MSG_CMSG_CLOEXEC)
@@ -155,10 +155,11 @@ def _fork() -> int:
 
 
 def _answer(connection: socket.socket, pid: Optional[int], problem: Optional[str], stale: bool = False) -> None:
-    """Send the runtime the answer to a request.
+    """Send the runtime the answer to a request; an error, after a cancelled request, is ignored.
 
-    The answer has the id of the forked process (None if no process can be forked), the `problem` that keeps the payload from
-    running there (None if there is none), and whether the imports are `stale`, which means that a file has changed since.
+    The answer has the id of the forked process, the `problem` and `stale`. The id is None if no process can be forked. The
+    `problem` keeps the payload from running in the forked process; None if there is no problem. `stale` tells whether an imported
+    file has changed since the import.
     """
     with contextlib.suppress(OSError):  # The request was cancelled.
         connection.sendall(json.dumps({"pid": pid, "problem": problem, "stale": stale}).encode("ascii"))
@@ -168,7 +169,11 @@ def _answer(connection: socket.socket, pid: Optional[int], problem: Optional[str
 
 
 def _begin(connection: socket.socket, files: FileStates, directory: str) -> List[str]:
-    """In a forked process: read the request, prepare for the payload, wait for the word "go"; returns the payload's command."""
+    """Read the request, prepare this forked process for the payload, and wait for the word "go"; returns the payload's command.
+
+    Without the word "go", the process exits. `files` are the states of the imported files, and `directory` was the working
+    directory during the imports.
+    """
     with connection:
         line = connection.makefile("rb").readline()
         if not line.endswith(b"\n"):
@@ -191,7 +196,7 @@ def _begin(connection: socket.socket, files: FileStates, directory: str) -> List
 
 
 def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
-    """Make this process like a fresh interpreter that is about to run the payload; returns a reason if impossible, else None.
+    """Make this process like a fresh interpreter that is about to run the payload; returns why this is impossible, else None.
 
     `directory` was the working directory during the imports.
     """
@@ -225,9 +230,9 @@ def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
 
 
 def _reset_inherited_state(cwd: str) -> None:
-    """Reset the state that imported modules keep from the preload process.
+    """Reset the state that imported modules keep from the preload process; `cwd` is the payload's working directory.
 
-    Python itself seeds the generator of the module `random` anew after a fork. `cwd` is the payload's working directory.
+    The module `random` needs no reset, because Python itself seeds the generator of this module anew after a fork.
     """
     numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if numpy_random is not None:
@@ -251,7 +256,7 @@ def _reset_inherited_state(cwd: str) -> None:
 def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Optional[str]:
     """Returns the name of an imported module that a fresh interpreter would import from the payload's directory instead.
 
-    Returns None if there is none. `modules` has the file of each imported module by its name.
+    Returns None if there is no such module. `modules` has the file of each imported module by the module's name.
     """
     for entry in os.scandir(directory) if os.path.isdir(directory) else ():
         name, dot, extension = entry.name.partition(".")
@@ -264,15 +269,14 @@ def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Option
 
 
 def changed_file(files: FileStates) -> Optional[str]:
-    """Returns the path of the first of the `files` that has changed since it was imported; None if none has changed."""
+    """Returns the path of the first file of `files` that has changed since the import; None if no file has changed."""
     return next((path for path, state in files.items() if _file_state(path) != state), None)
 
 
 def file_states(names: List[str]) -> FileStates:
     """Returns the modification time and size, by path, of the files of imported modules that may change.
 
-    The files that may change are those of the modules `names`, and of all modules outside the standard library and the installed
-    packages.
+    These files belong to the modules `names`, and to all modules outside the standard library and the installed packages.
     """
     installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     paths = {name: str(getattr(module, "__file__", None) or _OWN) for name, module in list(sys.modules.items())}
@@ -329,9 +333,9 @@ def run(argv: List[str]) -> None:
 def leave_ray() -> None:
     """Exit handler that shuts Ray down faster than Ray's own exit handler, which sleeps for half a second.
 
-    Ray sleeps so that the last lines of its workers reach the driver (Ray 2.60: `ray.shutdown` in `_private/worker.py`). This
-    exit handler runs after those of the payload and before Ray's. It does nothing if lines may still be on their way, or if the
-    Ray cluster has several nodes.
+    This exit handler runs after the payload's exit handlers and before Ray's. The handler does nothing if lines of Ray's workers
+    may still be on their way, or if the Ray cluster has several nodes. Ray sleeps so that the last lines of workers reach the
+    driver (Ray 2.60: `ray.shutdown` in `_private/worker.py`).
     """
     with contextlib.suppress(Exception):  # Another version of Ray: Ray's own exit handler shuts it down.
         ray: Any = sys.modules["ray"]

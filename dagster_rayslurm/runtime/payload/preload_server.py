@@ -1,7 +1,7 @@
-"""Starts payloads fast: preload processes import modules once, and the payloads' processes are forked from them.
+"""Starts payloads fast: preload processes import modules once, and the payloads' processes are forked from preload processes.
 
-A payload is forked only if it cannot notice the difference from a fresh interpreter. In case of doubt it runs in a fresh
-interpreter, and the Dagster log says why; functions return this reason as a clause that can follow "because". The preload
+A payload is forked only if it cannot notice the difference from a fresh interpreter. In case of doubt, the payload runs in a
+fresh interpreter, and the Dagster log says why; functions return this reason as a clause that can follow "because". The preload
 processes run `preload_child`.
 """
 
@@ -51,10 +51,10 @@ _LATE_NAMES = (
 
 
 def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
-    """Returns why a payload with this command cannot be forked; None if it can be.
+    """Returns why a payload with the command `argv` cannot be forked; None if the payload can be forked.
 
-    Only the commands `python SCRIPT` and `python -m MODULE` can be forked, where `python` may be the path of the environment's
-    Python.
+    Only the commands `python SCRIPT` and `python -m MODULE` can be forked. `python` in a command may also be the path of the
+    environment's Python, which is the argument `python`.
     """
     if not argv or argv[0] not in ("python", "python3", python):
         return "the command is none of the environment's Python"
@@ -65,14 +65,14 @@ def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
 
 
 def affects_imports(name: str) -> bool:
-    """Whether the value of an environment variable may make a difference while modules are imported."""
+    """Whether the value of the environment variable `name` may make a difference while modules are imported."""
     return name not in _LATE_NAMES and (name in _IMPORT_NAMES or name.startswith(_IMPORT_PREFIXES))
 
 
 def environment_problem(preloaded: Environment, payload: Environment) -> Optional[str]:
     """Returns why a payload with the environment `payload` cannot be forked from a process with the environment `preloaded`.
 
-    Returns None if it can be forked. The reason names the variables that differ, but not their values.
+    Returns None if the payload can be forked. The reason names the variables that differ, but not their values.
     """
     names = {name for name in {*preloaded, *payload} if affects_imports(name) and preloaded.get(name) != payload.get(name)}
     if not names:
@@ -83,7 +83,7 @@ def environment_problem(preloaded: Environment, payload: Environment) -> Optiona
 def preload_environment(base: Environment, payload: Environment, secrets: Iterable[str]) -> Environment:
     """Returns the environment for a new preload process.
 
-    The variables that affect imports are those of `payload` without `secrets`, the others are those of `base`.
+    The variables that affect imports come from `payload`, without the names in `secrets`. The other variables come from `base`.
     """
     own = {name: value for name, value in payload.items() if affects_imports(name) and name not in set(secrets)}
     return {**{name: value for name, value in base.items() if not affects_imports(name)}, **own}
@@ -111,10 +111,10 @@ class PreloadServer:
     _processes: Dict[Tuple[str, ...], _Process] = field(default_factory=dict)
 
     def preload(self, modules: Sequence[str], ray_env: Optional[Environment], environ: Environment) -> None:
-        """Start a preload process if `modules` is not empty, for payloads whose environment is based on `environ`.
+        """Start a preload process for payloads whose environment is based on `environ`; does nothing if `modules` is empty.
 
-        `ray_env` has the variables by which the payloads reach the warm Ray cluster; it is None if each has a cluster of its
-        own.
+        `ray_env` has the variables by which the payloads reach the warm Ray cluster; None if each payload has a Ray cluster of
+        its own.
         """
         if modules and sys.platform == "linux":
             spec = PayloadSpec(argv=[], nonce="", uses_ray=True)
@@ -139,16 +139,16 @@ class PreloadServer:
             modules: Names of the modules that the preload process has imported.
             argv: The payload's command.
             on_exit: Called when the forked process has ended.
-            done: Called, after this method has returned, with the forked process's id, or with why a fresh interpreter is
-                needed.
+            done: Called, after this method has returned, with the forked process's id, or with the reason for a fresh
+                interpreter.
             cwd: The payload's working directory.
             env: The payload's environment.
             secrets: Names of the variables in `env` that no other process may have.
             streams: File descriptors for the payload's stdout and stderr; they must stay open until `done` is called.
 
         Returns:
-            A function that cancels the request, or a string with the reason why no fork is possible. After a cancellation,
-            `done` is not called, and a process that was already forked ends by itself.
+            A function that cancels the request, or a string with the reason why no fork is possible. After a cancellation, `done`
+            is not called, and a process that was already forked ends by itself.
         """
         if sys.platform != "linux":
             return "only Linux has what forking from a preloaded one takes"
@@ -180,10 +180,10 @@ class PreloadServer:
     def _await_fork(
         self, process: _Process, connection: socket.socket, streams: Tuple[int, int], on_exit: ExitCallback, done: Done
     ) -> Cancel:
-        """Watch for the forked process's answer and let that process begin, unless there is a problem or the answer is late.
+        """Wait for the forked process's answer and let the process begin, unless there is a problem or the answer is late.
 
-        The payload cannot run twice, because a forked process begins only at the word "go". Returns a function that cancels the
-        wait.
+        Returns a function that cancels the wait. The payload cannot run twice, because a forked process begins only at the word
+        "go".
         """
 
         def cancel() -> None:
@@ -226,10 +226,11 @@ class PreloadServer:
         return cancel
 
     def end_process(self, process: _Process, why: Optional[str] = None) -> str:
-        """End a preload process that is outdated, hangs or has ended; returns why its payload needs a fresh interpreter.
+        """End a preload process that is outdated, hangs or has ended; returns why the payload needs a fresh interpreter.
 
-        The payloads that were forked from the process go on. If it has been forked before, the next request starts another
-        preload process in its place.
+        Payloads that were forked from the process go on. If the process has been forked before, the next request starts another
+        preload process in its place. If the process has never been forked, the reason is kept for later payloads with the same
+        modules. `why` is the reason, if known.
         """
         process.control.close()
         if process.pid is not None:
@@ -241,7 +242,7 @@ class PreloadServer:
         return process.problem or _NO_ANSWER
 
     def pids(self) -> List[int]:
-        """The process ids of the running preload processes, which belong to no payload."""
+        """Returns the process ids of all running preload processes, without the payloads forked from them."""
         return [process.pid for process in self._processes.values() if process.pid is not None]
 
     def close(self) -> None:
@@ -250,7 +251,11 @@ class PreloadServer:
             self.end_process(process)
 
     def _start(self, modules: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> Optional[_Process]:
-        """Start a preload process for payloads with the environment `env`, and return it; None if it cannot be started."""
+        """Start a preload process for payloads with the environment `env`, and return the process.
+
+        Returns None if the process cannot be started. `secrets` are names of variables in `env` that the preload process must not
+        get.
+        """
         control, child_end = socket.socketpair()
         control.setblocking(False)
         process = _Process(modules, preload_environment(dict(os.environ), env, secrets), control)

@@ -1,4 +1,4 @@
-"""The results of a payload: its use of CPU, memory and GPUs on all its nodes, and its output files for Dagster."""
+"""The results of a payload: the use of CPU, memory and GPUs on all nodes, and the output files for Dagster."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class UsageMeasurement:
     def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
         """End the measurement after the payload's process `pid` has ended; returns True if `done` will be called later.
 
-        Returns True if there are worker nodes. In this case `done` is called when they have sent their figures, or the time for
-        that is over.
+        `rusage` has the kernel's figures of the process, and `hostname` is this node's name in the usage. The result is True if
+        there are worker nodes. `done` is then called when the worker nodes have sent their figures, or when the time for the
+        figures is over.
         """
         own = self._total = self.sampler.stop(pid, rusage)
         self._announce_jobs()
@@ -62,7 +63,7 @@ class UsageMeasurement:
         self._collect(lambda _: None)
 
     def current(self) -> Dict[str, Any]:
-        """Returns the usage on all nodes, or on this node alone until the other nodes have sent theirs.
+        """Returns the usage on all nodes, or on this node alone until the other nodes have sent their usage.
 
         The result is empty before the first sample.
         """
@@ -87,7 +88,10 @@ class UsageMeasurement:
             self.workers.measure(self.nonce, None if jobs is None else sorted(jobs))
 
     def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
-        """Ask the worker nodes for their figures, which `done` gets by node name; returns False if there are no worker nodes."""
+        """Request the figures of the worker nodes; returns False if there are no worker nodes.
+
+        `done` is called with the figures by node name.
+        """
         workers, self.workers = self.workers, None
         if workers is not None:
             workers.collect(self.nonce, done)
@@ -96,9 +100,9 @@ class UsageMeasurement:
 
 @dataclass(eq=False)
 class OutputSearch:
-    """Finds the files that a payload created in its working directory, except links to its input files.
+    """Finds the files that a payload created in its working directory, except links to the payload's input files.
 
-    Smaller files come first, until their total size would exceed `max_bytes`.
+    Smaller files come first. A file is left out if the total size would exceed `max_bytes`.
     """
 
     work_dir: str
@@ -110,7 +114,7 @@ class OutputSearch:
     left_out: List[str] = field(default_factory=list)
 
     def run(self) -> Iterator[None]:
-        """Search in steps and fill `files` and `left_out`; yields None after each file and directory, so that others can work."""
+        """Search for the output files in steps and fill `files` and `left_out`; yields None after each file and directory."""
         sizes: Dict[str, int] = {}
         real_work_dir = os.path.realpath(self.work_dir)
         for pattern in self.patterns:
@@ -142,8 +146,8 @@ class OutputSearch:
 def _expand(directory: str, parts: Sequence[str]) -> Iterator[str]:
     """Yields the paths below a directory that match the parts of a pattern, and each directory that a `**` walks through.
 
-    The directories let the caller pause: `glob.iglob` would walk a whole tree before its first match, which may take minutes on
-    a network file system.
+    The directories let the caller pause: `glob.iglob` would walk a whole tree before the first match, which may take minutes on a
+    network file system.
     """
     if "**" not in parts:
         yield from glob.iglob(os.path.join(glob.escape(directory), *parts))

@@ -1,5 +1,5 @@
 """Processes of the runtime: the event loop, the keeper, tables of processes, and private directories on a node.
 
-The modules here do not decide how Ray and payloads are started. Begin with `loop`, in which the whole runtime runs, and
-`processes.guard`, which cleans up after it.
+The modules here do not decide how Ray and payloads are started. Begin with `loop`, the event loop of the whole runtime, and with
+`processes.guard`, which cleans up after the runtime.
 """

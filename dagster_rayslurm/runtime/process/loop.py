@@ -1,7 +1,7 @@
 """Event loop of the runtime: waits for file descriptors, timers, signals and ends of child processes, all in one thread.
 
-It replaces asyncio for two reasons. The loop reaps children itself: it learns their resource usage, and it also reaps orphans
-that this process adopted as their subreaper. And it starts no threads, which would make forks unsafe.
+The loop replaces asyncio for two reasons. First, the loop reaps children itself: the loop learns their resource usage, and also
+reaps orphans that this process adopted as a subreaper. Second, the loop starts no threads, which would make forks unsafe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ExitCallback = Callable[[int, Any], None]
 
 @dataclass(eq=False)
 class Timer:
-    """A call that `Loop.call_later` has scheduled, and that can be cancelled; `Timer()` stands for no call."""
+    """A call that `Loop.call_later` has scheduled; `cancel` prevents the call. `Timer()` stands for no call."""
 
     call: Optional[Callable[[], object]] = None
 
@@ -32,7 +32,7 @@ class Timer:
 
 
 class Loop:
-    """The event loop; it runs callbacks one after another, so that no state needs a lock."""
+    """The event loop; the loop runs callbacks one after another, so no state needs a lock."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -57,7 +57,7 @@ class Loop:
         self._selector.register(fd, selectors.EVENT_WRITE, call)
 
     def forget(self, fd: int) -> None:
-        """Stop watching a file descriptor; ignores one that is not watched."""
+        """Stop watching the file descriptor `fd`; a descriptor that is not watched is ignored."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
@@ -67,25 +67,29 @@ class Loop:
         return time.monotonic()
 
     def call_later(self, delay: float, call: Callable[[], object]) -> Timer:
-        """Call `call` once after `delay` seconds; returns the timer, by which the call can be cancelled."""
+        """Call `call` once after `delay` seconds; returns a timer whose `cancel` prevents the call."""
         timer = Timer(call)
         heapq.heappush(self._timers, (time.monotonic() + delay, next(self._order), timer))
         return timer
 
     def on_signal(self, signum: int, call: Callable[[int], None]) -> None:
-        """Call `call` with the number `signum`, in the loop's thread, whenever this process has received that signal."""
+        """Call `call` with the number `signum`, in the loop's thread, whenever this process has received the signal `signum`."""
         self._signals[signum] = call
         signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
-        """Start a process in a POSIX session of its own, and return its id; the loop calls `on_exit` when the process ends."""
+        """Start a process in a POSIX session of its own and return the process id.
+
+        The loop calls `on_exit` when the process ends. `options` are arguments of `subprocess.Popen`. Raises OSError if the
+        process cannot be started.
+        """
         process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
         self._children[process.pid] = (process, on_exit)
         return process.pid
 
     def adopt(self, pid: int, on_exit: ExitCallback) -> None:
-        """Call `on_exit` when the process `pid` ends; this process has adopted it as a subreaper, and did not start it."""
+        """Call `on_exit` when the process `pid` ends; `pid` is an orphan that this process, a subreaper, has adopted."""
         self._children[pid] = (None, on_exit)
 
     def children(self) -> List[int]:
@@ -110,7 +114,7 @@ class Loop:
                     timer.call()
 
     def resume(self, seconds: float) -> None:
-        """Run the loop again after `stop()`, until it is stopped once more, for at most `seconds` seconds."""
+        """Run the loop again after `stop()`, until the next `stop()`, for at most `seconds` seconds."""
         self._stopping = False
         timer = self.call_later(seconds, self.stop)
         self.run()
@@ -126,7 +130,7 @@ class Loop:
             self.reap()
 
     def reap(self) -> None:
-        """Reap every child that has ended, including adopted orphans, and call `on_exit` for each that has one."""
+        """Reap every child that has ended, including adopted orphans, and call the child's `on_exit`, if any."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -146,7 +150,7 @@ class Loop:
 class Timers:
     """Timers by name: a new timer cancels the earlier timer of the same name.
 
-    `safely` gets each function that is due and must call the function; it may catch exceptions.
+    When a timer is due, `safely` is called with the timer's function and must call this function. `safely` may catch exceptions.
     """
 
     loop: Loop
@@ -154,7 +158,7 @@ class Timers:
     _timers: Dict[str, Timer] = field(default_factory=dict)
 
     def due(self, name: str, delay: float, call: Callable[[], None]) -> None:
-        """Call `call` after `delay` seconds, and cancel an earlier call of the same name that is still pending."""
+        """Call `call` after `delay` seconds; an earlier call of the same name that is still pending is cancelled."""
         self.cancel(name)
         self._timers[name] = self.loop.call_later(delay, lambda: self.safely(call))
 

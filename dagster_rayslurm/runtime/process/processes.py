@@ -1,10 +1,12 @@
-"""Lists and kills the processes below this one, runs programs, and kills what payloads leave behind; has the keeper (`guard`).
+"""Lists and kills the processes below this process, runs programs, kills what payloads leave behind, and has the keeper.
 
-The keeper is the parent of a runtime, for the case that the runtime is killed: it is a subreaper, so all orphans below the
-runtime become the keeper's children, and it kills them. If the keeper is killed instead, the kernel sends the runtime SIGTERM. If
-slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because nothing else would end it.
+The keeper (`guard`) is the parent of a runtime, for the case that the runtime is killed. The keeper is a subreaper, so all
+orphans below the runtime become the keeper's children, and the keeper kills these orphans. If the keeper is killed instead, the
+kernel sends the runtime SIGTERM. If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because
+nothing else would end the runtime.
 
-The functions need /proc and prctl of Linux. On other systems (macOS) they only use process groups, and find no descendants.
+The functions need /proc and prctl of Linux. On other systems (macOS) the functions only use process groups, and find no
+descendants.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Process(NamedTuple):
 
 
 def table() -> Dict[int, Process]:
-    """All processes of this machine, by process id; those that end meanwhile may be missing."""
+    """All processes of this machine, by process id; processes that end during the call may be missing."""
     if sys.platform != "linux":
         return {}
     tick = os.sysconf("SC_CLK_TCK")
@@ -59,7 +61,7 @@ _latest: Tuple[float, Dict[int, Process]] = (float("-inf"), {})
 def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
     """The time at which a process table was read (`time.monotonic`), and the table, which is at most `max_age` seconds old.
 
-    All parts of the runtime share the table, so callers must not change it.
+    All parts of the runtime share the table, so callers must not change the table.
     """
     global _latest
     now = time.monotonic()
@@ -69,7 +71,10 @@ def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
 
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
-    """The processes below `root`, zombies included, but without `root` itself; `processes` is a result of `table`."""
+    """The processes below the process `root`, zombies included, but without `root` itself.
+
+    `processes` is a result of `table`; by default, the table is read now.
+    """
     below: Dict[int, List[Process]] = {}
     for process in (table() if processes is None else processes).values():
         below.setdefault(process.parent, []).append(process)
@@ -80,23 +85,29 @@ def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> Li
 
 
 def resident_and_shared(pid: int) -> Tuple[int, int]:
-    """Bytes of resident memory of a process, and how many of them it may share with others; zeros if the process has ended."""
+    """Bytes of resident memory of a process, and how many of these bytes may be shared with other processes.
+
+    Both are 0 if the process has ended.
+    """
     fields = _read(pid, "statm").split() or [b"0"] * 3
     return int(fields[1]) * _PAGE_SIZE, int(fields[2]) * _PAGE_SIZE
 
 
 def environment(pid: int) -> List[bytes]:
-    """The entries `NAME=value` with which a process was started; empty if the process is gone or belongs to another user."""
+    """The entries `NAME=value` of the environment with which a process was started.
+
+    The result has no such entries if the process is gone or belongs to another user.
+    """
     return _read(pid, "environ").split(b"\0")
 
 
 def has_environment(pid: int, entry: str) -> bool:
-    """Whether a process was started with an entry `NAME=value` in its environment."""
+    """Whether the environment with which a process was started has the entry `entry`, a text `NAME=value`."""
     return os.fsencode(entry) in environment(pid)
 
 
 def with_environment(entry: str) -> List[int]:
-    """Ids of the processes below this one that were started with an entry `NAME=value` in their environment."""
+    """Ids of the processes below this process whose environment at the start had `entry`, a text `NAME=value`."""
     return [process.pid for process in descendants(os.getpid()) if has_environment(process.pid, entry)]
 
 
@@ -106,7 +117,7 @@ def command_line(pid: int) -> bytes:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """The content of /proc/PID/NAME; b"" if it cannot be read."""
+    """The content of /proc/PID/NAME; b"" if the file cannot be read."""
     try:
         with open("/proc/%d/%s" % (pid, name), "rb") as file:
             return file.read()
@@ -131,7 +142,7 @@ def signal_name(signum: int) -> str:
 
 
 def become_subreaper() -> None:
-    """Make this process adopt all orphans below it, instead of PID 1 (prctl(2), Linux 3.4)."""
+    """Make this process adopt all orphans below itself, instead of PID 1 (prctl(2), Linux 3.4)."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -149,9 +160,9 @@ def raise_file_limit(wanted: int = 65535) -> None:
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """Returns a function for `subprocess.Popen` (`preexec_fn`) that makes the child receive a signal when this process ends.
+    """Returns a function for `subprocess.Popen` (`preexec_fn`) that makes the child receive `signum` when this process ends.
 
-    The kernel sends the signal (prctl(2), PR_SET_PDEATHSIG). On other systems than Linux the function does nothing.
+    The kernel sends the signal (prctl(2), PR_SET_PDEATHSIG). On systems other than Linux, the function does nothing.
     """
     parent = os.getpid()
 
@@ -165,7 +176,7 @@ def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Callable[[Optional[str]], None]) -> None:
-    """Start a program, and call `on_answer` with the program's output when it has ended, or with None if it failed.
+    """Start a program, and call `on_answer` with the program's output when the program has ended, or with None if it failed.
 
     A program that runs longer than `timeout` seconds is killed and counts as failed. Raises OSError if the program cannot be
     started. `on_answer` is not called as long as the program hangs in an uninterruptible wait.
@@ -191,23 +202,26 @@ def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Ca
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Send a signal to a process group, if the group still exists; `pid` is the id of its first process."""
+    """Send a signal to a process group, if the group still exists; `pid` is the id of the group's first process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM when only zombies are left.
         os.killpg(pid, signum)
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Send SIGKILL to processes; ignores those that are gone, and those that belong to another user (because of `sudo`)."""
+    """Send SIGKILL to the processes `pids`.
+
+    Processes that are gone are ignored, and so are processes that belong to another user (because of `sudo`).
+    """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
-    """Send SIGKILL to all processes below `root`, a subreaper, until none is left; returns those left after `timeout` seconds.
+    """Send SIGKILL to all processes below the subreaper `root` until none is left, or until `timeout` seconds are over.
 
-    `collect` is called before each round and must reap zombies, which count as left. Processes in uninterruptible sleep may be
-    left.
+    Returns the ids of the processes that are left then, such as processes in uninterruptible sleep. `collect` is called before
+    each round and must reap zombies, which count as left.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -230,8 +244,8 @@ _LATER_SWEEPS = (1.0, 5.0)
 class StrayProcesses:
     """Kills the stray processes on this node: orphans that no running payload can have started.
 
-    An orphan may have another environment and another session than its payload, so neither shows which payload started it. But
-    the payload ran when the orphan started. So an orphan is a stray once all payloads that ran then have ended.
+    The payload that started an orphan ran when the orphan started. So an orphan is a stray process once all payloads that ran at
+    that time have ended. The environment and the session of an orphan do not show the payload, because an orphan may change both.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -244,7 +258,7 @@ class StrayProcesses:
         self._running.setdefault(nonce, uptime())
 
     def end(self, nonce: str) -> None:
-        """Record that the payload `nonce` has ended, and kill the stray processes now and again some seconds later."""
+        """Record that the payload `nonce` has ended; kill the stray processes now, and again some seconds later."""
         self._running.pop(nonce, None)
         self._sweep(_LATER_SWEEPS)
 
@@ -281,18 +295,18 @@ def guard(
     in_a_step: bool = False,
     orphaned: Callable[[], None] = lambda: None,
 ) -> int:
-    """Turn this process into the keeper: it runs `main` in a forked child, then kills all processes left below itself.
+    """Turn this process into the keeper: run `main` in a forked child, then kill all processes that are left below this process.
 
     Args:
         main: The function to run; returns an exit code.
-        excused: Called if `main` has failed; if it returns True, the exit code is 0.
+        excused: Called if `main` has failed. If the result is True, the keeper's exit code is 0.
         in_a_step: Whether this process belongs to a Slurm job step. The parent is then slurmstepd, or a program that starts a
             container below the process whose id is in `RAYSLURM_PARENT`. If the parent or that process ends, the keeper sends
             `main` SIGTERM.
-        orphaned: Called after the cleanup if the parent or that process has ended.
+        orphaned: Called after the cleanup if the parent or the process in `RAYSLURM_PARENT` has ended.
 
     Returns:
-        The exit code of `main`, or 128 + N if signal N ended it.
+        The exit code of `main`, or 128 + N if signal N ended the child.
     """
     become_subreaper()
     arrange = die_with_parent(signal.SIGTERM)
@@ -352,7 +366,7 @@ def guard(
 def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep) -> None:
     """Wait some seconds and cancel the Slurm job of this process, if this node is the job's first; on other nodes, do nothing.
 
-    To be called after slurmstepd was killed, because srun would then wait for its task for ever.
+    To be called after slurmstepd was killed, because srun would then wait for its task for ever. Errors of scancel are ignored.
     """
     if environ.get("SLURM_NODEID") == "0":
         sleep(_SCANCEL_DELAY)
@@ -363,7 +377,10 @@ def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = 
 
 
 def _wait(child: int) -> int:
-    """Wait for the process `child`, and reap other children that end earlier; returns the exit code, 128 + N after signal N."""
+    """Wait until the process `child` ends, and reap other children that end earlier.
+
+    Returns the exit code of `child`, or 128 + N after signal N.
+    """
     while True:
         pid, status = os.wait()
         if pid == child:

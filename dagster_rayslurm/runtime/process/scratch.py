@@ -1,10 +1,11 @@
-"""Scratch directories: private directories on the node's own disk with short names, and the removal of abandoned ones.
+"""Makes scratch directories, private directories on the node's own disk with short names, and removes abandoned ones.
 
 The names are short because Ray creates Unix sockets below its temporary directory. The path of a socket may have 107 bytes
 (unix(7)), of which Ray 2.60 needs 68 with the dashboard, so 39 are left.
 
-The process that makes a scratch directory holds a lock on it as long as the process lives. So a directory that is not locked was
-left by a killed process, and `sweep` removes it. Only directories that contain the marker file of this module are ever removed.
+The process that makes a scratch directory holds a lock on the directory as long as the process lives. So a directory that is not
+locked was left by a killed process, and `sweep` removes the directory. Only directories that contain the marker file of this
+module are ever removed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _lock_before = -1  # The file descriptor that `inherit` has found; -1 if there i
 
 
 def _bases(short: bool) -> List[str]:
-    """The directories in which scratch directories may be made, the preferred first; with `short`, only those with short paths.
+    """The directories in which scratch directories may be made, the preferred first.
 
-    A short path leaves room for the path of Ray's temporary directory for a payload's own Ray cluster: `x/r` in a scratch
-    directory, where `x` is one character.
+    If `short` is True, the result has only directories with short paths. A short path leaves room for the temporary directory of
+    a payload's own Ray cluster. This directory is `x/r` in a scratch directory, where `x` is one character.
     """
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", tempfile.gettempdir()]
     longest = MAX_RAY_TEMP_DIR_BYTES - len("/rs-12345678/x/r")
@@ -38,10 +39,11 @@ def _bases(short: bool) -> List[str]:
 
 
 class Scratch:
-    """A private directory (mode 0700) for sockets, tokens and Ray's files, which its process removes when it ends.
+    """A private directory (mode 0700) for sockets, tokens and Ray's files; `remove` removes the directory.
 
-    `needed` is not 0 for a directory that holds a copy of an environment: then the disk must have that many bytes free and allow
-    programs to run, and the path of the directory may be long. Raises OSError if no directory can be made.
+    `needed` is the size in bytes of the copy of an environment that the directory will hold, or 0. If `needed` is not 0, the disk
+    must have that many bytes free and allow programs to run, and the path may be long. Raises OSError if no directory can be
+    made.
     """
 
     def __init__(self, needed: int = 0) -> None:
@@ -60,7 +62,7 @@ class Scratch:
 
     @property
     def ray_temp_dir(self) -> str:
-        """Path of the temporary directory that Ray gets, below this directory."""
+        """Path of Ray's temporary directory, which is below this directory."""
         return os.path.join(self.path, "r")
 
     def join(self, *names: str) -> str:
@@ -71,7 +73,10 @@ class Scratch:
         _remove(self.path, self._lock)
 
     def outlive_exec(self) -> Dict[str, str]:
-        """Keep the lock when this process executes another program; returns the variable by which `inherit` finds the lock."""
+        """Keep the lock when this process executes another program.
+
+        Returns the environment variable by which `inherit` finds the lock in the other program.
+        """
         os.set_inheritable(self._lock, True)
         return {_INHERITED: str(self._lock)}
 
@@ -87,7 +92,7 @@ def inherit() -> None:
 def release() -> None:
     """Close this process's descriptor of the lock from `inherit`, so that only this process's children hold the lock.
 
-    After their end, `sweep` removes the directory.
+    After the end of the children, `sweep` removes the directory.
     """
     global _lock_before
     if _lock_before != -1:
@@ -104,7 +109,7 @@ def _check_disk(path: str, needed: int) -> None:
 
 
 def _claim(path: str) -> int:
-    """Lock a new directory, write the marker file into it, and return the file descriptor that holds the lock.
+    """Lock a new directory, write the marker file into the directory, and return the file descriptor that holds the lock.
 
     If either fails, the directory is removed, and OSError is raised.
     """
@@ -142,7 +147,7 @@ def _remove(path: str, lock: Optional[int]) -> None:
 
 
 def sweep() -> List[str]:
-    """Remove the scratch directories that this user's killed processes left, and return the paths of those removed."""
+    """Remove the scratch directories that this user's killed processes left, and return the paths of the removed directories."""
     removed = []
     for base in _bases(short=False):
         with contextlib.suppress(OSError):

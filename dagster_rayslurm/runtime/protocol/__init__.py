@@ -1,5 +1,5 @@
 """The data that Dagster's side and the runtime exchange.
 
-Start records (`spec`), the run record (`record`), messages and their types (`messages`), connections for them (`rpc`), and a
+The modules have start records (`spec`), the run record (`record`), messages (`messages`), connections for messages (`rpc`), and a
 relay for connections to ports of a node (`relay`).
 """

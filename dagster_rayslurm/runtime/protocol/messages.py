@@ -1,4 +1,4 @@
-"""Types of messages: how payloads end, commands and events between runtimes, requests to a runtime and their answers."""
+"""Types of messages: how payloads end, commands and events between runtimes, requests to a runtime and answers to requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Answer = Dict[str, Any]
 
 
 class TextEnum(str, Enum):
-    """An enum with texts as values: a member is written to JSON and messages as its value."""
+    """An enum whose values are texts; in JSON and in messages, a member is written as its value."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class EndReason(TextEnum):
-    """Why a payload ended: `reason` of the `end` record; `outcome.verdict` maps each to a kind of failure."""
+    """Why a payload ended: the `reason` of the `end` record. `outcome.verdict` maps each reason to a kind of failure."""
 
     EXIT = "exit"  # The payload's process ended by itself; `End.exit_code` or `End.signal` says how.
     CANCEL = "cancel"  # Dagster or `cleanup_cluster` cancelled the payload.
@@ -39,7 +39,7 @@ class EndReason(TextEnum):
 
 @dataclass(frozen=True)
 class End:
-    """How a payload ended: the reason, an explanation for the Dagster log, and how its process ended."""
+    """How a payload ended: the reason, an explanation for the Dagster log, and how the payload's process ended."""
 
     reason: EndReason
     message: Optional[str] = None  # None if the reason says it all.
@@ -48,7 +48,10 @@ class End:
 
 
 def defect(error: BaseException) -> End:
-    """The `End` of a payload that an unexpected exception in the runtime ended; its message is one line without traceback."""
+    """The `End` of a payload that the exception `error`, a defect of the runtime, ended.
+
+    The message is one line without traceback.
+    """
     text = " ".join(str(error).split())
     return End(EndReason.RUNTIME, type(error).__name__ + (": " + text if text else ""))
 
@@ -58,7 +61,7 @@ Unhealthy = Dict[str, str]
 
 
 class ClusterError(Exception):
-    """The failure of a Ray cluster: raised if the cluster did not start, passed to callbacks if it was lost.
+    """The failure of a Ray cluster: raised if the cluster did not start, passed to callbacks if the cluster was lost.
 
     `reason` is CLUSTER_START or CLUSTER_LOST, or ENVIRONMENT if the installed Ray cannot be used.
     """
@@ -124,15 +127,15 @@ class Refusal(TextEnum):
 
 
 def refuse(error: Refusal, message: object = None, **more: Any) -> Answer:
-    """An answer that refuses a request: `error` is the kind of refusal, `message` explains it, `more` are further keys."""
+    """An answer that refuses a request: `error` is the kind of refusal, `message` an explanation or None, `more` further keys."""
     answer = {"ok": False, "error": error.value, **more}
     return answer if message is None else {**answer, "message": str(message)}
 
 
 def answer_safely(handle: Callable[[], Any]) -> Any:
-    """Call `handle`, which answers a request, and return its answer; if `handle` raises an exception, return a refusal.
+    """Call `handle`, which answers a request, and return the answer; if `handle` raises an exception, return a refusal.
 
-    An exception that nobody catches would end the runtime, and with it the payloads of other clients.
+    An uncaught exception would end the runtime, and with the runtime the payloads of other clients.
     """
     try:
         return handle()

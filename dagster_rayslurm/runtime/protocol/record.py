@@ -3,10 +3,10 @@
 docs/architecture.md lists the files, the types of records and the rules that make the record reliable. A line is a JSON object
 without newlines and NUL bytes, whose last member is `"crc"`: the CRC-32 of all bytes of the line before `,"crc":"`.
 
-If a write fails halfway, the appender removes the torn line before it writes the next one. If a writer was killed halfway, the
-next writer ends the torn line with a newline, and readers drop it. Appended lines reach other hosts when `sync` calls fsync. A
-reader's whole state is a byte offset, which only moves past complete lines. NUL bytes are pages that a network file system does
-not show yet; those that stay for a minute are damage.
+If a write fails halfway, the appender removes the torn line before the appender writes the next line. If a writer was killed
+halfway, the next writer ends the torn line with a newline, and readers drop the torn line. Appended lines reach other hosts when
+`sync` calls fsync. A reader's whole state is a byte offset, which only moves past complete lines. NUL bytes are pages that a
+network file system does not show yet; NUL bytes that stay for a minute are damage.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ Record = Dict[str, Any]  # The JSON object of one line.
 
 
 def encode(record: Record) -> bytes:
-    """The line for a record, with its checksum and a newline."""
+    """The line for a record, with checksum and newline."""
     body = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")[:-1]
     return body + _CRC_KEY + b'%08x"}\n' % zlib.crc32(body)
 
 
 def decode(line: bytes) -> Optional[Record]:
-    """The record in a line, which is given without its newline; None if the line is damaged."""
+    """The record in `line`, which is given without the newline at the end; None if the line is damaged."""
     body, key, tail = line.rpartition(_CRC_KEY)
     if not key or tail != b'%08x"}' % zlib.crc32(body):
         return None
@@ -74,11 +74,11 @@ class LineReader:
 
     @property
     def next_read(self) -> int:
-        """Position in the file from which to read next: after the lines at `offset` and the partial line in memory."""
+        """Position in the file from which to read next: after the lines before `offset` and the partial line in memory."""
         return self.offset + self._partial_bytes
 
     def feed(self, data: bytes) -> List[Record]:
-        """Process `data`, which was read at `next_read`, and return the records of the lines that it completes."""
+        """Process `data`, which was read at `next_read`, and return the records of the lines that `data` completes."""
         hole = data.find(b"\0")
         self._hole_reads = 0 if hole else self._hole_reads + 1
         if hole >= 0 and self._hole_reads <= _MAX_HOLE_READS:
@@ -100,7 +100,10 @@ class LineReader:
 
 
 class Appender:
-    """Appends lines to a file that no other process writes; removes the torn line of a failed write before the next append."""
+    """Appends lines to a file that no other process writes; removes the torn line of a failed write before the next append.
+
+    The constructor raises OSError if the file cannot be opened.
+    """
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -111,7 +114,7 @@ class Appender:
             self.append(b"\n")  # This ends the torn line of a killed writer.
 
     def append(self, data: bytes) -> None:
-        """Append lines that `encode` made: all of them or, if `OSError` is raised, none."""
+        """Append lines that `encode` made. If the write fails, raises `OSError`, and none of the lines are appended."""
         self._mend()
         view, self._torn = memoryview(data), True
         try:
@@ -125,13 +128,13 @@ class Appender:
         self._torn, self._dirty = False, True
 
     def _mend(self) -> None:
-        """Truncate the torn line of a failed write."""
+        """Truncate the torn line of a failed write, if any; raises OSError if truncation fails."""
         if self._torn:
             os.ftruncate(self._fd, self.size)
             self._torn = False
 
     def sync(self) -> None:
-        """Make the appended lines visible to other hosts: a network file system sends them on fsync."""
+        """Make the appended lines visible to other hosts: a network file system sends the lines on fsync."""
         if self._dirty:
             os.fsync(self._fd)
             self._dirty = False
@@ -141,7 +144,7 @@ class Appender:
 
 
 class RunRecord:
-    """Writes the run record of one payload, or continues it after Slurm has run the job again (`attempt` > 0).
+    """Writes the run record of one payload, or continues the record after Slurm has run the job again (`attempt` > 0).
 
     Output that cannot be recorded (size limit, full disk) is dropped and counted, with one remark in the recorded output. A
     journal line that cannot be recorded raises `OSError`, because a lost Pipes message is a lost result. The constructor raises
@@ -170,11 +173,14 @@ class RunRecord:
             undo.pop_all()
 
     def write(self, *records: Record) -> None:
-        """Append records to the journal."""
+        """Append records to the journal; raises OSError, and appends no record, if the write fails."""
         self._journal.append(b"".join(map(encode, records)))
 
     def output(self, stream: str, text: str, at: float) -> None:
-        """Append output of the payload ("stdout" or "stderr") with its time since the epoch, or count it as dropped."""
+        """Append output of the payload to the recorded output, or count the output as dropped.
+
+        `stream` is "stdout" or "stderr", and `at` is the time of the output in seconds since the epoch.
+        """
         if not self._stdio_dropped:
             line = encode({"s": stream, "t": round(at, 3), "d": text})
             try:
@@ -194,9 +200,10 @@ class RunRecord:
         self._journal.sync()
 
     def end(self, record: Record) -> None:
-        """Append the `end` record and close the run record; reserved disk space lets this succeed on a full disk.
+        """Append the `end` record and close the run record; reserved disk space lets this method succeed on a full disk.
 
-        Raises OSError if that fails; then this method may be called again. Does nothing after it has succeeded.
+        Raises OSError if the record cannot be written; the method may then be called again. After a success, further calls do
+        nothing.
         """
         if self.ended:
             return
@@ -226,27 +233,30 @@ class RunRecord:
 
 
 def node_log(place: int) -> str:
-    """Name of the log of the node with this index; it contains the output of the node's runtime and of its Slurm task."""
+    """Name of the log of the node with the index `place`; the log contains the output of the node's runtime and Slurm task."""
     return "node-%d.log" % place
 
 
 def component_dir(run_dir: str, component_id: str) -> str:
-    """Path of the run directory of one component, given the directory of the whole run (separate topology)."""
+    """Path of the run directory of one component (separate topology); `run_dir` is the directory of the whole run."""
     return os.path.join(run_dir, COMPONENTS, component_id)
 
 
 def run_of_component(directory: str) -> str:
-    """Path of the directory of the whole run, given the run directory of one component (separate topology)."""
+    """Path of the directory of the whole run (separate topology); `directory` is the run directory of one component."""
     return os.path.dirname(os.path.dirname(directory))
 
 
 def temporary_name(path: str) -> str:
-    """A new path in the directory of `path`, which no other thread, process or host uses; the name is short."""
+    """A new path with a short name in the directory of `path`; no other thread, process or host uses the new path."""
     return os.path.join(os.path.dirname(path), ".rs-%s.tmp" % os.urandom(8).hex())
 
 
 def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
-    """Write a file so that readers see either its old or its new content; if that fails, raises OSError and keeps the old one."""
+    """Write a file so that readers see either the old or the new content; `mode` has the file's permissions.
+
+    If writing fails, raises OSError, and the old content stays.
+    """
     temporary = temporary_name(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -263,12 +273,12 @@ def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
 
 
 def tail_lines(text: str, lines: int = 40) -> str:
-    """The end of a text: at most its last `lines` lines, and at most 8,000 characters."""
+    """The end of a text: at most the last `lines` lines, and at most 8,000 characters."""
     return "\n".join(text[-8000:].splitlines()[-lines:])
 
 
 def tail_file(path: str, lines: int = 40) -> str:
-    """At most the last `lines` lines of a log file, from its last 16 KiB; "" if the file cannot be read."""
+    """At most the last `lines` lines of the log file `path`, from the file's last 16 KiB; "" if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -279,6 +289,6 @@ def tail_file(path: str, lines: int = 40) -> str:
 
 
 def split_lines(buffer: bytes) -> Tuple[List[bytes], bytes]:
-    """The complete lines of a buffer, without their newlines, and the rest after the last newline."""
+    """The complete lines of a buffer, without the newlines, and the bytes after the last newline."""
     *lines, rest = buffer.split(b"\n")
     return lines, rest

@@ -1,10 +1,10 @@
-"""Many connections to ports of one node over a single stream of bytes, such as that of an `srun`: frames and flow control.
+"""Carries many connections to ports of one node over one stream of bytes, such as the stream of an `srun`.
 
-The client asks for connections. The relay, a process on the node, connects each to a port of its own loopback address, and copies
-the data in both directions. It writes `HELLO` first, because a shell or srun may print lines before. Then each side sends frames:
-number of the connection, kind, length, data. A sender has at most `WINDOW` bytes of a connection on the way that the other side
-has not passed on, so that a slow connection does not hold up the others. The end of the stream ends the relay and all
-connections.
+The client asks for connections. The relay, a process on the node, connects each to a port of the node's loopback address, and
+copies the data in both directions. The relay writes `HELLO` first, because a shell or srun may print lines before. Then each side
+sends frames: number of the connection, kind, length, data. A sender has at most `WINDOW` bytes of a connection on the way that
+the receiver has not passed on, so that a slow connection does not hold up other connections. The end of the stream ends the relay
+and all connections.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Stream:
         self._changed = asyncio.Event()
 
     async def read(self) -> bytes:
-        """Wait for the next bytes and return them; b"" once the other side sends no more, or after a reset."""
+        """Wait for the next bytes and return them; return b"" once the other side sends no more data, or after a reset."""
         while not (self._chunks or self._ended):
             await self._wait()
         data = b"".join(self._chunks)
@@ -108,7 +108,7 @@ class Stream:
 
 
 class Lines:
-    """Replaces an `asyncio.StreamWriter`: sends the bytes of each write as a line of base64, for channels that carry text."""
+    """Sends the bytes of each write as a line of base64; replaces an `asyncio.StreamWriter` for channels that carry text."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -120,7 +120,10 @@ class Lines:
 
 
 async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) -> None:
-    """Decode the lines that `Lines` has sent and feed their bytes to `reader`, until the end; other lines are ignored."""
+    """Decode the lines that `Lines` has sent and feed the decoded bytes to `reader`, until the end; other lines are ignored.
+
+    An error of the connection or a damaged line counts as the end.
+    """
     try:
         while True:
             line = await lines.readline()
@@ -137,8 +140,8 @@ async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) 
 class Multiplexer:
     """One side of a stream that carries many connections; `run` processes the frames that the other side sends.
 
-    `accept` is called with each connection that the other side opens, and with the port to connect to. Without `accept`, the
-    other side cannot open connections: its requests are ignored.
+    `accept` is called for each connection that the other side opens, with the connection and the port that the other side asks
+    for. Without `accept`, the other side cannot open connections: requests to open a connection are ignored.
     """
 
     def __init__(
@@ -155,7 +158,10 @@ class Multiplexer:
         self.over = False
 
     async def open(self, port: int) -> Stream:
-        """Open a connection to a port of the node, and return it; the connection ends at once if nothing listens there."""
+        """Open a connection to a port of the node, and return the connection.
+
+        The connection ends at once if nothing listens there.
+        """
         self._last += 1
         stream = self.streams[self._last] = Stream(self, self._last)
         if self.over:
@@ -164,7 +170,7 @@ class Multiplexer:
         return stream
 
     async def send(self, number: int, kind: Kind, data: bytes = b"") -> None:
-        """Send a frame; does nothing once the stream has ended."""
+        """Send a frame of the connection `number`; does nothing once the stream has ended."""
         async with self._lock:
             if not self.over:
                 try:
@@ -205,14 +211,14 @@ class Multiplexer:
 
 
 class _Over(Exception):
-    """Raised inside `copy` when the connection is over, so that `copy` ends."""
+    """Raised inside `copy` to end `copy` when the connection is over."""
 
 
 async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serves: bool = False) -> None:
     """Copy data both ways between a TCP connection (`reader`, `writer`) and the multiplexed `stream`, and close both at the end.
 
-    The end comes when the server closes its connection, or when either connection is reset. With `serves` the server is at the
-    TCP connection, otherwise behind the multiplexed one.
+    The end comes when the server closes its connection, or when either connection is reset. If `serves` is True, the server is at
+    the TCP connection, otherwise at the other end of `stream`.
     """
 
     async def away() -> None:
@@ -253,7 +259,10 @@ async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.Str
 
 
 async def _connect(stream: Stream, port: int) -> None:
-    """Connect to the port of this node that the client has requested by opening `stream`; copy data until one side ends."""
+    """Connect to `port` of this node, and copy data between this connection and `stream` until one side ends.
+
+    If nothing listens on the port, `stream` is closed.
+    """
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -273,7 +282,7 @@ async def _relay() -> None:
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lines: bool = False) -> None:
-    """Serve one client until its stream ends; `lines` is True if the client reads the stream with `read_lines`."""
+    """Serve one client until the client's stream ends; `lines` is True if the client reads the stream with `read_lines`."""
     writer.write(HELLO)
     await Multiplexer(reader, Lines(writer) if lines else writer, _connect).run()
 

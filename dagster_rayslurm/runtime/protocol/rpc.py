@@ -2,9 +2,9 @@
 
 `RpcServer` accepts connections, `RpcClient` keeps a connection and reconnects, and `call` sends one request without an event
 loop. First each end sends `{"challenge": C}` with 32 random hex digits. Then the client sends `{"proof": P}`, where P is
-HMAC-SHA256(key, "client:<server's challenge>:<client's challenge>"). The server checks this proof and sends its own proof, with
-"server" and the two challenges in the other order. The key is in the start record, which only its user can read. Later messages
-are neither signed nor encrypted.
+HMAC-SHA256(key, "client:<server's challenge>:<client's challenge>"). The server checks this proof and sends a proof of its own,
+with "server" and the two challenges in the other order. The key is in the start record, which only the record's user can read.
+Later messages are neither signed nor encrypted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Role(TextEnum):
 
 
 def derive_key(key: str, purpose: str) -> str:
-    """A key for one purpose, derived from another key; both are hex digits."""
+    """A key for the purpose `purpose`, derived from `key`; both keys are hex digits."""
     return hmac.new(bytes.fromhex(key), purpose.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
@@ -67,9 +67,10 @@ def _decode(line: bytes) -> Message:
 
 
 class Handshake:
-    """One end's part of the handshake: proves that this end knows the key, and checks the other end.
+    """One end's part of the handshake: proves that this end knows the key, and checks the proof of the other end.
 
-    The line to send first is `opening`; `receive` returns the others. `done` tells whether the other end has proved itself.
+    `opening` is the line to send first; `receive` returns the later lines. `done` tells whether the other end has proved that it
+    knows the key.
     """
 
     def __init__(self, key: str, role: Role) -> None:
@@ -80,9 +81,10 @@ class Handshake:
         self.done = False
 
     def receive(self, line: bytes) -> bytes:
-        """Check a line that the other end has sent; returns the next line to send, b"" if there is nothing to send now.
+        """Check a line that the other end has sent; returns the next line to send, or b"" if there is nothing to send now.
 
-        Raises ValueError if the other end does not know the key or this protocol.
+        Raises ValueError if the line shows that the other end does not know the key or this protocol. Raises RecursionError for
+        deeply nested JSON.
         """
         name = "proof" if self._peer_challenge else "challenge"
         value = _decode(line).get(name)
@@ -111,18 +113,18 @@ class Listener:
         """Called when both ends have proved that they know the key."""
 
     def received(self, channel: "Channel", message: Message) -> None:
-        """Called when a message has arrived. An exception raised here ends this channel only."""
+        """Called when a message has arrived. An exception that this method raises ends only this channel."""
 
     def closed(self, channel: "Channel", why: str) -> None:
-        """Called once when the channel has ended, except after `Channel.close`."""
+        """Called once with the reason `why` when the channel has ended, except after `Channel.close`."""
 
 
 @dataclass(eq=False, repr=False)
 class Channel:
     """One end of a connection: authenticates the other end, then sends and receives messages.
 
-    With `heartbeat`, the channel sends `{"op": "ping"}` every few seconds, and ends when the other end has been silent for
-    `HEARTBEAT_TIMEOUT` seconds; the other end must also have `heartbeat` set.
+    The channel sends `{"op": "ping"}` every few seconds if `heartbeat` is True. The channel then also ends when the other end has
+    been silent for `HEARTBEAT_TIMEOUT` seconds. Both ends must have the same value of `heartbeat`.
     """
 
     loop: Loop
@@ -151,7 +153,7 @@ class Channel:
         self._send_line(_encode(message))
 
     def wait_closed(self, deadline: float) -> None:
-        """Block until the other end closes the connection, or the deadline has come; then close this end of the connection.
+        """Block until the other end closes the connection, or until the deadline; then close this end of the connection.
 
         `deadline` is a time of `time.monotonic`. This method is for the end of the process, when the event loop no longer runs.
         """
@@ -242,9 +244,10 @@ _ACCEPT_PAUSE = 0.2
 
 
 def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
-    """Returns a socket that listens on the first free port of `ports`: for all hosts, or for this machine only with `loopback`.
+    """Returns a socket that listens on the first free port of `ports`.
 
-    Raises OSError if no port is free.
+    The socket accepts connections from all hosts or, if `loopback` is True, from this machine only. Raises OSError if no port is
+    free.
     """
     problem: Optional[OSError] = None
     for port in ports:
@@ -259,9 +262,9 @@ def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
 
 @dataclass(eq=False, repr=False)
 class RpcServer:
-    """Listens for connections, and creates a `Channel` for each; the channels call the methods of `listener`.
+    """Listens for connections, and creates a `Channel` for each connection; the channels call the methods of `listener`.
 
-    The constructor raises OSError if none of the `ports` is free.
+    `key` is the secret that both ends know, in hex. The constructor raises OSError if none of the `ports` is free.
     """
 
     loop: Loop
@@ -305,7 +308,8 @@ _RETRY_PAUSE = 0.1  # Seconds after a failure until the next address is tried.
 class RpcClient(Listener):
     """Keeps a connection with heartbeat to a server at one of several addresses, and reconnects after a loss.
 
-    `addresses` are tried in turn, the likeliest first, from the call of `connect` on.
+    From the call of `connect` on, the client tries the `addresses` in turn, the likeliest first. `key` is the secret that both
+    ends know, in hex.
     """
 
     loop: Loop
@@ -327,7 +331,7 @@ class RpcClient(Listener):
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the server last sent anything; before the first connection, since this client was created."""
+        """Seconds since the server last sent anything; before the first connection, seconds since this client was created."""
         if self._channel is not None and self._channel.is_authenticated:
             self._last_received = self._channel.last_received
         return self.loop.now() - self._last_received
@@ -338,7 +342,7 @@ class RpcClient(Listener):
             self._channel.send(**message)
 
     def connect(self) -> None:
-        """Begin to connect to the next address in the list; does nothing after `close`."""
+        """Begin to connect to the next address of the list; does nothing after `close`."""
         if self._closed:
             return
         (address, info), sock = self._targets.pop(0), None
@@ -389,7 +393,7 @@ class RpcClient(Listener):
 def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
     """The addresses to try, the likeliest first: each host with each port.
 
-    The server runs on one of these hosts, and listens on the first of the ports that is free there.
+    The server runs on one of the `hosts`, and listens on the first port of `ports` that is free on that host.
     """
     return [(host, port) for port in ports for host in dict.fromkeys(hosts)]
 
@@ -405,7 +409,7 @@ class NotConnected(OSError):
 
 
 class AnswerLost(OSError):
-    """Raised when the request was sent, so that the session may have received it, but no answer came."""
+    """Raised when the request was sent but no answer came; the session may have received the request."""
 
 
 def call(
@@ -415,10 +419,10 @@ def call(
     handshake_timeout: float = _HANDSHAKE_TIMEOUT,
     before_send: Callable[[], None] = lambda: None,
 ) -> Message:
-    """Authenticate with a session over a socket, send it a request, and return its answer.
+    """Authenticate with a session over the socket `sock`, send the session a request, and return the answer.
 
-    `before_send` is called just before the request is sent. Raises NotConnected if the request was not sent, and AnswerLost if it
-    was sent but no answer came.
+    `key` is the session's secret, in hex. `before_send` is called just before the request is sent. Raises NotConnected if the
+    request was not sent, and AnswerLost if the request was sent but no answer came.
     """
 
     def exchange(line: bytes, limit: int) -> bytes:
@@ -447,9 +451,10 @@ def call(
 
 
 def main(session_dir: str) -> int:
-    """Read a request from standard input, send it to the session on this node, and print the answer.
+    """Read a request from standard input, send the request to the session on this node, and print the answer.
 
-    Returns the exit code: 0, or 75 if there was no answer. `srun --overlap` starts this program.
+    `session_dir` is the session's directory, which has the announcement. Returns the exit code: 0, or 75 if there was no answer.
+    `srun --overlap` starts this program.
     """
     try:
         request = json.load(sys.stdin)

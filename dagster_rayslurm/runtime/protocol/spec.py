@@ -31,7 +31,7 @@ RAY_COORDINATES = (
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Settings of Ray for the nodes of one component; they replace the fields with the same names in `RaySpec`."""
+    """Settings of Ray for the nodes of one component; the settings replace the fields with the same names in `RaySpec`."""
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -113,7 +113,7 @@ class PayloadSpec:
 
 @dataclass(frozen=True)
 class BarrierSpec:
-    """How the runtime of a component reaches the barrier, at which the payloads of all components wait for each other.
+    """How the runtime of a component reaches the barrier, where the payloads of all components wait for each other.
 
     The first component's runtime is the host of the barrier.
     """
@@ -157,7 +157,10 @@ class RuntimeSpec:
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """How the owner of a Ray cluster reaches its dashboard; contains secrets, so only the owner may read this record."""
+    """How the owner of a Ray cluster reaches the dashboard.
+
+    This record contains secrets, so only the owner may read the record.
+    """
 
     cluster_id: str
     hostname: str  # Of the head node.
@@ -174,7 +177,7 @@ class ClusterAccess:
 
 @dataclass(frozen=True)
 class Announcement:
-    """How to reach a session, and its state; the session writes both into `session.json`."""
+    """How to reach a session, and the session's state; the session writes this record into `session.json`."""
 
     cluster_id: str
     job_id: str  # Slurm's id of the session's job, or the id of its process on this machine.
@@ -194,18 +197,19 @@ class Announcement:
 
 
 class SpecError(ValueError):
-    """Raised when a start record or message has an invalid value, key or version; the text says which."""
+    """Raised when a start record or message has an invalid value, key or version; the text names the value, key or version."""
 
 
 def to_json(spec: Any) -> str:
-    """The JSON text of a start record, with one key per line so that people can read it in the run directory."""
+    """The JSON text of a start record, indented so that people can read the text in the run directory."""
     return json.dumps(dataclasses.asdict(spec), indent=1, sort_keys=True)
 
 
 def from_json(cls: Type[T], text: str) -> T:
     """The start record in a JSON text, as an instance of `cls`.
 
-    Raises SpecError if keys or types are not those of the class, or if the record has another protocol version.
+    Raises SpecError if the text is not JSON, if keys or types are not the keys and types of the class, or if the record has
+    another protocol version.
     """
     try:
         data = json.loads(text)
@@ -221,7 +225,10 @@ def from_json(cls: Type[T], text: str) -> T:
 
 
 def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
-    """An instance of the dataclass `cls` from a JSON object; raises SpecError, which cites `where`, for wrong keys or types."""
+    """An instance of the dataclass `cls` from the JSON object `data`.
+
+    Raises SpecError for wrong keys or types; `where` names the JSON object in the error text.
+    """
     if not isinstance(data, dict):
         raise SpecError("%s is not a JSON object" % where)
     types = get_type_hints(cls)
@@ -236,9 +243,9 @@ def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    """Returns a JSON value converted to `kind`, the type of a field; a JSON object becomes a dataclass if `kind` is one.
+    """Returns a JSON value converted to `kind`, the type of a field; a JSON object becomes a dataclass if `kind` is a dataclass.
 
-    Raises SpecError, which names the value by `where`, if the value has another type.
+    Raises SpecError if the value has another type; `where` names the value in the error text.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Union:  # The one union that is used is Optional.
@@ -265,7 +272,7 @@ def _is_scalar(kind: Any, value: Any) -> bool:
 
 
 def is_passable(text: str) -> bool:
-    """Whether the operating system accepts a text as an argument, an environment variable or a path."""
+    """Whether the operating system accepts `text` as an argument, an environment variable or a path."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -301,7 +308,7 @@ def read_text(path: str) -> str:
 
 
 def load_spec(directory: str) -> RuntimeSpec:
-    """The start record of the runtime in its run or session directory.
+    """The start record of the runtime, read from `directory`, the run directory or session directory.
 
     Exits the process with an error message if the start record is missing or invalid.
     """
@@ -312,9 +319,9 @@ def load_spec(directory: str) -> RuntimeSpec:
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Returns the payload's secret environment variables from their file, and deletes the file unless `keep` is True.
+    """Returns the payload's secret environment variables from the file in `run_dir`; deletes the file unless `keep` is True.
 
-    Returns {} if there is no file. Raises SpecError, and keeps the file, if its content is invalid.
+    Returns {} if there is no file. If the file's content is invalid, raises SpecError and keeps the file.
     """
     path = os.path.join(run_dir, SECRETS)
     try:

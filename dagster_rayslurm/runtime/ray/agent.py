@@ -1,7 +1,7 @@
-"""The agent on each node of a Ray cluster: it starts and ends Ray there, and measures payloads.
+"""The agent on each node of a Ray cluster: the agent starts and ends Ray on its node, and measures payloads.
 
-The head's side of the worker nodes is `node.worker_nodes`. `Worker` is the runtime that connects an agent to the head; a
-`SimulatedNode` has its agent in the head's own runtime.
+The head's side of the worker nodes is `node.worker_nodes`. `Worker` is the runtime that connects an agent to the head. The agent
+of a `SimulatedNode` runs in the head's own runtime.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class NodeAgent:
     """Runs Ray and measures payloads on one node, for one or several Ray clusters.
 
     The head's runtime calls the agent of its own node directly. The agent of a worker node carries out the head's commands. A
-    simulated node shares the machine and the head's runtime, so its agent measures only the processes of its Ray, and looks for
-    no stray processes.
+    simulated node shares the machine and the head's runtime, so the agent of a simulated node measures only the processes of its
+    Ray, and looks for no stray processes.
     """
 
     loop: Loop
@@ -64,14 +64,15 @@ class NodeAgent:
         return [ray.pid for ray in self.rays.values() if ray.pid is not None and chosen(ray)]
 
     def guarded_pids(self) -> List[int]:
-        """Process ids of those root processes of Ray whose workers may be killed when the node's memory is nearly full."""
+        """Process ids of the root processes of Ray whose workers may be killed when the node's memory is nearly full."""
         return self.pids(lambda ray: ray.cluster.memory_guard)
 
     def prepare_ray(self, spec: RaySpec, key: str, nodes: int, on_event: Callable[[Event], None]) -> RayNode:
-        """Create a `RayNode` for a cluster on this node, without starting Ray yet; ends an earlier `RayNode` of the same cluster.
+        """Create a `RayNode` for a cluster on this node, without starting Ray; ends an earlier `RayNode` of the same cluster.
 
-        `key` is "" for the warm cluster and the payload's nonce for its own; `nodes` is the number of nodes of the complete
-        cluster. Raises OSError if no directory can be made for the cluster.
+        `spec` has the settings of the cluster. `key` is "" for the warm cluster, and the payload's nonce for a payload's own
+        cluster. `nodes` is the number of nodes of the complete cluster. Raises OSError if no directory can be made for the
+        cluster.
         """
         before = self.rays.get(key)
         if before is not None:
@@ -84,7 +85,7 @@ class NodeAgent:
         return ray
 
     def end_ray(self, key: str) -> None:
-        """End Ray at once on this node for a payload's own cluster, and remove its directory."""
+        """End Ray at once on this node for the cluster with this key, and remove the directory of a payload's own cluster."""
         ray = self.rays.pop(key, None)
         if ray is not None:
             ray.end()
@@ -97,10 +98,11 @@ class NodeAgent:
             ray.end()
 
     def sampler(self, nonce: str, uses_ray: bool, shared: bool, foreign: Callable[[], List[int]] = list) -> UsageSampler:
-        """Begin to measure a payload on this node; returns the sampler, by which the caller stops the measurement.
+        """Begin to measure a payload on this node; returns the sampler, whose `stop` ends the measurement.
 
-        The processes that `foreign` returns and the Ray clusters of other payloads do not count. `shared` tells whether several
-        payloads share the Ray cluster; then only this payload's Ray jobs count as its own.
+        `nonce` identifies the payload, and `uses_ray` tells whether the payload uses a Ray cluster. The processes that `foreign`
+        returns and the Ray clusters of other payloads do not count. `shared` tells whether several payloads share the Ray
+        cluster; then only this payload's Ray jobs count as its own.
         """
         own = (nonce if nonce in self.rays else "") if uses_ray else None
         ray = None if own is None else self.rays.get(own)
@@ -111,9 +113,10 @@ class NodeAgent:
         return UsageSampler(self.loop, self._gpus, temp_dir, excluded, roots, jobs)
 
     def archive_logs(self, key: str, run_dir: str, done: Callable[[Optional[str]], None]) -> None:
-        """Archive the logs of a Ray cluster on this node into a run directory.
+        """Archive the logs of a Ray cluster on this node into the run directory `run_dir`.
 
-        Calls `done` with the name of the archive; with None if there are no logs, or the archive cannot be written in time.
+        `done` is called with the name of the archive. The name is None if there are no logs, or if the archive cannot be written
+        in time.
         """
         name = archive_name(named(health.node_name(os.environ), self.machine.component))
         logs = logs_of(self.rays[key].scratch.ray_temp_dir) if key in self.rays else ""
@@ -128,7 +131,7 @@ class NodeAgent:
     # ---- The head's commands to a worker node
 
     def log(self, text: str) -> None:
-        """Write to the node's log; if the node fails, the head shows the last lines of that log."""
+        """Write a line to the node's log; if the node fails, the head shows the last lines of the log."""
         print("rayslurm on %s: %s" % (self.machine.name, text), file=sys.stderr, flush=True)
 
     def handle(self, command: Message) -> None:
@@ -159,9 +162,9 @@ class NodeAgent:
             self.end()
 
     def _failure(self, command: Message, error: ClusterError, tails: Mapping[str, str]) -> Message:
-        """Log an error of Ray on this node, and return the event by which the agent reports that error to the head.
+        """Log an error of Ray on this node, and return the event by which the agent reports the error to the head.
 
-        `command` is the one by which Ray was started, and `tails` are the last lines of Ray's logs by name.
+        `command` is the command by which Ray was started, and `tails` has the last lines of Ray's logs by name.
         """
         self.log(str(error))
         what = {"cluster": command["cluster"], "attempt": command["attempt"], "tails": dict(tails)}
@@ -171,7 +174,7 @@ class NodeAgent:
     def _start_ray(self, command: Message) -> None:
         """Carry out the head's command to start Ray on this node, or to start Ray again with the head's new address.
 
-        The head repeats the command after a reconnection. Then Ray is not started again; only a failure, which the head may have
+        The head repeats the command after a reconnection. Ray is then not started again. Only a failure, which the head may have
         missed, is reported again.
         """
         key, attempt = command["cluster"], command["attempt"]
@@ -193,9 +196,9 @@ class NodeAgent:
         ray.start(command["gcs"])
 
     def _measure(self, nonce: str, job_ids: Optional[List[str]]) -> None:
-        """Start to measure a payload on this node, or, if it is measured already, add to its known Ray jobs.
+        """Start to measure a payload on this node; if the payload is measured already, add to the payload's known Ray jobs.
 
-        `job_ids` are the `jobs` of `WorkerNodes.measure`.
+        `nonce` identifies the payload. `job_ids` are the `jobs` of `WorkerNodes.measure`.
         """
         if nonce not in self._samplers:
             if not self.simulated:
@@ -210,10 +213,10 @@ class NodeAgent:
 
 
 def simulate(nodes: WorkerNodes, spec: RuntimeSpec, shares: List[Share], private: Scratch) -> RuntimeSpec:
-    """Add a simulated node to `nodes` for each component but the head's; returns the start record that their agents get.
+    """Add a simulated node to `nodes` for each component but the head's; returns the start record for the agents of these nodes.
 
     The returned record requests nothing of Slurm, because the shares determine the resources, and has a new shared secret.
-    `shares` are those of all components, the head's first.
+    `shares` has the shares of all components, the head's first. `private` is the scratch directory of the runtime.
     """
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
@@ -315,8 +318,8 @@ class Worker(Listener):
     def _signalled(self, signum: int) -> None:
         """Handle a signal: end this runtime if the head is not connected; otherwise the head decides when this runtime ends.
 
-        Slurm usually signals all processes of the step, and so the head as well, which gives payloads their grace period. If the
-        job has several components, Slurm may end only the component of this node; see `_leave_component`.
+        Slurm usually signals all processes of the step. The head then gets the signal as well, and gives payloads their grace
+        period. If the job has several components, Slurm may end only the component of this node; see `_leave_component`.
         """
         self._agent.log("received %s" % signal.Signals(signum).name)
         self._was_signalled = True

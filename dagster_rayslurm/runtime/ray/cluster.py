@@ -1,7 +1,7 @@
-"""A Ray cluster, seen from its head: starts it, has the worker nodes join, reports when it is ready, and notices lost nodes.
+"""A Ray cluster, seen from the head: starts the cluster, has the worker nodes join, reports when the cluster is ready.
 
-`RayCluster` also finds what payloads leave alive in a cluster that the runtime keeps warm for later payloads: detached actors,
-placement groups, submitted jobs, used resources.
+`RayCluster` also notices lost nodes, and finds what payloads leave alive in a cluster that the runtime keeps warm for later
+payloads: detached actors, placement groups, submitted jobs, used resources.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _HINTS = {
 class Leak(NamedTuple):
     """An actor, placement group, submitted job or used resource that a payload has left in the cluster.
 
-    `key` identifies the leak in later tables, and `message` describes it for the Dagster log. `nonce` is that of the payload; ""
-    if Ray does not know the payload. `since` is the start time of a submitted job, and 0 for other leaks.
+    `key` identifies the leak in later tables, and `message` describes the leak for the Dagster log. `nonce` identifies the
+    payload; "" if Ray does not know the payload. `since` is the start time of a submitted job, and 0 for other leaks.
     """
 
     key: str
@@ -68,7 +68,7 @@ def living(tables: Tables) -> List[Leak]:
 def left_when_idle(tables: Tables) -> List[Leak]:
     """The leaks that `tables` show while no payload runs: submitted jobs that run, and resources that are not free.
 
-    If a resource is not free, the result also has all detached actors and placement groups, because they may hold it.
+    If a resource is not free, the result also has all detached actors and placement groups, because they may hold the resource.
     """
     taken = []
     for name, total in sorted(tables["total"].items()):
@@ -85,7 +85,7 @@ _HEAD = 0  # The id of the head among the nodes of an allocation.
 
 @dataclass(eq=False)
 class RayCluster:
-    """A Ray cluster whose head runs on this node: starts it, watches it and ends it, as `Membership` decides.
+    """A Ray cluster whose head runs on this node: starts, watches and ends the cluster, as `Membership` decides.
 
     The constructor raises OSError if no directory can be made for a payload's own cluster.
     """
@@ -130,7 +130,7 @@ class RayCluster:
 
     @property
     def complete(self) -> bool:
-        """Whether no further node may join: each has joined, or was given up."""
+        """Whether no further node may join: each worker node has joined, or was given up."""
         return self.state.complete
 
     @property
@@ -150,7 +150,7 @@ class RayCluster:
         return self._ray.token if self.spec.auth == "token" else ""
 
     def facts(self) -> Dict[str, Any]:
-        """Version, addresses, seconds to start, and nodes of the cluster, for the payload's metadata."""
+        """Version, addresses, seconds to start, and nodes of the cluster, as a dictionary for JSON."""
         return {
             "ray_version": self.ray_version,
             "ray_address": self.address,
@@ -161,7 +161,10 @@ class RayCluster:
         }
 
     def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
-        """Ask Ray's process for the tables of the leak check; later call `done` with the tables, or with None after a timeout."""
+        """Ask Ray's process for the tables of the leak check.
+
+        Later call `done` with the tables, or with None after `timeout` seconds.
+        """
         query = next(self._query_ids)
         self._queries[query] = done
         asked = self._ray.request(tables=query)
@@ -170,7 +173,8 @@ class RayCluster:
     def leak_check(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
         """Returns a function that finds the leaks of the payload `nonce`, which starts now; to be called when the payload ends.
 
-        The returned function calls its argument with a sentence for each leak; with none if Ray does not answer in time.
+        The returned function calls its argument with a list of sentences, one for each leak. The list is empty if Ray does not
+        answer in time.
         """
         began = time.time()
 
@@ -184,9 +188,9 @@ class RayCluster:
         return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Search the whole cluster for leaks in `_IDLE` seconds, and store them in `leaks`; not if a payload runs then.
+        """Search the whole cluster for leaks in `_IDLE` seconds, and store the leaks in `leaks`.
 
-        `is_idle` returns whether no payload runs.
+        If a payload runs then, do nothing. `is_idle` returns whether no payload runs.
         """
 
         def check(tables: Optional[Tables]) -> None:
@@ -197,7 +201,7 @@ class RayCluster:
         self._idle_check = self.loop.call_later(_IDLE, lambda: self.query_tables(5.0, check) if is_idle() else None)
 
     def prestart(self) -> None:
-        """Have Ray start idle worker processes for the next payload, if the runtime preloads Ray for payloads."""
+        """Make Ray start idle worker processes for the next payload, if the runtime preloads Ray for payloads."""
         if self.ready:
             self._ray.request(prestart=True)
 
@@ -211,7 +215,7 @@ class RayCluster:
         self._ray.start(address=self.head_address)
 
     def stop(self) -> None:
-        """End a payload's own cluster on all nodes: at once here, on worker nodes as soon as the command reaches them."""
+        """End a payload's own cluster on all nodes: at once on this node, on worker nodes as soon as the command reaches them."""
         if self.state.attempt:
             self.workers.send_command(self.state.members, op=NodeCommand.END_RAY, cluster=self.key)
         self.end()
@@ -226,15 +230,19 @@ class RayCluster:
         self._ray.end()
 
     def log_tails(self) -> Dict[str, str]:
-        """The last lines of logs that may tell why the cluster failed, by name of log, from this node and from worker nodes."""
+        """The last lines of logs, by name of log, from this node and from worker nodes that failed.
+
+        They may tell why the cluster failed.
+        """
         given_up = [(place, member.title) for place, member in self.state.members.items() if member.given_up]
         logs = {"runtime on %s" % title: self.workers.log_tail(place) for place, title in given_up}
         return {**self._ray.log_tails(), **self._tails, **{name: text for name, text in logs.items() if text.strip()}}
 
     def archive_logs(self, run_dir: str, names: List[str], done: Callable[[], None]) -> None:
-        """Archive Ray's logs of all nodes that are there into a run directory; calls `done` when all have answered or are lost.
+        """Archive Ray's logs of all connected nodes into the run directory `run_dir`.
 
-        The name of each archive is added to `names` as soon as it is written. If a node is frozen, `done` comes late, or never.
+        `done` is called when all these nodes have answered or are lost. The name of each archive is added to `names` as soon as
+        the archive is written. If a node is frozen, `done` is called late, or never.
         """
         here = [place for place in self.state.members if self.workers.members[place].here]
         self._archives[run_dir] = {*here, _HEAD}, names, done
@@ -252,7 +260,7 @@ class RayCluster:
             done()
 
     def handle(self, member: WorkerNode, message: Event) -> None:
-        """Handle an event of a worker node; ignores events that concern other Ray clusters."""
+        """Handle an event of a worker node; events that concern other Ray clusters are ignored."""
         event, kind = {**message, "node": member.node_id}, message.get("event")
         if kind == NodeEvent.ARCHIVED:
             if message["cluster"] == self.key:
@@ -298,7 +306,7 @@ class RayCluster:
             self.tell(self, action)
 
     def _fail_health_check(self, error: ClusterError) -> None:
-        """End the cluster and report its failure; the message names all nodes that have failed their health checks by now."""
+        """End the cluster and report the failure; the message names all nodes that have failed their health checks by now."""
         self.end()
         others = [each["node"] for each in self.unhealthy if each != error.unhealthy]
         more = " (and so did %s)" % ", ".join(others) if others else ""
@@ -310,12 +318,15 @@ class RayCluster:
             done(tables)
 
     def _problem(self, machine: NodeResources) -> Optional[str]:
-        """An error text if a node has not enough CPUs, GPUs or memory for this cluster; None if it has enough."""
+        """An error text if a node has too few CPUs or GPUs, or too little memory, for this cluster.
+
+        The result is None if the node has enough.
+        """
         own = node_footprint(node_spec(self.spec, machine.component))
         return footprint_error(own if self.key else runtime_footprint(self.head.spec, machine.component), machine)
 
     def _check_present(self) -> None:
-        """Handle, as new events, the nodes that had connected or were lost before this cluster began to start."""
+        """Handle nodes that connected or were lost before this cluster began to start, as if this happened now."""
         for worker in self.workers.members.values():
             if worker.joined:
                 self.handle(worker, {"event": NodeEvent.JOINED})

@@ -1,7 +1,7 @@
-"""Decides whether the nodes of a Ray cluster could hold tasks, actors and placement groups if nothing else ran. Pure.
+"""Decides whether the nodes of a Ray cluster could hold tasks, actors and placement groups if nothing else ran.
 
-The rules are those of Ray's scheduler (src/ray/common/scheduling/resource_instance_set.cc, Ray 2.60): amounts count in steps of
-0.0001, and a part of a GPU comes from one GPU, so that three times 0.6 do not fit on two.
+The functions have no side effects. The rules are those of Ray's scheduler (src/ray/common/scheduling/resource_instance_set.cc,
+Ray 2.60). Amounts count in steps of 0.0001. A part of a GPU comes from one GPU, so three times 0.6 GPUs do not fit on two GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SELECTOR = re.compile(r"(!?)(?:in\((.*)\)|(.*))")
 
 
 class Rule(NamedTuple):
-    """A condition on a node's label `key`: its value must be one of the `values`, or none of them if `wanted` is False."""
+    """A condition on a node's label `key`: the value must be one of `values` or, if `wanted` is False, none of `values`."""
 
     key: str
     wanted: bool
@@ -83,7 +83,10 @@ def check_strategy(strategy: object) -> None:
 
 
 def read_bundle(bundle: Any, where: str) -> Bundle:
-    """The bundle that a user wrote as a dictionary; raises `ValueError`, which names the bundle by `where`, if it is invalid."""
+    """The bundle that a user wrote as a dictionary; raises `ValueError` if the dictionary is invalid.
+
+    `where` names the bundle in the error text.
+    """
     resources, labels = _split(bundle, where)
     rules = []
     for key, text in labels.items():
@@ -111,12 +114,12 @@ def _split(values: Any, where: str) -> Tuple[Dict[str, float], Dict[str, str]]:
 
 
 def fits(bundle: Bundle, node: Node) -> bool:
-    """Whether a node on which nothing runs could hold one bundle."""
+    """Whether a node on which nothing runs could hold the bundle `bundle`."""
     return _labels_fit(bundle, node) and not lacking(bundle, node)
 
 
 def lacking(bundle: Bundle, node: Node) -> List[str]:
-    """Names of the resources of which the node has too little for the bundle."""
+    """Names of the resources of which the node `node` has too little for the bundle `bundle`."""
     return [name for name, amount in bundle.resources.items() if _units(amount) > _has(node, name)]
 
 
@@ -136,9 +139,9 @@ def can_hold(bundles: Sequence[Bundle], strategy: str, nodes: Sequence[Node]) ->
 
 
 def _each_has_its_own(choices: Sequence[Sequence[int]]) -> bool:
-    """Whether each bundle can get a node of its own among its choices, which are indices of nodes.
+    """Whether each bundle can get a node of its own; `choices` has, for each bundle, the indices of the nodes that fit.
 
-    This is a bipartite matching, which grows by one bundle at a time.
+    The function grows a bipartite matching by one bundle at a time.
     """
     holder: Dict[int, int] = {}  # The bundle that has each node.
 
@@ -168,7 +171,7 @@ def _units(amount: float) -> int:
 
 
 def _has(node: Node, name: str) -> int:
-    """The units of a resource that a node has; `_UNLIMITED` if infinite, or if it is not known whether the node has any."""
+    """The units of a resource that a node has; `_UNLIMITED` if infinite, or if unknown whether the node has the resource."""
     if name not in node.resources:
         return _UNLIMITED if node.unknown is not None and re.match(node.unknown, name) else 0
     amount = node.resources[name]
@@ -190,7 +193,7 @@ _Free = Tuple[int, Tuple[int, ...], Tuple[Tuple[int, ...], ...]]
 
 
 class _Search:
-    """Searches for a node for each bundle by backtracking; tries equal nodes and equal bundles only once."""
+    """Searches for a node for each bundle by backtracking; among equal nodes and equal bundles, the search tries only one."""
 
     def __init__(self, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
         names = sorted({name for bundle in bundles for name, amount in bundle.resources.items() if _units(amount)})
@@ -259,7 +262,7 @@ class _Search:
         return True
 
     def _ways(self, place: int, state: Tuple[_Free, ...]) -> Any:
-        """Yields the states of the nodes that can follow `state` if bundle number `place` is put on one of the nodes."""
+        """Yields the states of the nodes that can follow `state` if the bundle with the index `place` is put on a node."""
         for at, (kind, free, instances) in enumerate(state if place < len(self.bundles) else ()):
             if (at and state[at - 1] == state[at]) or not self.labels[kind][place]:
                 continue
@@ -270,7 +273,10 @@ class _Search:
 
 
 def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> Iterable[Tuple[Tuple[int, ...], ...]]:
-    """Yields the free instances of each resource after the amounts `parts` are taken, once for each way to take them."""
+    """Yields the free instances of each resource after the amounts `parts` are taken, once for each way to take the amounts.
+
+    `instances` and `parts` have one entry for each resource.
+    """
     if not parts:
         yield ()
         return
@@ -280,9 +286,9 @@ def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> It
 
 
 def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]:
-    """Yields the free instances of one resource, such as GPUs, after `amount` is taken, once for each way to take it.
+    """Yields the free instances of one resource, such as GPUs, after `amount` is taken, once for each way to take the amount.
 
-    Whole instances are taken first, and the rest comes from one other instance.
+    Whole instances are taken first, and the rest of the amount comes from one other instance.
     """
     count, part = divmod(amount, _UNIT)
     whole = [each for each in instances if each == _UNIT]

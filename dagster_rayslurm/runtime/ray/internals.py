@@ -1,8 +1,8 @@
 """All calls of Ray's private or generated APIs by the runtime, in one place.
 
-Written for Ray 2.52 (the first with token authentication) and newer, and tried on 2.60. Older versions work with
-`auth="disabled"` as far as they have the same names. `tests/runtime/test_ray_internals.py` calls each function with the
-installed Ray. Each function imports what it needs of Ray, because the runtime itself never imports Ray.
+The calls are written for Ray 2.52 (the first with token authentication) and newer, and tried on 2.60. Older versions work with
+`auth="disabled"` as far as they have the same names. `tests/runtime/test_ray_internals.py` calls each function with the installed
+Ray. Each function imports what the function needs of Ray, because the runtime itself never imports Ray.
 
 Other files that know Ray's internals: `payload/preload_child.py`, which cannot import the runtime, `node/usage.py` (names of
 worker logs) and `payload/environment.py` (the raylet's command line).
@@ -70,7 +70,7 @@ def installed_version() -> Optional[str]:
 
 
 def dashboard_problem() -> Optional[str]:
-    """An error text about packages that Ray's dashboard needs and does not find; None if all are installed.
+    """An error text about missing packages that Ray's dashboard needs; None if all packages are installed.
 
     Ray 2.60 itself reports missing packages only in the dashboard's log.
     """
@@ -81,9 +81,9 @@ def dashboard_problem() -> Optional[str]:
 def disable_client_server(command: List[str]) -> List[str]:
     """Keep `ray start` from starting the Ray Client server; returns the command to use instead of `command`.
 
-    The returned command lacks the option for the server's port if the server will not be started, because Ray 2.60 then refuses
-    that option. `ray symmetric-run` calls `ray start` in other processes, so this function does not change it. The server would
-    cost a second of CPU time and a port; Ray 2.60 always starts it if `grpcio` is installed.
+    If the server will not be started, the returned command lacks the option for the server's port, because Ray 2.60 then refuses
+    this option. `ray symmetric-run` calls `ray start` in other processes, where this function has no effect. The server would
+    cost a second of CPU time and a port; Ray 2.60 always starts the server if `grpcio` is installed.
     """
     scripts = _module("ray.scripts.scripts")
     if command[0] == "start" and hasattr(scripts, _CLIENT_SERVER):
@@ -94,18 +94,19 @@ def disable_client_server(command: List[str]) -> List[str]:
 
 
 def skip_dashboard() -> None:
-    """Keep `ray start` in this process from starting the dashboard's process, which costs a second of CPU time and 100 MB.
+    """Keep `ray start` in this process from starting the dashboard's process.
 
-    Ray 2.60 starts the process even if the dashboard is disabled; the process then only reports usage statistics.
+    Ray 2.60 starts the process even if the dashboard is disabled. The process then only reports usage statistics, and costs a
+    second of CPU time and 100 MB.
     """
     _module("ray._private.node").Node.start_api_server = lambda *_, **__: None
 
 
 def move_dashboard_files(temp_dir: str) -> None:
-    """Make Ray's dashboard keep its temporary files in `temp_dir`, which is removed with the Ray cluster.
+    """Make Ray's dashboard keep temporary files in `temp_dir`, which is removed with the Ray cluster.
 
-    Otherwise a directory of Python's multiprocessing, which the dashboard of Ray 2.60 uses, stays in TMPDIR when the
-    dashboard is killed. The TMPDIR of tasks and actors does not change.
+    The TMPDIR of tasks and actors does not change. Otherwise a directory of Python's multiprocessing, which the dashboard of Ray
+    2.60 uses, would stay in TMPDIR when the dashboard is killed.
     """
     constants, services = _module("ray._private.ray_constants"), _module("ray._private.services")
     start = services.start_ray_process  # Starts each of Ray's daemons.
@@ -129,7 +130,7 @@ def connect_gcs(gcs: str) -> Any:
 def node_table(client: Any) -> Nodes:
     """Ray's node table: a dictionary for each node, by Ray's id of the node.
 
-    If the GCS does not answer, raises one of Ray's RPC errors, which have no common public base.
+    Raises one of Ray's RPC errors, which have no common public base, if the GCS does not answer.
     """
     return {
         node_id.hex(): {
@@ -145,10 +146,11 @@ def node_table(client: Any) -> Nodes:
 
 
 def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
-    """Write facts about the head to the GCS early, so that other processes need not wait some seconds for them.
+    """Write facts about the head to the GCS early, so that other processes need not wait some seconds for these facts.
 
-    Worker nodes read where the head's files are (`published_head`) instead of waiting for the head's raylet. Without a
-    dashboard, this also writes the empty dashboard address for which Ray 2.60 waits a second. Errors are ignored.
+    Errors are ignored. Worker nodes read from the GCS where the head's files are (`published_head`), instead of waiting for the
+    head's raylet. `temp_dir` is the head's temporary directory. If `dashboard` is False, this function also writes the empty
+    dashboard address for which Ray 2.60 waits a second.
     """
     with contextlib.suppress(Exception):
         constants = _module("ray._private.ray_constants")
@@ -158,7 +160,7 @@ def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
 
 
 def published_head(client: Any) -> Optional[SimpleNamespace]:
-    """The head's facts from `publish_head`, as a row of Ray's node table; None as long as some of them are missing."""
+    """The head's facts from `publish_head`, as a row of Ray's node table; None as long as a fact is missing."""
     with contextlib.suppress(Exception):  # The GCS does not answer yet.
         namespace = _module("ray._private.ray_constants").KV_NAMESPACE_SESSION
         temp_dir, session = (client.internal_kv_get(key, namespace) for key in (_TEMP_DIR_KEY, b"session_name"))
@@ -179,8 +181,8 @@ def assume_head(head: SimpleNamespace) -> None:
 def unschedulable(client: Any) -> Dict[str, str]:
     """Sentences, by key, about tasks, actors and placement groups that wait for resources which no node can ever grant.
 
-    The source is Ray's interface for autoscalers; see `misfits` for the keys. If the GCS does not answer, raises one of Ray's RPC
-    errors, which have no common public base.
+    See `misfits` for the keys. Raises one of Ray's RPC errors, which have no common public base, if the GCS does not answer. The
+    source of the sentences is Ray's interface for autoscalers.
     """
     hostnames = {node_id: str(node["hostname"]) for node_id, node in node_table(client).items()}
     reply = _module("ray.core.generated.autoscaler_pb2").GetClusterResourceStateReply
@@ -189,10 +191,10 @@ def unschedulable(client: Any) -> Dict[str, str]:
 
 
 def misfits(state: Any, hostnames: Mapping[str, str]) -> Dict[str, str]:
-    """Sentences, by key, about requests in a `ClusterResourceState` that would not fit even if nothing else ran. Pure.
+    """Sentences, by key, about requests in a `ClusterResourceState` that would not fit even if nothing else ran.
 
-    The key of a sentence stays the same when the number of tasks in it changes. `hostnames` has the host names of the nodes by
-    Ray's id.
+    The key of a sentence stays the same when the number of tasks in the sentence changes. `hostnames` has the host names of the
+    nodes by Ray's id. A pure function.
     """
     living = [node for node in state.node_states if node.status != _NODE_DEAD]
     nodes = [Node(dict(node.total_resources), dict(node.labels)) for node in living]
@@ -276,10 +278,10 @@ def connect_state(gcs: str) -> Any:
 
 
 def living_things(accessor: Any) -> Dict[str, Any]:
-    """The tables for the leak check, as a dictionary for JSON: living things in the cluster that outlive their Ray job.
+    """The tables for the leak check, as a dictionary for JSON: things in the cluster that outlive the Ray job that made them.
 
-    `jobs` are the payloads' nonces by Ray's job id; `living` are detached actors, placement groups that outlive their job, and
-    running jobs of `ray job submit`; `available` and `total` are amounts by name of resource.
+    `jobs` has the payloads' nonces by Ray's job id. `living` has detached actors, placement groups that outlive their job, and
+    running jobs of `ray job submit`. `available` and `total` have amounts by name of resource.
     """
     messages = _module("ray.core.generated.gcs_pb2")
     # Without these options the GCS asks every driver, also stopped ones, whether it is busy.
@@ -332,7 +334,7 @@ def can_start_workers() -> bool:
 
 
 def connect_raylet(gcs: str) -> Any:
-    """A client for the raylet on the head node; the client authenticates itself with the Ray cluster's token."""
+    """Returns a client for the raylet on the head node; the client authenticates itself with the Ray cluster's token."""
     nodes: List[Any] = list(connect_gcs(gcs).get_all_node_info(timeout=_TIMEOUT).values())
     head = next(node for node in nodes if node.is_head_node)
     address = join_host_port(head.node_manager_address, head.node_manager_port)

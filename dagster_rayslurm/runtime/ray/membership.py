@@ -1,7 +1,7 @@
 """Decides which nodes make up a Ray cluster, and whether enough have joined: a state machine, and functions on Ray's node table.
 
-Nothing here has side effects. A node is identified by host name and component: two components of an allocation may have a node
-each on one host.
+Nothing here has side effects. Host name and component together identify a node: two components of an allocation may each have a
+node on one host.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Say(NamedTuple):
 
 
 class Join(NamedTuple):
-    """An action: have these worker nodes start Ray and join the cluster."""
+    """An action: command the worker nodes with the ids `members` to start Ray and join the cluster."""
 
     members: List[int]
 
@@ -68,7 +68,7 @@ Action = Union[Say, Join, NodeLost, Ready, ClusterError]
 
 
 class Member(NamedTuple):
-    """One worker node that the complete cluster has, whether it has joined yet or not."""
+    """One worker node of the complete cluster, whether the node has joined yet or not."""
 
     title: str
     identity: Optional[Identity] = None  # In Ray's node table; None until the node has connected to the head's runtime.
@@ -96,7 +96,7 @@ class Membership:
 
     @property
     def complete(self) -> bool:
-        """Whether no node may still join: each has joined, or was given up."""
+        """Whether no node may still join: each worker node has joined, or was given up."""
         here = present(self.nodes)
         return all(member.given_up or member.identity in here for member in self.members.values())
 
@@ -106,7 +106,7 @@ class Membership:
         return self.expected if self.spec.min_nodes is None else min(self.spec.min_nodes, self.expected)
 
     def step(self, event: Event) -> Step:
-        """The next state after `event`, and the actions to take; a state in which the cluster has failed never changes."""
+        """The next state after `event`, and the actions to take; the state of a failed cluster never changes."""
         handler = _HANDLERS.get(event["event"])
         unknown = "node" in event and event["node"] not in self.members
         return (self, []) if self.failed or handler is None or unknown else handler(self, event)
@@ -143,7 +143,7 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
     def _give_up(self, node_id: int, error: ClusterError) -> Step:
-        """The step after the failure of a worker node: go on without the node, or fail if too few nodes are left for a start.
+        """The step after a worker node's failure: go on without the node, or fail if too few nodes are left for a start.
 
         If the node was given up before, nothing changes, because a node may report its failure again.
         """
@@ -227,7 +227,7 @@ _HANDLERS: Dict[str, Callable[[Membership, Event], Step]] = {
 
 
 def nodes_expected(spec: RaySpec, available: int) -> int:
-    """How many of an allocation's `available` nodes the Ray cluster uses: all, or the head and at most `max_workers` others."""
+    """The number of nodes that the Ray cluster uses: all `available` nodes, or the head and at most `max_workers` others."""
     return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
 
 
@@ -239,7 +239,7 @@ def title(node: Node) -> str:
 def within(spec: RaySpec, nodes: Nodes) -> Nodes:
     """Returns the node table itself if the start record has components; else a copy with the component None in each row.
 
-    Without components, Ray's label for the component is one that the user has set for another purpose.
+    Without components, a label with the name of Ray's component label is one that the user has set for another purpose.
     """
     return nodes if spec.components else {node_id: {**node, "component": None} for node_id, node in nodes.items()}
 
@@ -269,9 +269,9 @@ def in_order(nodes: Nodes, spec: RaySpec) -> List[Node]:
 
 
 def in_words(nodes: Nodes, spec: RaySpec) -> str:
-    """A text for the Dagster log: the head's host name, the number of living nodes, and their CPUs and GPUs.
+    """A text for the Dagster log: the head's host name, the number of living nodes, and the total CPUs and GPUs of these nodes.
 
-    The numbers of CPUs and GPUs are totals; with several components, the text has the numbers of each component instead.
+    With several components, the text has the numbers of each component instead of the totals.
     """
     here = alive(nodes)
     head = next(node["hostname"] for node in here if node["head"])

@@ -1,7 +1,7 @@
-"""Hands the addresses of a Ray cluster's metrics to Prometheus: a file in a directory that outlives the cluster.
+"""Writes the addresses of a Ray cluster's metrics for Prometheus: into a file in a directory that outlives the cluster.
 
-Ray's dashboard lists the addresses in a file of its temporary directory, in the format of `file_sd_configs` (Prometheus
-documentation, "Configuration"; Ray 2.60). That directory is on one node, private, and has another name each time.
+Ray's dashboard lists the addresses in a file of Ray's temporary directory, in the format of `file_sd_configs` (Prometheus
+documentation, "Configuration"; Ray 2.60). The temporary directory is on one node, private, and has another name each time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REFRESH, _LEFT_BEHIND = 60.0, 900.0
 
 @dataclass(eq=False)
 class MetricsTargets:
-    """Keeps a cluster's file in a directory up to date, from construction until `stop`."""
+    """Keeps the file with a cluster's addresses up to date, from construction until `stop`."""
 
     loop: Loop
     directory: str  # Created if it is missing.
@@ -68,7 +68,7 @@ class MetricsTargets:
                 self._written, self._written_at = text, self.loop.now()
 
     def _remove_left_behind(self) -> None:
-        """Remove the files of this user's clusters whose runtime was killed, which no runtime has written for a while."""
+        """Remove files of this user's clusters that no runtime has written for a while, because the runtime was killed."""
         for path in glob.glob(os.path.join(glob.escape(self.directory), _PREFIX + "*.json")):
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(path).st_mtime > _LEFT_BEHIND:
@@ -76,8 +76,9 @@ class MetricsTargets:
 
 
 def targets(groups: Any, labels: Dict[str, str]) -> str:
-    """The JSON text of a file of targets for Prometheus: Ray's own `groups` of targets, with `labels` added to each. Pure.
+    """The JSON text of a file of targets for Prometheus: Ray's own `groups` of targets, with `labels` added to each group.
 
-    `groups` is the parsed content of Ray's file. Raises TypeError, KeyError or ValueError if the content is malformed.
+    `groups` is the parsed content of Ray's file. Raises TypeError, KeyError or ValueError if the content is malformed. A pure
+    function.
     """
     return json.dumps([{"targets": list(each["targets"]), "labels": {**each["labels"], **labels}} for each in groups], indent=1)

@@ -1,8 +1,8 @@
-"""The program that runs `ray start --block` (or `ray symmetric-run`) on one node and reports its state to the runtime.
+"""The program that runs `ray start --block` (or `ray symmetric-run`) on one node and reports Ray's state to the runtime.
 
-`ray start` runs in this very process. On the head, other threads of the process poll Ray's control service (GCS) and serve the
-runtime's requests. So Ray is imported only once; on a worker node this happens while the head starts. And the Ray cluster counts
-as up as soon as the GCS reports its nodes, seconds before `ray start` itself has finished.
+`ray start` runs in the process of this program. On the head, other threads of the process poll Ray's control service (GCS) and
+serve the runtime's requests. So Ray is imported only once; on a worker node the import happens while the head starts. And the Ray
+cluster counts as up as soon as the GCS reports the nodes, seconds before `ray start` itself has finished.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _START_TIMEOUT, _POLL = 60.0, 0.1  # Seconds in which a new idle worker must beg
 
 
 def main(argv: List[str]) -> int:
-    """Run Ray on this node until it ends; returns the exit code, 1 if the installed Ray cannot be used.
+    """Run Ray on this node until Ray ends; returns the exit code, 1 if the installed Ray cannot be used.
 
-    `argv` has one argument, the JSON text that `RayNode` writes. Over the socket whose descriptor is `fd` in that text, this
-    program sends reports (`Report`) and receives requests (`serve`), as JSON lines.
+    `argv` has one argument, the JSON text that `RayNode` writes. The key `fd` in this text is the descriptor of a socket. Over
+    the socket, this program sends reports (`Report`) and receives requests (`serve`), as JSON lines.
     """
     order = json.loads(argv[0])
     report = _Reporter(order["fd"])
@@ -75,7 +75,7 @@ def main(argv: List[str]) -> int:
 
 
 def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[str]:
-    """Why the version `found` of Ray cannot be used, as a sentence; None if it can be used.
+    """Why the version `found` of Ray cannot be used, as a sentence; None if the version can be used.
 
     `wanted` is the version that the user asks for, None for any; `token` tells whether Ray must have token authentication.
     """
@@ -90,14 +90,14 @@ def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[s
 
 
 def refuse_dashboard(command: List[str]) -> Optional[str]:
-    """Why Ray's dashboard cannot run, as a sentence; None if it can, or if `command` does not ask for the dashboard."""
+    """Why Ray's dashboard cannot run, as a sentence; None if the dashboard can, or if `command` does not ask for a dashboard."""
     problem = internals.dashboard_problem() if "--include-dashboard=true" in command else None
     advice = "Ray has no dashboard for %s (%s): install ray[default] there, or set RayLauncher(dashboard=False)"
     return None if problem is None else advice % (sys.executable, problem)
 
 
 def lacks_tokens(version: str) -> bool:
-    """Whether a version of Ray, such as "2.60.0rc1", is too old for token authentication; False if it cannot be parsed."""
+    """Whether a version of Ray, such as "2.60.0rc1", is too old for token authentication; False if the text is no version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and (int(found.group(1)), int(found.group(2))) < TOKEN_SINCE
 
@@ -106,7 +106,7 @@ def lacks_tokens(version: str) -> bool:
 
 
 class _Reporter:
-    """Sends reports to the runtime as JSON lines; any thread may call it."""
+    """Sends reports to the runtime as JSON lines; any thread may call this object."""
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)  # Ray's daemons must not keep the pipe open after this process has ended.
@@ -121,10 +121,10 @@ class _Reporter:
 def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
     """Start threads that serve requests from the runtime: JSON lines with the key `tables` or the key `prestart`.
 
-    A request with `tables`, whose value is the id of the query, is answered with a report of Ray's tables for the leak check, or
-    of None after an error. At a request with `prestart`, Ray starts workers until `cpus` of them, at most `MOST_IDLE_WORKERS`,
-    wait for the next payload's first tasks; nothing happens if Ray lacks the RPC for that, or without `grpcio`. `logs` is the
-    path of Ray's log directory.
+    The value of `tables` is the id of a query. This request is answered by calling `report` with Ray's tables for the leak check,
+    or with None after an error. At a request with `prestart`, Ray starts workers until `cpus` workers, at most
+    `MOST_IDLE_WORKERS`, wait for the next payload's first tasks. Nothing happens at `prestart` if Ray lacks the RPC, or without
+    `grpcio`. `gcs` is "HOST:PORT" of the GCS, and `logs` is the path of Ray's log directory.
     """
     wanted = threading.Event()
     if cpus > 0 and internals.can_start_workers():
@@ -204,7 +204,7 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
 
 
 def _wait_for_head(gcs: str, command: List[str]) -> None:
-    """On a worker node: wait until the head has published where its files are, or is alive, so that this node may join."""
+    """Wait until this worker node may join the head: until the head is alive, or has published where its files are."""
     _wait_for_port(gcs)
     client = internals.connect_gcs(gcs)
     while not any(node["head"] and node["alive"] for node in (_nodes(client) or {}).values()):
@@ -241,7 +241,8 @@ def _nodes(client: Any) -> Optional[Nodes]:
 def _report_demand(gcs: str, report: _Reporter) -> None:
     """Report, every few seconds, the new requests for resources that no node can ever grant; never returns.
 
-    A request is reported once, when two polls in a row have found it; a node that has just joined may grant it after the first.
+    A request is reported once, when two polls in a row have found the request: a node that has just joined may grant the request
+    after the first poll.
     """
     client = internals.connect_gcs(gcs)
     before: Set[str] = set()

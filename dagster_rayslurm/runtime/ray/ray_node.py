@@ -1,4 +1,4 @@
-"""Ray on one node, as head or worker: its directories, arguments and environment, and the process that runs it."""
+"""Ray on one node, as head or worker: directories, arguments and environment for Ray, and the process that runs Ray."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ _DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directory is removed, an
 def start_arguments(
     spec: RaySpec, machine: NodeResources, chosen: Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
-    """The arguments for `ray start` on this node, whose address for Ray is `address` (None: Ray finds it).
+    """The arguments for `ray start` on this node.
 
-    `gcs` is "HOST:PORT" of the head that this node joins; None if this node is the head.
+    `address` is this node's address for Ray; if None, Ray finds the address. `gcs` is "HOST:PORT" of the head that this node
+    joins; None if this node is the head. `chosen` has the ports for Ray, and `temp_dir` is Ray's temporary directory.
     """
     head = ["--head", "--include-dashboard=%s" % ("true" if spec.dashboard else "false")]
     arguments = ["--block", *(head if gcs is None else ["--address=" + gcs])]
@@ -101,11 +102,11 @@ def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
 
 
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
-    """Environment variables that limit a Ray which the payload itself starts to the CPUs and memory granted on this node.
+    """Environment variables that limit a Ray cluster which the payload itself starts to the granted CPUs and memory of this node.
 
-    The variables only set defaults; a `ray.init` that connects to an existing cluster ignores them. Ray has no variable for the
-    default number of CPUs (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`). But Ray counts CPUs as Python
-    does, and Python 3.13 has the variable `PYTHON_CPU_COUNT` for that.
+    The variables only set defaults; a `ray.init` that connects to an existing cluster ignores these variables. Ray has no
+    variable for the default number of CPUs (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`). But Ray counts
+    CPUs as Python does, and Python 3.13 has the variable `PYTHON_CPU_COUNT` for the number of CPUs.
     """
     env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
     if machine.memory_limit is not None:
@@ -117,7 +118,7 @@ def granted_defaults(machine: NodeResources) -> Dict[str, str]:
 
 
 def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
-    """Environment variables for all processes of one Ray cluster, drivers included: its token, and no usage statistics."""
+    """Environment variables for all processes of one Ray cluster, drivers included: the token, and no usage statistics."""
     token = {"RAY_AUTH_TOKEN_PATH": token_path} if spec.auth == "token" else {}
     return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token" if token else "disabled", **token}
 
@@ -126,7 +127,7 @@ def _token(runtime: RuntimeSpec, key: str) -> str:
     """The token with which the processes of one Ray cluster authenticate each other.
 
     The token is derived from the secret that all nodes have and from `key`, so that each node has the same token. Without a
-    secret the token is random. `key` is "" for the warm cluster, and the payload's nonce for a payload's own.
+    secret, the token is random. `key` is "" for the warm cluster, and the payload's nonce for a payload's own cluster.
     """
     secret = runtime.token_key or runtime.control_key
     if secret is None:
@@ -154,7 +155,7 @@ class ClusterDir(Scratch):
         shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_later(self, loop: Loop, delay: float = _DYING) -> None:
-        """Remove the directory after `delay` seconds; repeat that until the directory is gone.
+        """Remove the directory after `delay` seconds; repeat the removal until the directory is gone.
 
         Dying processes may still write to the directory after a removal.
         """
@@ -172,7 +173,7 @@ class ClusterDir(Scratch):
 
 @dataclass(eq=False)
 class RayNode:
-    """Runs Ray on this node, as head or worker: starts Ray, with other ports if a port was taken, watches it and ends it."""
+    """Runs Ray on this node, as head or worker: starts Ray, again with other ports if a port was taken, watches and ends Ray."""
 
     loop: Loop
     runtime: RuntimeSpec
@@ -204,8 +205,8 @@ class RayNode:
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
         """Run the health checks, if there are any, and start Ray on this node.
 
-        `gcs` is "HOST:PORT" of the head to join; None on the head. `address` is the head's own address, None if it is not known;
-        on a worker node `address` is not used.
+        `gcs` is "HOST:PORT" of the head to join; None on the head. `address` is the head's own address, or None if unknown; on a
+        worker node `address` is not used. A failure is reported to `on_event`.
         """
         self._gcs, self._address = gcs, address
         checks = (self.spec.health_check or "").splitlines()
@@ -365,7 +366,10 @@ class RayNode:
             self.pid = self.loop.spawn(argv, on_exit, env=env, preexec_fn=processes.die_with_parent(), **streams, **options)
 
     def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
-        """A copy of `environ` with the variables for Ray's daemons on this node, from which its workers inherit them."""
+        """A copy of `environ` with the variables for Ray's daemons on this node.
+
+        Ray's workers inherit these variables from the daemons.
+        """
         # The command of a job that `ray job submit` starts finds the environment's `python`, as payloads do.
         path = os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
         wanted = {**environ, "PATH": path, **self.runtime.worker_env, **self.environ}
@@ -429,7 +433,10 @@ class RayNode:
             self.on_event({"event": Report.FAILED, "error": ClusterError(reason, why, unhealthy)})
 
     def _kill(self) -> None:
-        """Send SIGKILL to `ray start` and all its descendants; its process group alone would not contain Ray's daemons."""
+        """Send SIGKILL to `ray start` and all descendants of `ray start`.
+
+        The process group alone would not contain Ray's daemons.
+        """
         if self.pid is not None:
             below = [process.pid for process in processes.descendants(self.pid)]
             processes.signal_group(self.pid, signal.SIGKILL)
@@ -443,6 +450,6 @@ _NO_ERROR = re.compile(r"\b(DEBUG|INFO)\b|`\{\}`")
 
 
 def last_error_line(log: str) -> str:
-    """The last line in the log of `ray start` that may say why Ray ended, without time and colours; "" if there is none."""
+    """The last line in the log of `ray start` that may say why Ray ended, without time and colours; "" without such a line."""
     lines = [line for line in map(str.strip, _COLOURS.sub("", log).splitlines()) if line and not _NO_ERROR.search(line)]
     return _LOG_PREFIX.sub("", lines[-1])[:500] if lines else ""

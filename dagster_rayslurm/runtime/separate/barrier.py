@@ -1,9 +1,9 @@
-"""The barrier of the separate topology: decides when the payloads of all components start and end. Has no side effects.
+"""The barrier of the separate topology: decides when the payloads of all components start and end; has no side effects.
 
-The payloads start together, and the first failure ends all of them. Each component's runtime stays until all payloads have
-ended, because the other payloads may use its Ray cluster until then. The runtime of the first component is the barrier's host,
-the others are its guests. Each guest sends its `ComponentState` to the host, and the host sends its `RunState` to the guests:
-after each new connection and after each change of the state.
+The payloads start together, and the first failure ends all payloads. Each component's runtime stays until all payloads have
+ended, because other payloads may use the component's Ray cluster until then. The runtime of the first component is the barrier's
+host; the runtimes of the other components are guests. Each guest sends its `ComponentState` to the host, and the host sends its
+`RunState` to the guests: after each new connection and after each change of the state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class ComponentState:
-    """The state of one component, which its runtime sends to the barrier's host."""
+    """The state of one component, which the component's runtime sends to the barrier's host."""
 
     place: Optional[ComponentAddress] = None  # None until the component is ready to start its payload.
     ended: Optional[Ended] = None
@@ -64,10 +64,10 @@ class _Member:
 
 
 class Barrier:
-    """The states of all components, kept by the host; the attribute `state` is the `RunState` that results from them.
+    """The states of all components, kept by the host; the attribute `state` is the `RunState` that results from these states.
 
     All components must be ready within `patience` seconds from `now`. A guest that lost its connection may reconnect within
-    `grace` seconds; after a failure, the host waits `grace` seconds for guests that have never connected.
+    `grace` seconds. After a failure, the host waits `grace` seconds for guests that have never connected.
     """
 
     def __init__(self, components: Sequence[str], patience: float, grace: float, now: float) -> None:
@@ -80,7 +80,7 @@ class Barrier:
         self._interrupted = False
 
     def connected(self, component: str) -> None:
-        """Record that a component's runtime has connected, so that the host waits for the component without a deadline."""
+        """Record that a component's runtime has connected; the host then waits for the component without a deadline."""
         self._members[component].until = _NEVER
         self._members[component].problem = "its cluster is not up"
 
@@ -132,7 +132,7 @@ class Barrier:
             self.state, self._finished_at = replace(self.state, finished=True, final=final), now
 
     def may_leave(self, now: float) -> bool:
-        """Whether the host may end: the run is finished, and each guest has left or had `grace` seconds to learn of that."""
+        """Whether the host may end: the run is finished, and each guest has left or had `grace` seconds to learn of the end."""
         left = all(now >= member.until for name, member in self._members.items() if name != self._host)
         return now >= self._finished_at + (0.0 if left else self._grace)
 

@@ -36,7 +36,7 @@ _LEAVE_TIMEOUT = 5.0
 
 @dataclass(eq=False)
 class Participant(Hooks, Listener, ABC):
-    """Takes part in the barrier for one component; the component's supervisor calls the methods of `Hooks`."""
+    """The part of one component in the barrier; the component's supervisor calls the methods of `Hooks`."""
 
     supervisor: Supervisor
     run_dir: str  # The run's directory, not that of the component.
@@ -78,7 +78,7 @@ class Participant(Hooks, Listener, ABC):
         self._report()
 
     def watch(self, payload: Payload) -> None:
-        """Set the payload that takes part in the barrier; must be called before the event loop runs."""
+        """Set the payload that takes part in the barrier; to be called before the event loop runs."""
         self.payload = payload
         payload.on_ended.append(lambda: self.tell(ended=_end_of(payload)))
 
@@ -95,7 +95,7 @@ class Participant(Hooks, Listener, ABC):
         """Do nothing: after the end of its own payload, this runtime stays until the payloads of all components have ended."""
 
     def follow(self, told: RunState) -> None:
-        """Store the new state of the run, `told`, and act on what has changed: start or end the payload, or end this runtime."""
+        """Store `told`, the new state of the run, and act on changes: start or end the payload, or end this runtime."""
         before, self.told, payload = self.told, told, self.payload
         assert payload is not None
         if told.places and not before.places and told.failed is None:
@@ -116,9 +116,9 @@ class Participant(Hooks, Listener, ABC):
             self.loop.stop()
 
     def _end_after(self, failed: str, why: str) -> End:
-        """Returns the reason for which this component's payload ends after the failure of a component, with the message `why`.
+        """Returns the reason for which this component's payload ends after the component `failed` failed with the message `why`.
 
-        `failed` is the name of the component that failed; it may be this component.
+        `failed` may be this component.
         """
         if failed != self.spec.component_id:
             return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
@@ -144,9 +144,9 @@ class Participant(Hooks, Listener, ABC):
 
 
 class Host(Participant):
-    """The participant of the first component, whose runtime keeps the barrier for all components.
+    """The participant of the first component; its runtime keeps the barrier for all components.
 
-    The host's exit code is that of the first failure in any component, or 0.
+    The host's exit code is the exit code of the first failure in any component, or 0.
     """
 
     def _join(self) -> None:
@@ -166,7 +166,7 @@ class Host(Participant):
     def interrupted(self, loop: Loop, signum: int) -> None:
         """End the payloads of the other components; the host itself ends after the other components.
 
-        The host has received the signal `signum`, and its own payload has ended.
+        To be called when the host has received the signal `signum` and its own payload has ended.
         """
         self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
         self._act()
@@ -182,7 +182,10 @@ class Host(Participant):
         self._server.close()
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Handle a guest's message with the name and state of its component; disconnect a sender whose component is unknown."""
+        """Handle a guest's message with the name and state of the guest's component.
+
+        A sender of an unknown component is disconnected.
+        """
         component = message.pop("component")
         if component not in self.spec.components[1:]:
             return channel.close()
@@ -216,7 +219,10 @@ class Host(Participant):
 
 
 class Guest(Participant):
-    """The participant of any component but the first; it sends its state to the host and receives the state of the run."""
+    """The participant of any component but the first.
+
+    Sends the component's state to the host and receives the state of the run.
+    """
 
     def _join(self) -> None:
         self._given_up = False
@@ -240,7 +246,7 @@ class Guest(Participant):
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
         """Report to the host that this runtime ends, and stop the event loop, which also ends the component's Ray cluster.
 
-        The runtime has received a signal, and its payload has ended.
+        To be called when the runtime has received a signal and its payload has ended.
         """
         self.tell(left=True)
         loop.stop()
@@ -261,7 +267,7 @@ class Guest(Participant):
         self._give_up_at = self.loop.now() + self.spec.grace
 
     def _check(self) -> None:
-        """Give up the host if it has been out of reach for too long, and act as if the host's component had failed."""
+        """Give up the host if the host has been out of reach for too long, and act as if the host's component had failed."""
         if not self._given_up and (self.client.is_connected or self.loop.now() < self._give_up_at):
             return
         self._given_up = True
@@ -272,7 +278,7 @@ class Guest(Participant):
 
 
 def _end_of(payload: Payload) -> Ended:
-    """Returns how a payload ended, as the value that the other components receive."""
+    """Returns how a payload ended, as the value that the runtimes of the other components receive."""
     ending = payload.ending
     end = ending.result
     if end is None:
@@ -297,10 +303,11 @@ def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participa
 
 
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
-    """Returns a component's share of this machine's resources, where all components run, and a remark on simulated resources.
+    """Returns a component's share of this machine's resources, and a remark on simulated resources.
 
-    The component is the one to which the start record `spec` belongs. The remark is "" if the component has no simulated
-    resources or no Ray cluster. Also changes `os.environ`, so that this process sees no GPUs of other components.
+    The component is the one to which the start record `spec` belongs; all components run on this machine. The remark is "" if the
+    component has no simulated resources or no Ray cluster. The function also changes `os.environ`, so that this process sees no
+    GPUs of other components.
     """
     assert spec.meeting is not None
     here = detect(with_gpus=True)

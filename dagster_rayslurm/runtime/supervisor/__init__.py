@@ -1,4 +1,4 @@
-"""The runtime on the head node: accepts and queues payloads, runs each with its Ray cluster if it needs one, and shuts down.
+"""The runtime on the head node: accepts and queues payloads, runs each with a Ray cluster if needed, and shuts down.
 
 `runtime.payload` shows how one payload runs, and `runtime.ray` how one Ray cluster starts. Begin with `supervisor`.
 """

@@ -1,6 +1,6 @@
-"""Gives users access to a payload's Ray cluster: relay processes on the head node, and a file with the address of their server.
+"""Gives users access to a payload's Ray cluster: relay processes on the head node, and a file with the relay server's address.
 
-A relay carries a user's connections to ports of the head node, such as that of the Ray dashboard.
+A relay carries a user's connections to ports of the head node, such as the port of the Ray dashboard.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..ray.cluster import RayCluster
 
 @dataclass(eq=False)
 class Relays(Listener):
-    """Lets clients reach a Ray cluster's dashboard: each client that has the key gets a process that carries its connections.
+    """Lets clients reach a Ray cluster's dashboard: each client with the key gets a process that carries its connections.
 
     The first call of `access` opens the port on which clients are accepted.
     """
@@ -66,7 +66,7 @@ class Relays(Listener):
             write_atomically(os.path.join(run_dir, CLUSTER), json.dumps(asdict(self.access(cluster))).encode("utf-8"))
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Start a relay for a client that requests one, on the client's connection; refuse any other request."""
+        """Start a relay on the connection of a client that requests a relay; refuse any other request."""
         if message.get("op") != Operation.RELAY:
             return channel.send(**refuse(Refusal.UNKNOWN, "only relays are to be had here"))
         streams = {"stdin": channel.sock, "stdout": channel.sock, "stderr": subprocess.DEVNULL}
@@ -78,6 +78,6 @@ class Relays(Listener):
 
 
 def remove_access(run_dir: str) -> None:
-    """Remove the file that `Relays.write` wrote into a run directory; does nothing if there is none."""
+    """Remove the file that `Relays.write` wrote into a run directory; does nothing if there is no such file."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(run_dir, CLUSTER))

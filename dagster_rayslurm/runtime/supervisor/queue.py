@@ -1,4 +1,4 @@
-"""The queue of a runtime's payloads: decides which payloads are accepted, when each starts, and when the runtime ends.
+"""The queue of a runtime's payloads: decides which payloads are accepted, when each payload starts, and when the runtime ends.
 
 Payloads of the same Dagster run start in the order of their arrival, and the runs take turns. `Queue` is the whole state; each
 method that changes the state returns a new `Queue`. Nothing here has side effects: `supervisor` acts on the decisions.
@@ -36,7 +36,7 @@ class Misfit(SpecError):
 
 
 class Claim(NamedTuple):
-    """A number of CPUs and GPUs on one node: those that one payload reserves while it runs, or all that the node has."""
+    """A number of CPUs and GPUs on one node: the amounts that one payload reserves, or all that the node has."""
 
     cpus: int = 0
     gpus: int = 0
@@ -47,7 +47,7 @@ Claims = Mapping[Optional[str], Claim]
 
 
 def capacities_of(machines: Iterable[NodeResources]) -> Claims:
-    """Returns, by component, the number of CPUs and of GPUs that every node of the component has at least."""
+    """Returns, for each component, the least number of CPUs and of GPUs on a node of the component."""
     known: Dict[Optional[str], Claim] = {}
     for machine in machines:
         least = known.get(machine.component, Claim(machine.num_cpus, machine.num_gpus))
@@ -59,7 +59,7 @@ def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
     """Returns the CPUs and GPUs that a payload reserves on each node, by component.
 
     A payload without Ray reserves nothing outside the head's component. Where the payload's specification gives no number, a
-    payload with a Ray cluster of its own (`fresh`) reserves all CPUs or GPUs of a node, and any other payload reserves none.
+    payload with a Ray cluster of its own (`fresh`) reserves all CPUs or GPUs of a node. Any other payload then reserves none.
     `capacities` is a result of `capacities_of`.
     """
 
@@ -74,8 +74,8 @@ def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
 def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limit: int) -> bool:
     """Whether a payload that reserves `claims` fits on its nodes beside the running payloads, which reserve `running`.
 
-    A payload fits if no other payload runs on its nodes. Otherwise each node must have enough free CPUs and GPUs, and fewer
-    than `limit` payloads. `capacities` is a result of `capacities_of`.
+    A payload fits if no other payload runs on its nodes. Otherwise each node must have enough free CPUs and GPUs, and fewer than
+    `limit` payloads. `capacities` is a result of `capacities_of`.
     """
     everywhere = list(running)
     for name, claim in claims.items():
@@ -89,8 +89,9 @@ def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limi
 def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str]:
     """Returns a sentence about a resource of which a payload needs more than a node has; None if all nodes have enough.
 
-    In an allocation with components, a payload without Ray needs its resources on the head node (the first) only, where it
-    runs; for a payload with Ray, the settings of its Ray cluster for each component are compared with the component's nodes.
+    In an allocation with components, a payload without Ray runs on the head node, the first of `machines`, and only this node
+    must have enough. For a payload with Ray, the settings of the payload's Ray cluster for each component are compared with the
+    component's nodes.
     """
     for machine in machines if machines[0].component is None or spec.uses_ray else machines[:1]:
         own = spec
@@ -125,9 +126,9 @@ class Next(Enum):
 
 @dataclass(frozen=True)
 class Queue:
-    """The waiting and running payloads of a runtime, and whether it accepts more payloads.
+    """The waiting and running payloads of a runtime, and whether the runtime accepts more payloads.
 
-    The runtime of a session has an `idle_timeout`; a runtime without one ends after its payloads.
+    The runtime of a session has an `idle_timeout`; a runtime without `idle_timeout` ends after its payloads.
     """
 
     limit: int = 1  # Most payloads that run at once on a node.
@@ -156,7 +157,7 @@ class Queue:
 
     @property
     def waiting(self) -> List[Entry]:
-        """The waiting payloads in the order in which they start if all of them fit."""
+        """The waiting payloads in the order in which they start if all payloads fit."""
         seen: Dict[str, int] = {}
         places = []
         for entry in self.arrived:
@@ -166,13 +167,13 @@ class Queue:
         return [self.arrived[number] for number in sorted(range(len(places)), key=places.__getitem__)]
 
     def idle_for(self, now: float) -> Optional[float]:
-        """The seconds for which the runtime has had no payload; None while it has one."""
+        """The seconds for which the runtime has had no payload; None while the runtime has a payload."""
         return None if self.arrived or self.running else now - self.idle_since
 
     # ---- Payloads come, start and go
 
     def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
-        """Returns a sentence if a new payload cannot finish within `left` seconds, before the job's time limit; None if it can.
+        """Returns a sentence if a new payload cannot finish within `left` seconds, before the job's time limit; otherwise None.
 
         `left` is None if no limit is known. The result is always None for the first payload of a runtime. The payload's wait is
         estimated from the known durations of the payloads ahead. If the estimate is too low, `late` returns the payload later.
@@ -184,7 +185,7 @@ class Queue:
         return self._too_little_time(spec, sum(ahead) / self.limit, left)
 
     def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
-        """Returns the waiting payloads that cannot finish in the `left` seconds of the job, each with a sentence that says so.
+        """Returns the waiting payloads that cannot finish in the `left` seconds of the job, each with an explaining sentence.
 
         The list is empty if `left` is None (no limit is known), or if no payload has started yet.
         """
@@ -192,17 +193,17 @@ class Queue:
         return [(payload, why) for payload, why in found if why is not None]
 
     def added(self, payload: Payload, fresh: bool, now: float) -> Queue:
-        """Returns the queue with one more waiting payload, behind the others of the same Dagster run."""
+        """Returns the queue with one more waiting payload, behind the other payloads of the same Dagster run."""
         run = payload.spec.run_id
         turns = self.turns if run in self.turns else (*self.turns, run)
         return replace(self, arrived=(*self.arrived, Entry(payload, fresh, now)), turns=turns, served=self.served + 1)
 
     def start_next(self, capacities: Claims, may_start: Callable[[Payload], bool], now: float) -> Tuple[Queue, Optional[Payload]]:
-        """Returns the queue in which the next waiting payload runs, and this payload; an unchanged queue and None if none starts.
+        """Returns the queue in which the next waiting payload runs, and this payload; `self` and None if no payload starts.
 
-        Payloads for which `may_start` returns False are skipped and keep their place. Of the others, the first payload of the
-        Dagster run whose turn it is comes next. If this payload has no room on its nodes, no payload starts, and the run keeps
-        its turn. Otherwise small payloads of other runs could delay a large payload for ever.
+        Payloads for which `may_start` returns False are skipped and keep their place. Among the other payloads, the first payload
+        of the Dagster run whose turn it is comes next. If this payload has no room on its nodes, no payload starts, and the run
+        keeps its turn. Otherwise small payloads of other runs could delay a large payload for ever.
         """
         running = [claims_of(each.spec, each.fresh, capacities) for each in self.running]
         for run in self.turns if self.ending is None else ():
@@ -220,7 +221,8 @@ class Queue:
     def removed(self, payload: Payload, ran_to_exit: bool, now: float) -> Queue:
         """Returns the queue without a payload that has ended.
 
-        If the payload's process has ended by itself (`ran_to_exit`), the queue also remembers its duration for the step.
+        If the payload's process has ended by itself (`ran_to_exit`), the queue also remembers the payload's duration for the
+        step.
         """
         entry = next(each for each in (*self.arrived, *self.running) if each.payload is payload)
         if entry in self.arrived:
@@ -233,7 +235,7 @@ class Queue:
     # ---- The runtime ends
 
     def ended_by(self, end: End, now: float) -> Queue:
-        """Returns the queue of a runtime that ends its payloads for the reason `end`; `self` if it ends them already."""
+        """Returns the queue of a runtime that ends its payloads for the reason `end`; `self` if they are being ended already."""
         if self.ending is not None:
             return self
         why = end.message or "it ends"
@@ -251,8 +253,8 @@ class Queue:
     def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:
         """Returns the new queue, and how a runtime without payloads ends: the action to take, and after how many seconds.
 
-        In place of the action and the seconds stands None if the runtime has a payload, or waits for one without a limit. The
-        new queue differs from this queue only if a session becomes idle: then it records the time `now`.
+        The second part is None if the runtime has a payload, or waits for a payload without a limit. The new queue differs from
+        this queue only if a session becomes idle: the new queue then records the time `now`.
         """
         if self.arrived or self.running:
             return self, None

@@ -1,7 +1,7 @@
 """Receives requests from Dagster processes: from the file `cancel.json` of a payload, and for sessions over TCP.
 
-A request to run a payload has an id, so a client whose answer was lost may repeat the request, to this session or a later one,
-and the payload still runs only once.
+A request to run a payload has an id. So a client whose answer was lost may repeat the request, to this session or a later
+session, and the payload still runs only once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 def serve_run_dir(
     supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None, orphaned: Callable[[], bool] = lambda: False
 ) -> Payload:
-    """Queue the payload of a run directory, and return the payload; end the payload once a file `cancel.json` there requests it.
+    """Queue the payload of a run directory, and return the payload; end the payload once its file `cancel.json` requests the end.
 
-    The payload's environment is based on `environ`, by default that of this process. The payload also ends once `orphaned`
-    returns True, which means that its Dagster process is gone. Raises what `Supervisor.submit` raises.
+    The payload's environment is based on `environ`, by default on the environment of this process. The payload also ends once
+    `orphaned` returns True, which means that the payload's Dagster process is gone. Raises what `Supervisor.submit` raises.
     """
     payload = supervisor.submit(run_dir, environ)
     handled = [b""]
@@ -66,7 +66,7 @@ def parent_is_gone() -> bool:
 
 
 def _is_free(lock: str) -> bool:
-    """Whether no process holds an exclusive lock on a file; False if the file cannot be read."""
+    """Whether no process holds an exclusive lock on the file `lock`; False if the file cannot be read."""
     with contextlib.suppress(OSError), open(lock, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return True
@@ -74,7 +74,7 @@ def _is_free(lock: str) -> bool:
 
 
 def _cancel(payload: Payload, text: bytes) -> None:
-    """Cancel a payload if the text of its file `cancel.json` is a cancel request.
+    """Cancel a payload if `text`, the content of the payload's file `cancel.json`, is a cancel request.
 
     Any other text is ignored, because the payload can write to the file too.
     """
@@ -89,9 +89,10 @@ def _cancel(payload: Payload, text: bytes) -> None:
 class RequestServer(Listener):
     """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
 
-    The server writes its hosts, port and key to `session.json` in the session's directory (the announcement), where clients find
-    them. Clients must know the `key`, a hexadecimal string. The server listens on the first free port of `ports`, or on any port
-    if none is free. Without an `allocation`, only this machine can reach the server.
+    The server writes the announcement, the file `session.json` in the session's directory. Clients find the hosts, the port and
+    the key of the server in the announcement. Clients must know the `key`, a hexadecimal string. The server listens on the first
+    free port of `ports`, or on any port if none of `ports` is free. Without an `allocation`, only this machine can reach the
+    server.
     """
 
     def __init__(
@@ -138,10 +139,10 @@ class RequestServer(Listener):
         self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
-        """Update the announcement, and write it to the file unless `found`, the file's present content, is the same.
+        """Update the announcement, and write it to the file unless `found`, the present content of the file, is the same.
 
-        If `found` belongs to another session, accept no more payloads, and leave the file as it is. `closing` is the reason why
-        the session accepts no more payloads, if the supervisor has none.
+        If `found` belongs to another session, accept no more payloads, and do not change the file. `closing` is the reason why
+        the session accepts no more payloads, if the supervisor has no reason.
         """
         closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
         if closing != self._announcement.closing:
@@ -218,9 +219,10 @@ class RequestServer(Listener):
 
 
 def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
-    """Create a run directory that only this user can read, with the given files.
+    """Create a run directory that only this user can read, with the files `files`.
 
-    `files` has the text of each file by its name, of which any directory part is ignored.
+    `files` has the text of each file by the file's name; a directory part of a name is ignored. Raises OSError if a file cannot
+    be written.
     """
     os.makedirs(run_dir, 0o700, exist_ok=True)
     for name, text in files.items():
@@ -230,14 +232,17 @@ def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
 
 
 def _was_accepted(run_dir: str) -> bool:
-    """Whether this or another session has accepted the payload before; if so, the journal in its run directory is not empty."""
+    """Whether this or another session has accepted the payload before; if so, the journal in the run directory is not empty."""
     with contextlib.suppress(OSError):
         return os.path.getsize(os.path.join(run_dir, JOURNAL)) > 0
     return False
 
 
 def _use(path: str) -> bool:
-    """Returns True if a file exists and belongs to this user; then also sets its modification time, so that cleanup keeps it."""
+    """Returns True if a file exists and belongs to this user.
+
+    Also sets the file's modification time, so that cleanup keeps the file.
+    """
     try:  # An NFS client remembers for up to a minute that a name was missing, so the directory is listed.
         found = os.path.basename(path) in os.listdir(os.path.dirname(path)) and os.lstat(path).st_uid == os.geteuid()
     except OSError:

@@ -1,7 +1,7 @@
-"""The centre of the runtime on the first node: takes each payload from the queue, runs it with its Ray cluster, and ends it.
+"""The centre of the runtime on the first node: takes payloads from the queue, runs them with their Ray clusters, and ends them.
 
-`queue` decides which payload starts and when the runtime ends. The runtime of a session gets its payloads from clients, the
-runtime of a single payload gets one at its start.
+`queue` decides which payload starts and when the runtime ends. The runtime of a session gets its payloads from clients. The
+runtime of a single payload gets this payload at its start.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
 
 
 class Hooks:
-    """Callbacks of the supervisor, which the separate topology overrides to delay the start of payloads and the runtime's end."""
+    """Callbacks of the supervisor; the separate topology overrides them to delay the start of payloads and the runtime's end."""
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
-        """Whether a payload may start now. The payload's Ray cluster is up, or the payload needs no warm one.
+        """Whether a payload may start now; the payload's Ray cluster is up, or the payload needs no warm cluster.
 
-        If an override returns False, it must call `Supervisor.schedule` as soon as the payload may start.
+        If an override returns False, the override must call `Supervisor.schedule` as soon as the payload may start.
         """
         return True
 
@@ -78,7 +78,7 @@ class Hooks:
 class Supervisor:
     """Queues and runs the payloads of a runtime.
 
-    If the start record `spec` describes a Ray cluster, that cluster stays up for all payloads (the warm cluster). Otherwise
+    If the start record `spec` describes a Ray cluster, this Ray cluster, the warm cluster, stays up for all payloads. Otherwise
     each payload that uses Ray gets a cluster of its own.
     """
 
@@ -182,7 +182,7 @@ class Supervisor:
     # ---- From the start to the end of the runtime
 
     def run(self) -> None:
-        """Run payloads until the runtime must end, then end every process that the runtime started, also on the other nodes."""
+        """Run payloads until the runtime must end; then end every process that the runtime started, on all nodes."""
         preload_server, cluster = self._preload_server, self.cluster
         try:
             if cluster is not None:
@@ -215,13 +215,13 @@ class Supervisor:
             self.workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
 
     def close(self, end: End, grace: Optional[float] = None, queued: Optional[End] = None) -> None:
-        """Accept no more payloads, end the present ones, and then end the runtime.
+        """Accept no more payloads, end the present payloads, and then end the runtime.
 
         Args:
             end: The reason for the payloads' end.
             grace: Seconds from SIGTERM to SIGKILL; None for each payload's own grace period.
-            queued: The reason for waiting payloads, by default `end`; at the time limit they are returned to their clients
-                instead.
+            queued: The reason for waiting payloads, by default `end`. At the time limit, waiting payloads are by default returned
+                to their clients instead.
         """
         self.queue = self.queue.ended_by(end, self.loop.now())
         if end.reason == EndReason.TIMEOUT and queued is None:
@@ -232,7 +232,10 @@ class Supervisor:
         self.settle()
 
     def drain(self, why: str) -> None:
-        """Accept no more payloads, let the present ones finish, and then end the runtime; clients are told the reason `why`."""
+        """Accept no more payloads, let the present payloads finish, and then end the runtime.
+
+        Clients are told the reason `why`.
+        """
         if self.closing is None:
             self.queue = replace(self.queue, draining=why)
             for payload in self.payloads:
@@ -240,9 +243,9 @@ class Supervisor:
             self.settle()
 
     def give_way(self) -> bool:
-        """End the session and return True if `Queue.may_give_way` allows that; otherwise return False.
+        """End the session and return True if `Queue.may_give_way` allows the end; otherwise return False.
 
-        Clients request this if another Slurm job of the session's user waits for nodes.
+        Clients request this end if another Slurm job of the session's user waits for nodes.
         """
         ends = self.queue.may_give_way(self.loop.now())
         if ends and self.queue.ending is None:
@@ -261,7 +264,10 @@ class Supervisor:
             self._timers.due("idle", delay, lambda: self.close(End(EndReason.CANCEL, "it was idle for %g s" % delay)))
 
     def _interrupted(self, signum: int) -> None:
-        """Handle a signal: end all payloads, and then the runtime. A later second signal kills the payloads at once."""
+        """Handle a signal: end all payloads, and then the runtime.
+
+        A second signal, if it comes later, kills the payloads at once.
+        """
         self._signalled = True
         again = self.queue.ending is not None and self.loop.now() - self.queue.ending_since > _SAME_SIGNAL
         # Worker nodes that got the same signal must stay until the payloads have ended.
@@ -282,9 +288,9 @@ class Supervisor:
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
         """Queue the payload of a run directory and return the payload, which starts at once if its turn has come.
 
-        The payload's environment is based on `environ`, by default that of this process. Raises `Closing` if the runtime
-        accepts no more payloads or has too little time left, `Misfit` if the payload needs more than the nodes have, SpecError if
-        its specification is not valid, or OSError if the run directory cannot be read or written.
+        The payload's environment is based on `environ`, by default on the environment of this process. Raises `Closing` if the
+        runtime accepts no more payloads or has too little time left. Raises `Misfit` if the payload needs more than the nodes
+        have, SpecError if the payload's specification is not valid, and OSError if the run directory cannot be read or written.
         """
         version = self._ray_version
         if self.closing is None and version is not None and (installed_version() or version) != version:
@@ -337,7 +343,7 @@ class Supervisor:
     def schedule(self) -> None:
         """Start the waiting payloads that fit on the nodes now, in the order of the queue.
 
-        Waiting payloads that cannot finish before the time limit any more are returned to their clients.
+        Waiting payloads that can no longer finish before the time limit are returned to their clients.
         """
         left = self.time_left()
         self._timers.cancel("late")
@@ -358,7 +364,7 @@ class Supervisor:
                 payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
 
     def _is_fresh(self, spec: PayloadSpec) -> bool:
-        """Whether a payload gets a new Ray cluster of its own, and not the warm one."""
+        """Whether a payload gets a new Ray cluster of its own instead of the warm cluster."""
         return self.cluster is None and spec.ray is not None
 
     def _waits(self, spec: PayloadSpec) -> bool:
@@ -460,9 +466,10 @@ class Supervisor:
                     payload.safely(functools.partial(self._start, payload, cluster))
 
     def _report_demand(self, cluster: RayCluster, payloads: List[Payload], said: Say) -> None:
-        """Report `said`, on resource demands that the Ray cluster can never meet, in the Dagster logs of the payloads.
+        """Report `said` in the Dagster logs of the payloads.
 
-        If the only payload is configured to fail in this case, and no further node is expected, the payload is ended.
+        `said` is about resource demands that the Ray cluster can never meet. If the only payload is configured to fail in this
+        case, and no further node is expected, the payload is ended.
         """
         for payload in payloads:
             payload.phase(*said)
@@ -518,9 +525,9 @@ class Supervisor:
                 payload.phase(*self._remarks[name])
 
     def _report_memory(self, message: str, killed: bool) -> None:
-        """Report `message`, that a node is nearly out of memory, in the logs of all running payloads.
+        """Report `message`, which says that a node is nearly out of memory, in the logs of all running payloads.
 
-        If `killed`, a Ray worker was killed, which is counted for the `end` record of each running payload.
+        If `killed` is True, a Ray worker was killed; this worker is counted for the `end` record of each running payload.
         """
         for payload in self._running:
             payload.phase("memory", message)
@@ -602,9 +609,9 @@ class Supervisor:
         return self.machine.hostname if self.allocation is None else self.allocation.nodes[0]
 
     def _in_words(self, ray: Optional[RaySpec]) -> str:
-        """Returns the names of the nodes of a Ray cluster with the settings `ray`, for the Dagster log; of all nodes if None.
+        """Returns text for the Dagster log with the names of the nodes of a Ray cluster that has the settings `ray`.
 
-        At most `_MOST_NAMES` nodes are named.
+        If `ray` is None, the text has the names of all nodes. At most `_MOST_NAMES` nodes are named.
         """
         names = [named(self._name, self.machine.component), *(member.title for member in self.workers.members.values())]
         if ray is not None:
@@ -619,9 +626,9 @@ class Supervisor:
         return [payload.pid for payload in self._running if payload.pid is not None]
 
     def _foreign_pids(self, payload: Payload) -> List[int]:
-        """Returns the ids of processes outside this payload; their use of resources does not count as the payload's.
+        """Returns the ids of processes outside this payload; the payload's usage does not include these processes.
 
-        The ids are those of other payloads, preload processes, simulated nodes and relays.
+        The processes belong to other payloads, preload processes, simulated nodes and relays.
         """
         preloading = [] if self._preload_server is None else self._preload_server.pids()
         return [*(pid for pid in self._driver_pids() if pid != payload.pid), *preloading, *self.workers.pids, *self.relays.pids]

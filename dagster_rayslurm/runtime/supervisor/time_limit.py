@@ -50,7 +50,7 @@ def signal_number(name: str) -> Optional[int]:
 
 @dataclass
 class TimeLimit:
-    """Knows when a Slurm job will reach its time limit, and calls functions at given times before that.
+    """The time limit of a Slurm job: finds out when the job will reach the limit, and calls functions at given times before.
 
     The limit comes from SLURM_JOB_END_TIME, which newer versions of Slurm set, otherwise from squeue.
     """
@@ -92,9 +92,9 @@ class TimeLimit:
     def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
         """Call `call` with the seconds left, `before` seconds ahead of the time limit; do nothing if no limit is known.
 
-        If that moment is past, `call` is called at once. Shortly before that moment, squeue is run again, because an
-        administrator may have moved the limit. If squeue does not answer, the last known limit counts. `asked` is True only in
-        this method's own calls, after squeue was run.
+        If this time is past, `call` is called at once. Shortly before this time, squeue is run again, because an administrator
+        may have moved the limit. If squeue does not answer, the last known limit counts. `asked` is True only in this method's
+        own calls, after squeue was run.
         """
         left = self.left()
         if left is None:
