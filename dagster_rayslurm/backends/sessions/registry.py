@@ -35,7 +35,7 @@ _TIMEOUT = 120.0  # Seconds for an operation on the directories of sessions.
 
 @dataclass(frozen=True)
 class SessionManifest:
-    """The data with which the creator of a generation tells other processes the session's capacity and how to reach the session."""
+    """The data by which other processes know the capacity of a generation of a session, and how to reach the session."""
 
     generation: int
     capacity: Capacity
