@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -71,7 +72,7 @@ def test_a_submitted_job_that_waits_is_cancelled_with_its_secrets(
 
 
 def test_a_cancelled_task_ends_its_job_and_no_other(
-    site: Site, slurm_compute: Callable[..., ComputeResource], script: Callable[[str], Any]
+    site: Site, slurm_compute: Callable[..., ComputeResource], script: Callable[[str], Any], tmp_path: Path
 ) -> None:
     payload = script(UNTIL_GO)
     results: list[Any] = []
@@ -83,9 +84,11 @@ def test_a_cancelled_task_ends_its_job_and_no_other(
         assert await asyncio.to_thread(wait_until, lambda: len(site.jobs()) == 4, 60), site.jobs()
         tasks[0].cancel()
         assert await asyncio.to_thread(wait_until, lambda: len(site.jobs()) == 3, 60), site.jobs()
-        site.sh('touch "$1/data/go"', site.base)
+        site.sh('mkdir -p "$1/data" && touch "$1/data/go"', site.base)
         results.extend(await asyncio.gather(*tasks, return_exceptions=True))
 
-    assert dg.materialize([several], resources={"compute": slurm_compute(default_launcher=BashLauncher(grace_period=2))}).success
+    resources = {"compute": slurm_compute(default_launcher=BashLauncher(grace_period=2))}
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        assert dg.materialize([several], resources=resources, instance=instance).success
     assert isinstance(results[0], asyncio.CancelledError) and [each.job_id is not None for each in results[1:]] == [True] * 3
     assert site.jobs() == []
