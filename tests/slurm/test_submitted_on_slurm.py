@@ -78,7 +78,7 @@ def test_a_cancelled_task_ends_its_job_and_no_other(
     results: list[Any] = []
 
     @dg.asset
-    async def several(context: dg.AssetExecutionContext, compute: ComputeResource) -> None:
+    async def several(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
         runs = [compute.run_async(context=context, payload_path=payload, uses_pipes=False) for _ in range(4)]
         tasks = [asyncio.ensure_future(each) for each in runs]
         assert await asyncio.to_thread(wait_until, lambda: len(site.jobs()) == 4, 60), site.jobs()
@@ -86,9 +86,10 @@ def test_a_cancelled_task_ends_its_job_and_no_other(
         assert await asyncio.to_thread(wait_until, lambda: len(site.jobs()) == 3, 60), site.jobs()
         site.sh('mkdir -p "$1/data" && touch "$1/data/go"', site.base)
         results.extend(await asyncio.gather(*tasks, return_exceptions=True))
+        return dg.MaterializeResult()
 
     resources = {"compute": slurm_compute(default_launcher=BashLauncher(grace_period=2))}
-    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
         assert dg.materialize([several], resources=resources, instance=instance).success
     assert isinstance(results[0], asyncio.CancelledError) and [each.job_id is not None for each in results[1:]] == [True] * 3
     assert site.jobs() == []
