@@ -15,7 +15,7 @@ from ..runtime.protocol.record import JOURNAL, SESSION, STATUS, decode
 from ..runtime.protocol.spec import ClusterAccess, SpecError, from_fields
 from ..slurm.arrays import count_jobs
 from ..slurm.pending import most_informative_row, waiting_text
-from ..slurm.shared_queue import QueueRow, QueueSnapshot, SlurmUnanswered, parse_squeue, squeue_command
+from ..slurm.shared_queue import QueueRow, QueueSnapshot, listed_snapshot, squeue_command
 from ..slurm.states import ACTIVE, TERMINAL, WAITING
 from ..slurm.steps import parse_exit
 from ..ssh.base import Connection
@@ -87,14 +87,7 @@ def list_all(connection: Connection, base: str) -> list[Entry]:
     Raises OSError if the cluster or Slurm does not answer.
     """
     found = connection.call(edge_runs.listing, base, list(squeue_command()), _TIMEOUT, repeat=True, timeout=_TIMEOUT)
-    code, out, error = found["queue"]
-    if code != 0:
-        said = " ".join(error.split())[-300:] or "it said nothing"
-        raise SlurmUnanswered(f"{connection.place}: squeue did not answer (exit code {code}): {said}")
-    try:
-        snapshot = QueueSnapshot(0.0, parse_squeue(out))
-    except ValueError as problem:
-        raise SlurmUnanswered(f"{connection.place}: {problem}") from None
+    snapshot = listed_snapshot(connection.place, *found["queue"])
     runs = [_run(connection, base, each, snapshot) for each in found["runs"]]
     sessions = [_session(connection, generation_of(base, each), snapshot) for each in found["sessions"]]
     known = {each.job_id for each in (*runs, *sessions)}

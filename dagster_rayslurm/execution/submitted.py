@@ -35,7 +35,7 @@ from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, SECRETS, STDIO,
 from ..runtime.protocol.spec import PayloadSpec, RuntimeSpec, from_json
 from ..slurm.accounting import fetch_job_facts
 from ..slurm.request import FROM_TERMINAL, job_name
-from ..slurm.shared_queue import QueueSnapshot, SlurmUnanswered, parse_squeue, squeue_command
+from ..slurm.shared_queue import QueueSnapshot, listed_snapshot, squeue_command
 from ..slurm.states import TERMINAL
 from ..slurm.submit import cancel_named, find_job
 from ..ssh.base import Connection
@@ -251,14 +251,7 @@ def look_for_ends(
     found = connection.call(
         submissions.listing, base, list(squeue_command()), _SQUEUE_TIMEOUT, list(known), repeat=True, timeout=_SQUEUE_TIMEOUT
     )
-    code, out, error = found["queue"]
-    if code != 0:
-        said = " ".join(error.split())[-300:] or "it said nothing"
-        raise SlurmUnanswered(f"{connection.place}: squeue did not answer (exit code {code}): {said}")
-    try:
-        snapshot = QueueSnapshot(0.0, parse_squeue(out))
-    except ValueError as problem:
-        raise SlurmUnanswered(f"{connection.place}: {problem}") from None
+    snapshot = listed_snapshot(connection.place, *found["queue"])
     ended, waiting = [], 0
     for each in found["runs"]:
         if each["known"] or each["reporter"] not in ("", sensor):

@@ -168,6 +168,17 @@ class QueueSnapshot:
         return tuple(row for row in self.rows if row.name == name)
 
 
+def listed_snapshot(place: str, code: int, out: str, error: str) -> QueueSnapshot:
+    """Returns the snapshot of the queue in the output of squeue on `place`; raises SlurmUnanswered if squeue did not answer."""
+    if code != 0:
+        said = " ".join(error.split())[-300:] or "it said nothing"
+        raise SlurmUnanswered(f"{place}: squeue did not answer (exit code {code}): {said}")
+    try:
+        return QueueSnapshot(0.0, parse_squeue(out))
+    except ValueError as problem:
+        raise SlurmUnanswered(f"{place}: {problem}") from None
+
+
 def parse_answer(data: bytes) -> QueueSnapshot:
     """Returns the snapshot in `data`, the bytes that `edge.slurm.queue` answered; raises ValueError if `data` is malformed."""
     times, _, text = data.partition(b"\n")
