@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
+from dagster_rayslurm.backends.sessions.here import is_alive
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import end_sessions, pipes_script, run_asset, small_ray, wait_until
@@ -89,3 +91,20 @@ def test_a_session_that_cannot_be_noted_is_ended(
     assert "No space left on device" in (failure.description or ""), failure
     runtimes = lambda: [each for each in psutil.process_iter(["cmdline"]) if str(base) in " ".join(each.info["cmdline"] or ())]  # noqa: E731
     assert wait_until(lambda: not runtimes(), 30), runtimes()
+
+
+def test_a_process_that_has_just_started_is_alive() -> None:
+    """`Popen` may return while execve(2) still runs. The process has no command line then."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(200):
+            processes.append(subprocess.Popen(["sleep", "60"], start_new_session=True))
+            assert is_alive(processes[-1].pid, "60")
+        assert not is_alive(processes[0].pid, "61")
+    finally:
+        for process in processes:
+            process.kill()
+    ended = processes[0]
+    assert wait_until(lambda: not is_alive(ended.pid, "60"), 10) and ended.returncode is None  # A zombie is not alive.
+    for process in processes:
+        process.wait()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
+from ...runtime.process import processes
 from ...ssh.local import LocalConnection
 from ..layout import Layout
 from .registry import Generation, list_generations
+
+_EXEC_TIMEOUT = 1.0  # Most seconds that a process spends between two programs, without a command line (`is_alive`).
 
 
 def sessions_base(layout: Layout) -> str:
@@ -28,10 +32,11 @@ def is_alive(pid: int | None, directory: str) -> bool:
     """
     if pid is None:
         return False
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return os.fsencode(directory) in file.read().split(b"\0")
-    except OSError:
-        if os.path.exists("/proc/self/cmdline"):
-            return False
-    return directory in LocalConnection().run(["ps", "-ww", "-o", "args=", "-p", str(pid)]).stdout.decode("utf-8", "replace")
+    if not os.path.exists("/proc/self/cmdline"):
+        ps = LocalConnection().run(["ps", "-ww", "-o", "args=", "-p", str(pid)])
+        return directory in ps.stdout.decode("utf-8", "replace")
+    # In execve(2), Linux takes the old command line away before it sets the new one. Popen returns in between.
+    deadline = time.monotonic() + _EXEC_TIMEOUT
+    while not (arguments := processes.command_line(pid)) and not processes.has_ended(pid) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return os.fsencode(directory) in arguments.split(b"\0")

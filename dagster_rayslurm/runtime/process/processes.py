@@ -116,6 +116,12 @@ def command_line(pid: int) -> bytes:
     return _read(pid, "cmdline")
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or is a zombie."""
+    state = _read(pid, "stat").rpartition(b")")[2].split()[:1]
+    return state in ([], [b"Z"], [b"X"])
+
+
 def _read(pid: int, name: str) -> bytes:
     """The content of /proc/PID/NAME; b"" if the file cannot be read."""
     try:
