@@ -31,7 +31,7 @@ from ..runtime.payload import partition_runner, preload_child
 from ..runtime.payload.partition_runner import METHOD, PARTITIONS
 from .event_log import open_event_log
 from .reattach import retried_runs
-from .run import execute
+from .run import drive, executing
 
 try:
     # A step's output with this metadata has no materialization of its own (Dagster 1.13: `_core/execution/plan/execute_step.py`).
@@ -93,7 +93,7 @@ def execute_partitions(
         return nothing_missing(context, results, extras)
     try:
         with open_event_log(context.instance.event_log_storage, context.run.run_id):
-            completed = execute(context, plan, backend, resource, extras, results)
+            completed = drive(executing(context, plan, backend, resource, extras, results))
     except RunFailure as failure:
         sentence = str(failure.description)
         if sentence != results.sentence():

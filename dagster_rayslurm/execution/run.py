@@ -74,18 +74,6 @@ def drive(steps: Steps[T]) -> T:
             error = raised
 
 
-def execute(
-    context: dg.OpExecutionContext,
-    plan: Any,
-    backend: Backend,
-    resource: ComputeFields,
-    extras: Any,
-    partitions: PartitionResults | None = None,
-) -> CompletedRun:
-    """Do all steps of `executing` in this thread; returns the result for the user's asset. Parameters and errors as there."""
-    return drive(executing(context, plan, backend, resource, extras, partitions))
-
-
 def executing(
     context: dg.OpExecutionContext,
     plan: Any,
