@@ -77,7 +77,10 @@ _COMPONENTS = "ComputeResourceComponent", "RaySlurmScriptComponent"  # In `dg_co
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the public class or function `name`; the first such access imports the package's modules (PEP 562)."""
+    """Returns the public class or function `name`; the first call imports the modules of the package (PEP 562).
+
+    Raises AttributeError if there is no public class or function with this name.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in ("dg_components",) if name in _COMPONENTS else _MODULES:

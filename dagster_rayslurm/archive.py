@@ -1,6 +1,6 @@
-"""Build the runtime, the program that starts Ray and the payload, as one file (a zipapp).
+"""Builds the runtime, the program that starts Ray and the payload, as one file (a zipapp).
 
-The file's name contains a hash of its content, so that no copy is ever outdated.
+The file's name contains a hash of the runtime's sources, so that no copy is ever outdated.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ def _sources() -> dict[str, bytes]:
 
 
 def runtime_name() -> str:
-    """Returns the file name of the runtime's zipapp: a hash of its sources, and the Python version of its bytecode."""
+    """Returns the file name of the runtime's zipapp: a hash of the sources, and the Python version of the bytecode."""
     content = b"".join(name.encode() + b"\0" + text + b"\0" for name, text in _sources().items())
     return f"runtime-{hashlib.sha256(content).hexdigest()[:16]}-{sys.implementation.cache_tag}.pyz"
 
 
 @lru_cache(maxsize=1)
 def build_runtime() -> bytes:
-    """Returns the content of the runtime's zipapp: each module as source, and as bytecode, which saves 50 ms at each start."""
+    """Returns the content of the runtime's zipapp, with the source and the bytecode of each module.
+
+    The bytecode saves 50 ms at each start of the runtime.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive, tempfile.TemporaryDirectory() as directory:
         for name, text in _sources().items():
@@ -53,7 +56,7 @@ def build_runtime() -> bytes:
 
 
 def install_runtime(directory: Path) -> Path:
-    """Write the runtime's zipapp into a directory of this machine, unless the directory has it already; returns its path."""
+    """Write the runtime's zipapp into `directory` on this machine, unless the zipapp is there; returns the zipapp's path."""
     path = directory / runtime_name()
     if not path.exists():
         LocalConnection().make_dir(str(directory))

@@ -14,8 +14,8 @@ from .compute import ComputeResource
 from .handle import TAG, RunHandle
 
 _LOOK_TIMEOUT = 30.0  # Seconds for one look at the cluster; Dagster ends a tick after 60.
-_METADATA = "Run"  # Metadata key of the run's name in each event, by which a repeated tick finds its own events.
-_LATEST = 100  # Number of an asset's latest events among which a repeated tick looks for its own events.
+_METADATA = "Run"  # Metadata key of the run's name in each event; a repeated tick finds the events of the run by this name.
+_LATEST = 100  # Number of an asset's latest events of each kind among which a repeated tick looks for the events of a run.
 
 
 def build_completion_sensor(
@@ -27,17 +27,17 @@ def build_completion_sensor(
     minimum_interval_seconds: int = 60,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.STOPPED,
 ) -> dg.SensorDefinition:
-    """Returns a sensor that reports, once, the end of each run that `ComputeResource.submit` has submitted.
+    """Returns a sensor that reports the end of each run that `ComputeResource.submit` has submitted; each end is reported once.
 
     Each tick looks at all runs by one listing and one `squeue`. Without `job` and `asset_selection`, the sensor reports a
     successful run as an `AssetMaterialization` of the run's asset, with the metadata that the payload reported, and a failed run
     as an `AssetObservation` with the sentence of the failure.
 
     With `job` or `asset_selection`, the sensor requests a Dagster run for each run that has ended. The Dagster run has the handle
-    in its tags. The asset in the Dagster run returns `compute.reattach(context=context).get_materialize_result()`, which also
-    copies output files.
+    in its tags. The user's asset in the Dagster run returns `compute.reattach(context=context).get_materialize_result()`; this
+    call also copies output files.
 
-    If the cluster does not answer within 30 seconds, the tick is skipped with a sentence that says so.
+    If the cluster does not answer within 30 seconds, the tick is skipped, and the skip reason names the cluster.
 
     Example:
         ```python
@@ -46,12 +46,12 @@ def build_completion_sensor(
         ```
 
     Args:
-        compute: the resource with which the runs are submitted; each tick reads the values of its `EnvVar` fields.
-        name: the name of the sensor. If several sensors look at one base directory, only one of them reports each end.
+        compute: the resource with which the runs are submitted; each tick reads the values of the resource's `EnvVar` fields.
+        name: the name of the sensor. If several sensors look at one base directory, only one sensor reports each end.
         job: the Dagster job to run for each run that has ended.
         asset_selection: the assets to materialize for each run that has ended, as keys or a selection.
         minimum_interval_seconds: the shortest time between two ticks, in seconds.
-        default_status: whether the sensor runs before somebody turns it on or off in Dagster.
+        default_status: whether the sensor runs before somebody turns the sensor on or off in Dagster.
     """
     look = _Look(compute, name)
 
@@ -89,7 +89,10 @@ def build_completion_sensor(
 
 
 class _Look:
-    """Looks at the cluster in a thread, so that a tick can stop waiting; while that thread hangs, no second thread is started."""
+    """The looks of a sensor at the cluster, each in a thread, so that a tick can stop waiting for a look.
+
+    While the thread of a look hangs, no second thread is started.
+    """
 
     def __init__(self, compute: ComputeResource, sensor: str) -> None:
         self._compute, self._sensor = compute, sensor
@@ -97,9 +100,11 @@ class _Look:
         self.place = "the cluster"
 
     def result(self, known: list[str]) -> Any:
-        """Returns the result of `look_for_ends`, or raises its exception; raises TimeoutError after `_LOOK_TIMEOUT` seconds.
+        """Returns the result of `run_call.look`, or raises the exception of `run_call.look`.
 
-        If the look of an earlier tick is still under way, returns the result of that look, which used the earlier `known`.
+        `known` has the names of the runs that the sensor has reported before. If the look of an earlier tick is still under
+        way, the method waits for the earlier look, which used an earlier `known`. Raises TimeoutError after `_LOOK_TIMEOUT`
+        seconds.
         """
         if self._pending is None or self._pending.done():
             self._pending = Future()
@@ -121,9 +126,9 @@ class _Look:
 
 
 def _request(handle: RunHandle) -> dg.RunRequest:
-    """Returns the request for a Dagster run that follows a submitted run.
+    """Returns the request for a Dagster run that follows the submitted run of `handle`.
 
-    The run key is the submitted run's name, so that Dagster starts no second Dagster run for the same submitted run.
+    The run key is the name of the submitted run, so that Dagster starts only one Dagster run for the submitted run.
     """
     return dg.RunRequest(run_key=handle.run, partition_key=handle.partition_key, tags={TAG: handle.to_json()})
 
@@ -137,9 +142,10 @@ def _event(each: Any) -> dg.AssetMaterialization | dg.AssetObservation:
 
 
 def _is_reported(context: dg.SensorEvaluationContext, handle: RunHandle) -> bool:
-    """Returns whether one of the asset's latest `_LATEST` events reports the submitted run.
+    """Returns whether one of the latest events of the asset in `handle` reports the submitted run of `handle`.
 
-    Such an event exists if the daemon died after it stored the events of a tick, and before it stored the cursor.
+    The function looks at `_LATEST` materializations and `_LATEST` observations. An event of the submitted run exists if Dagster's
+    daemon died after storing the events of a tick, and before storing the cursor.
     """
     key = dg.AssetKey.from_user_string(handle.asset_key or "")
     found = [*context.instance.fetch_materializations(key, limit=_LATEST).records]

@@ -1,8 +1,8 @@
-"""Components of a heterogeneous Slurm job: their order, their requests to Slurm, and the Ray cluster across them. Pure.
+"""Components of a heterogeneous Slurm job: the order of components, the request to Slurm, and the Ray cluster across components.
 
-The component of the Ray head comes first: Slurm runs the batch script on that component's first node, and that component's job
-id names the whole job.
-What sbatch passes on to later components was tested with Slurm 22.05 and 24.11. Contradictions raise `ValueError`.
+The component of the Ray head comes first, because Slurm runs the batch script on the first node of the first component, and the
+job id of the first component names the whole job. The functions have no side effects, and raise `ValueError` if components
+contradict each other. What sbatch passes on to later components was tested with Slurm 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .runtime.protocol.spec import COMPONENT_LABEL, COMPONENT_RESOURCE, Componen
 from .slurm.config import HetComponent, SlurmQueueConfig
 from .slurm.request import INHERITED_OPTIONS, SBATCH_FIELDS, Inheritance, JobRequest, make_request
 
-# Queue fields with one value for the whole job; each with a function that makes different spellings of a value equal.
+# Queue fields with one value for the whole job, and for each field a function that returns the same for all spellings of a value.
 _WHOLE_JOB = {field.name: field.meaning for field in SBATCH_FIELDS if field.inheritance is Inheritance.WHOLE_JOB}
-# Queue fields that sbatch takes from an earlier component where a component does not set them.
+# Queue fields whose value sbatch takes from an earlier component if a component does not set the field.
 _INHERITED = tuple(field.name for field in SBATCH_FIELDS if field.inheritance is Inheritance.INHERITED)
 _MAX_COMPONENTS = 128  # Maximum number of components in one job (MAX_HET_JOB_COMPS in Slurm's source).
 # Fields of `RayLauncher` that a component may set for its own nodes; all other fields are for the cluster or the payload.
@@ -31,18 +31,20 @@ _NODE_FIELDS = (
 
 @dataclass(frozen=True)
 class Component:
-    """One component of a heterogeneous Slurm job, with its queue and its launcher."""
+    """One component of a heterogeneous Slurm job, with the component's queue and launcher."""
 
     component_id: str
     queue: SlurmQueueConfig
     launcher: Launcher
-    payload_wants: Footprint = ()  # Requirements of the payload itself on the nodes where it runs.
+    payload_wants: Footprint = ()  # Requirements of the payload itself, if the payload runs in this component.
 
 
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
-    """Returns the components in the job's order: the head's first, and all with the same time limit, requeue and signal.
+    """Returns the components in the job's order: the component of the Ray head comes first.
 
-    The payload and the Ray head run in `payload_in`, by default in the component marked `head`, or the first.
+    All returned components have the same time limit, requeue and signal. The component `payload_in` has the payload and the Ray
+    head. By default, the component marked `head` has both or, without such a component, the first of `components`. Raises
+    `ValueError` if there is no component, or if components contradict each other.
     """
     names = [each.component_id for each in components]
     if not names:
@@ -70,9 +72,10 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _values_of_whole_job(components: Sequence[HetComponent]) -> dict[str, Any]:
-    """Returns one value for each field of `_WHOLE_JOB`: the value that is not the default, if a queue has one, else the default.
+    """Returns, for each field in `_WHOLE_JOB`, the one value that all components of the job get.
 
-    Raises `ValueError` if two queues have different values that are not the default.
+    If a queue has a value that differs from the field's default, this value is returned; otherwise, the default is returned.
+    Raises `ValueError` if two queues have different values that both differ from the default.
     """
     common = {}
     for field, meaning in _WHOLE_JOB.items():
@@ -120,7 +123,8 @@ def _check_inheritance(components: Sequence[Component]) -> None:
 def _inherited_option(written: str) -> str | None:
     """Returns the full name of the sbatch option in the text `written` if later components inherit the option, else None.
 
-    Sbatch also accepts the beginning of a name; the result is None if several inherited options have that beginning.
+    Like for sbatch, the text may have only the beginning of the option's name. If several inherited options have this beginning,
+    the result is None.
     """
     name = written.partition("=")[0].removeprefix("--")
     longer = [option for option in INHERITED_OPTIONS if name and option.startswith(name)]
@@ -128,9 +132,12 @@ def _inherited_option(written: str) -> str | None:
 
 
 def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
-    """Returns the components, in the job's order, with complete launchers: unset fields come from `launcher`, the payload's.
+    """Returns the components, in the job's order, with the launchers completed by `launcher`, the launcher of the payload.
 
-    If `launcher` starts no Ray cluster, the payload runs in the first component alone, and only that component changes.
+    Fields that the launcher of a component leaves unset come from `launcher`. If `launcher` starts no Ray cluster, the payload
+    runs in the first component alone, and all launchers stay unchanged. Unless `launcher` is a `RayLauncher`, `payload_wants` of
+    the first component becomes the footprint of `launcher`. Raises `ValueError` if a component's launcher does not fit one Ray
+    cluster across all components.
     """
     first, *others = components
     if launcher.ray_spec() is None:
@@ -141,9 +148,10 @@ def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tupl
 
 
 def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
-    """Returns the components of a job with one Ray cluster across all of them (topology "spanning"), in the job's order.
+    """Returns the components of a job with topology "spanning", in the job's order; () if there are no components.
 
-    Fields that a component's launcher leaves unset come from `launcher`. Returns () if there are no components.
+    One Ray cluster spans all components. `launcher` is the launcher of the payload; fields that the launcher of a component
+    leaves unset come from `launcher`.
     """
     if not components:
         return ()
@@ -151,9 +159,10 @@ def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) 
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
-    """Returns the settings of one Ray cluster across all components, in the job's order; None for a payload without Ray.
+    """Returns the settings of one Ray cluster across all components; None for a payload without Ray.
 
-    Returns the launcher's own settings if there are no components.
+    `launcher` is the launcher of the payload, and `components` are in the job's order. Without components, returns the settings
+    of `launcher`. Raises `ValueError` if `launcher` sets `max_workers`, or requires more nodes than the components have.
     """
     spec = launcher.ray_spec()
     if spec is None or not components:
@@ -162,7 +171,7 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
     own = {each.component_id: _node_launcher(launcher, each).ray_spec() for each in components}
     nodes = [NodeSpec(name, **{field: getattr(node, field) for field in same}) for name, node in own.items()]
     if spec.max_workers is not None:
-        # With fewer workers, the last components would have no node in the Ray cluster, and tasks for them would wait forever.
+        # With fewer workers, the last components would have no node in the Ray cluster, and their tasks would wait forever.
         raise ValueError(
             f"RayLauncher.max_workers={spec.max_workers}: with components, each component's SlurmQueueConfig.num_nodes says how "
             "many nodes join; leave max_workers out"
@@ -177,7 +186,11 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
 
 
 def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
-    """Returns the launcher of a component's nodes; a field that the component does not set comes from the payload's launcher."""
+    """Returns the launcher for the nodes of a component; a field that the component does not set comes from `launcher`.
+
+    `launcher` is the launcher of the payload. Raises `ValueError` if the component's launcher has no Ray, or sets a field that is
+    not for single components.
+    """
     name, own = component.component_id, component.launcher
     if not isinstance(own, RayLauncher):
         raise ValueError(
@@ -206,7 +219,10 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
 
 
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
-    """Returns the request to Slurm for one heterogeneous job of all components; a `ValueError` names component and field."""
+    """Returns the request to Slurm for one heterogeneous job of all components.
+
+    Raises `ValueError`, which names the component and the field, if the queue of a component is invalid.
+    """
     requests = []
     for each in components:
         try:
@@ -228,10 +244,11 @@ def component_specs(request: JobRequest) -> list[ComponentSpec]:
 
 
 def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
-    """Returns the settings of a Ray cluster that simulates the components on one machine with `cpus` CPUs.
+    """Returns the settings `ray` of a Ray cluster, changed so that one machine with `cpus` CPUs simulates all components.
 
-    Each node has the CPUs and GPUs that its component's launcher sets, or else those that the component's queue requests;
-    the CPUs that come from a queue are at most `cpus`.
+    If the launcher of a component sets no CPUs, the component's node gets the CPUs that the component's queue requests, but at
+    most `cpus`; without such a request, the node gets `cpus`. If the launcher sets no GPUs, the node gets the GPUs that the queue
+    requests; without such a request, the node gets no GPUs.
     """
     requests = {each.component_id: each for each in components}
     nodes = []

@@ -25,7 +25,7 @@ from .slurm.config import HetComponent, SlurmQueueConfig
 
 DagsterLibraryRegistry.register("dagster-rayslurm", __version__, is_dagster_package=False)
 
-# Bundles of resources, by placement strategy or with the strategy PACK.
+# A list of bundles of resources (strategy PACK), or a mapping from placement strategies to such lists.
 Requires = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
 
 # The contexts with which `submit()` may be called.
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 def _explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
-    """Returns the method, whose `TypeError` for an unknown argument now says which argument to use instead."""
+    """Returns a function that calls `method`, and whose `TypeError` for an unknown argument says what to use instead."""
     known = [name for name in inspect.signature(method).parameters if name != "self"]
 
     @functools.wraps(method)
@@ -54,9 +54,9 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
-        """Yields the resource after Dagster has resolved the resources in its fields.
+        """Yields this resource after Dagster has resolved the nested resources, such as `slurm`, in the fields of this resource.
 
-        In local mode, yields the resource unchanged, because environment variables for Slurm may be unset there.
+        In local mode, yields this resource unchanged, because environment variables for Slurm may be unset in local mode.
         """
         mode = (context.resource_config or {}).get("mode", self.mode)
         if mode == ExecutionMode.LOCAL:
@@ -66,9 +66,9 @@ class ComputeResource(ComputeFields, dg.PipesClient):
                 yield resolved
 
     def get_resource_definition(self) -> Any:
-        """Returns Dagster's definition of the resource; raises `ValueError` for an unusable resource or invalid asset settings.
+        """Returns Dagster's definition of the resource. Dagster calls this method when definitions load.
 
-        Dagster calls this method when definitions load.
+        Raises `ValueError` if no run can use the resource, or if assets that need the resource have invalid settings.
         """
         from .settings import check_loading
 
@@ -77,14 +77,20 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         return super().get_resource_definition()
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
-        """Begin to log in to the edge node, outside local mode; Dagster calls this method before it runs a step."""
+        """Begin to log in to the edge node in a background thread, except in local mode.
+
+        Dagster calls this method before a step runs. A failed login raises no error before the first use of the connection.
+        """
         if self.slurm is not None and self.mode != ExecutionMode.LOCAL:
             from .ssh.pool import connect_early
 
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
-        """End sessions with scope "run" if the Dagster run has ended; called at the end of each process of the run."""
+        """End the sessions with scope "run" of the Dagster run, if all steps of the Dagster run have ended.
+
+        Dagster calls this method at the end of each process of the Dagster run.
+        """
         if self.session.scope == "run" and (self.enable_cluster_reuse or self.mode == ExecutionMode.SLURM_SESSION):
             from .run_call import end_run
 
@@ -108,7 +114,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         environment: Environment | None = None,
         requires: Requires | None = None,
     ) -> CompletedRun:
-        """Run a payload and wait until it ends; its output and Pipes messages stream into Dagster meanwhile.
+        """Run a payload, and wait until the payload has ended; output and Pipes messages of the payload stream into Dagster.
 
         Example:
             ```python
@@ -122,32 +128,36 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
         Args:
             context: the context of the asset, asset check or op.
-            payload_path: a Python script, even with spaces in its path, or a script with arguments (`train.py --epochs 3`);
-                otherwise a command, split into words as by a shell (`python -m pkg.mod`) but run without one; a list is used
-                unchanged. `python` means the environment's Python. With topology "separate" one payload for all
-                components, or a mapping by component id.
-            launcher: if it has the class of `default_launcher`, its fields override those there; otherwise it replaces
-                `default_launcher`. With topology "separate" each component has its own launcher.
-            queue: a `SlurmQueueConfig` or a dictionary; its fields override those of the Slurm resource's queue. The tag
-                `dagster-rayslurm/config` of a run overrides both. Local mode uses no queue.
+            payload_path: the payload, in one of three forms: the path of a Python script, which may contain spaces; a command
+                line (`train.py --epochs 3`, `python -m pkg.mod`), which is split into words like in a shell, but run without a
+                shell; or a list of words, which is used unchanged. `python` as the first word means the environment's Python.
+                With topology "separate", one payload for all components, or a mapping from component ids to payloads.
+            launcher: a launcher whose fields override the fields of `default_launcher`. A launcher of another class than
+                `default_launcher` replaces `default_launcher`. Not allowed with topology "separate", where each component has its
+                own launcher.
+            queue: a `SlurmQueueConfig`, or a dictionary with fields of `SlurmQueueConfig`. The fields override the fields of the
+                queue in the Slurm resource. The tag `dagster-rayslurm/config` of a Dagster run overrides `queue`. Local mode uses
+                no queue.
             extra_env: variables for the payload and its Ray workers.
             secret_env: variables for the payload's driver process only.
             extras: Pipes extras, which the payload finds in `pipes.extras`.
             extra_files: files or directories that appear in the payload's working directory.
             outputs: patterns of files in the payload's working directory to copy to this machine.
             components: components that replace all of the resource's components.
-            environment: an environment that replaces the resource's. Local mode ignores one that is sent to a cluster.
-            requires: a list of bundles that tasks or a placement group need of the Ray cluster at the same time, as in
-                `[{"GPU": 1}] * 8`; the run is refused before submission if its nodes could never hold them. A dictionary has
-                such lists by Ray's placement strategy, `{"STRICT_SPREAD": […]}`; `labels` in a bundle is its label selector.
-            uses_pipes: False for a payload that does not open Dagster Pipes; then its exit code alone decides. With
-                topology "separate" also a mapping by component id.
+            environment: an environment that replaces the environment of the resource. Local mode ignores an environment that is
+                sent to a cluster.
+            requires: a list of bundles of resources that tasks or a placement group need at the same time, as in
+                `[{"GPU": 1}] * 8`. The run is refused before submission if the nodes of the Ray cluster could never hold the
+                bundles. A dictionary has a list of bundles for each of Ray's placement strategies, as in
+                `{"STRICT_SPREAD": […]}`. The key `labels` of a bundle has the bundle's label selector.
+            uses_pipes: False for a payload that does not open Dagster Pipes; then the payload's exit code alone decides whether
+                the run has succeeded. With topology "separate", also a mapping from component ids to True or False.
 
         Returns:
             The result of the run, with the Dagster results that the payload reported.
 
         Raises:
-            RunFailure: the run did not succeed; its `kind` says which part failed.
+            RunFailure: the run did not succeed; the attribute `kind` of the failure says which part of the run failed.
         """
         from .run_call import run
 
@@ -174,11 +184,13 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         environment: Environment | None = None,
         requires: Requires | None = None,
     ) -> CompletedRun:
-        """Run a payload as `run` does, and await its end, so that many payloads wait and run at once in one event loop.
+        """Run a payload as `run` does, and await the end of the payload.
 
-        All calls in this process share one connection to the cluster, one look at Slurm's queue, and one thread that follows the
-        payloads. If the task is cancelled, its job ends as after an interrupt of `run`; a second cancellation leaves the payload
-        no grace period. A retry continues the payloads of the attempt before in the order of the calls.
+        Many payloads can wait and run at once in one event loop. All calls in this process share one connection to the cluster,
+        one query of Slurm's queue, and one thread that follows the payloads. If the task that awaits the payload is cancelled,
+        the payload and the payload's job end as after an interrupt of `run`; a second cancellation ends the payload without a
+        grace period. A retry of the step continues the payloads of the earlier attempt: the first call of the retry continues the
+        payload of the first call of the earlier attempt, the second call the payload of the second call, and so on.
 
         Example:
             ```python
@@ -187,10 +199,11 @@ class ComputeResource(ComputeFields, dg.PipesClient):
                 return (await compute.run_async(context=context, payload_path="features.py")).get_materialize_result()
             ```
 
-        Dagster's own executors run one step at a time in a process, so that one step has to await several payloads itself, by
-        `asyncio.gather`. With the executor of the package `dagster-async-executor`, many steps await theirs at once.
+        Dagster's own executors run one step at a time in a process. With these executors, a step with several payloads awaits the
+        payloads by `asyncio.gather`. With the executor of the package `dagster-async-executor`, many steps of one process await
+        payloads at once.
 
-        The arguments, the result and the exceptions are those of `run`.
+        The arguments, the result and the exceptions are the same as for `run`.
         """
         from .run_call import run_async
 
@@ -217,14 +230,15 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         environment: Environment | None = None,
         requires: Requires | None = None,
     ) -> CompletedRun:
-        """Run a payload once for each partition of this run, in one job or session, and wait until all partitions have ended.
+        """Run a payload once for each partition of the Dagster run, and wait until all partitions have ended.
 
-        With `allocation="each"` each partition has an allocation of its own instead, as an element of a Slurm job array.
+        All partitions share one job or session. With `allocation="each"`, each partition has an allocation of its own, as an
+        element of a Slurm job array.
 
-        The asset needs a backfill policy by which one run has several partitions. Each partition has a process of its own, with
-        the partition's key in `pipes.partition_key`, and is materialized as soon as that process has succeeded. When all have
-        ended, the step fails if a partition failed. A retry, or the run's re-execution from failure, runs only the partitions
-        that are not materialized yet.
+        The asset needs a backfill policy with which one Dagster run has several partitions. Each partition runs in a process of
+        its own, which finds the partition's key in `pipes.partition_key`. A partition is materialized as soon as the partition's
+        process has succeeded. When all partitions have ended, the step fails if a partition failed. A retry of the step, or a
+        re-execution of the Dagster run from failure, runs only the partitions that are not materialized yet.
 
         Example:
             ```python
@@ -238,23 +252,23 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
         Args:
             context: the context of an asset with partitions.
-            payload_path: as for `run`. A script or module of Python starts fastest, because its processes are forked.
-            max_concurrent: how many partitions run at the same time; None for the number of CPUs that Slurm granted to the
-                job, or to the payload in a session, on the first node of the allocation, where they run. With
-                `allocation="each"` None lets Slurm decide.
-            allocation: "shared" for one allocation and one Ray cluster for all partitions; "each" for one for each partition, of
-                the size in `queue` and `launcher`, which needs mode "slurm".
+            payload_path: the same as for `run`. A Python script or module starts fastest, because the processes are forked.
+            max_concurrent: the largest number of partitions that run at the same time. All partitions run on the first node of
+                the allocation; None stands for the number of CPUs that Slurm granted on this node to the job, or to the payload
+                in a session. With `allocation="each"`, None means no limit.
+            allocation: "shared" for one allocation and one Ray cluster that all partitions share; "each" for an allocation and a
+                Ray cluster per partition, of the size in `queue` and `launcher`. "each" needs mode "slurm".
             uses_pipes: False for a payload that does not open Dagster Pipes; such a payload finds the partition's key in the
                 environment variable RAYSLURM_PARTITION_KEY.
 
-        The other arguments are those of `run`.
+        The other arguments are the same as for `run`.
 
         Returns:
-            The result for the asset to return, by `get_materialize_result()`.
+            The result of the run; the asset returns `get_materialize_result()` of this result.
 
         Raises:
-            RunFailure: partitions failed, or the run did not succeed; the sentence counts the partitions, and names the first
-                that failed.
+            RunFailure: partitions failed, or the run did not succeed. The message says how many partitions are materialized and
+                how many failed, and names the first failed partitions.
         """
         from .run_call import run
 
@@ -285,9 +299,10 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         environment: Environment | None = None,
         requires: Requires | None = None,
     ) -> RunHandle:
-        """Submit a payload's Slurm job and return at once, so that no process of Dagster has to last as long as the job.
+        """Submit the Slurm job of a payload, and return the handle of the submitted run without waiting for the job.
 
-        `build_completion_sensor` reports the end of the job, and `reattach` follows it. For the modes slurm and slurm-hetjob.
+        No process of Dagster has to last as long as the job. A sensor from `build_completion_sensor` reports the end of the run,
+        and `reattach` follows the run to the end. Needs mode slurm or slurm-hetjob, and topology "spanning".
 
         Example:
             ```python
@@ -299,13 +314,15 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             ```
 
         Args:
-            context: the context of an asset, op, sensor or schedule, for the log; None for Python's.
-            asset_key: the asset that the payload makes; by default the one asset of the step.
-            partition_key: the partition of the asset; by default that of the step.
-            key: a text that stands for this work. Of all calls with one key, by any process, one submits a job, and the others
-                return the same handle, until retention_days after the submission.
+            context: the context of an asset, op, sensor or schedule, whose log gets the messages. Without a context, Python's
+                logger `rayslurm` gets the messages.
+            asset_key: the asset that the payload makes; by default the asset of the step, if the step has exactly one asset.
+            partition_key: the partition of the asset; by default the partition of the step.
+            key: a text that stands for the work, such as a date. Among all calls with the same key, in any process, only one call
+                submits a job; the other calls return the handle of the submitted run. The key is forgotten `retention_days` after
+                the submission.
 
-        The other arguments are those of `run`. The run directory and the outputs are kept until `reattach` has fetched them.
+        The other arguments are the same as for `run`. The run directory is kept until `reattach` has fetched the outputs.
 
         Raises:
             RunFailure: the job cannot be submitted.
@@ -318,28 +335,30 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         return submit_and_leave(self, context, asset_key, partition_key, key, extras, **arguments)
 
     def reattach(self, handle: RunHandle | None = None, *, context: Context) -> CompletedRun:
-        """Follow a run that `submit` has submitted to its end, as `run` does; also in another process, and once it has ended.
+        """Follow a run that was submitted by `submit` until the run has ended, as `run` does.
+
+        The run may have been submitted by another process, and may have ended already.
 
         Args:
-            handle: the handle that `submit` returned; by default the one in the tags of this Dagster run, which a sensor of
-                `build_completion_sensor` has requested.
+            handle: the handle that `submit` returned; by default the handle in the tags of the Dagster run. A Dagster run has
+                this tag if a sensor from `build_completion_sensor` requested the Dagster run.
             context: the context of the asset, op or check.
 
         Returns:
-            The result of the run, with the Dagster results that the payload reported, and its output files.
+            The result of the run, with the output files, and with the Dagster results that the payload reported.
 
         Raises:
-            RunFailure: the run did not succeed, or its run directory is gone.
+            RunFailure: the run did not succeed, the run directory is gone, or there is no handle.
         """
         from .run_call import reattach
 
         return reattach(self, context, handle)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
-        """End a warm Ray cluster and everything that runs on it; on Slurm, end its job or session.
+        """End a warm Ray cluster, all payloads on the Ray cluster, and the Slurm job or session that has the Ray cluster.
 
-        The id of a cluster is `CompletedRun.cluster_id`, and the metadata "Ray cluster ID". Returns whether there was a cluster
-        with this id. Raises `RunFailure` if the Ray cluster or Slurm does not answer.
+        The id of a Ray cluster is in `CompletedRun.cluster_id`, and in the metadata "Ray cluster ID". Returns False if no Ray
+        cluster with this id is found. Raises `RunFailure` if the job or session does not end, or if Slurm does not answer.
         """
         from .run_call import end_cluster
 
@@ -356,9 +375,9 @@ class ComputeResource(ComputeFields, dg.PipesClient):
     ) -> str:
         """Returns the batch script that `run` would submit, for a person to read; starts nothing and contacts no cluster.
 
-        Words in capitals stand for values that are known only at submission. In local mode, the text is the command that starts
-        the runtime and the description of the payload, which the runtime reads first. The arguments are those of `run`; raises
-        `RunFailure` if one is invalid.
+        Words in capitals stand for values that are known only at submission. In local mode, the text has the command that starts
+        the runtime, and the content of the files that the runtime reads first. The arguments are the same as for `run`. Raises
+        `RunFailure` if an argument is invalid.
         """
         from .run_call import example
 
@@ -366,7 +385,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
 
 def _check_definition(resource: ComputeResource) -> None:
-    """Raise `ValueError` for a resource that no run can use; fields with an `EnvVar` are checked when a run starts."""
+    """Raise `ValueError` for a resource that no run can use; fields with an unresolved `EnvVar` are not checked."""
     from .plan import check_session, check_slurm_mode, session_queue
     from .slurm.request import check_queue
 

@@ -1,7 +1,4 @@
-"""Base classes and validators of all configuration classes; each mistake of a user raises an error of one sentence.
-
-The workaround for subclasses was tested with Dagster 1.13.
-"""
+"""Base classes and validators of all configuration classes; each mistake of a user raises an error of one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _TIME_LIMIT = re.compile(r"^(UNLIMITED|INFINITE|\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\
 _MEMORY = re.compile(r"^\d+[KMGT]?$", re.IGNORECASE)
 _SIGNAL = re.compile(r"^(?:(?P<name>[A-Z0-9]+)@)?(?P<seconds>[0-9]+)$")
 
-# Prefixes of environment variables that users may not set: the runtime and Dagster Pipes set them for every payload.
+# Prefixes of environment variables that users may not set: the runtime and Dagster Pipes set such variables.
 _RESERVED = ("RAYSLURM_", "DAGSTER_PIPES_")
 
 # Maximum bytes of one argument or environment variable of a process (MAX_ARG_STRLEN of Linux, which counts a final NUL).
@@ -33,7 +30,7 @@ C = TypeVar("C", bound=dg.Config)
 
 
 class ExecutionMode(TextEnum):
-    """Where payloads run: on this machine, or in one of three forms of Slurm jobs."""
+    """The place where payloads run: this machine, or one of three kinds of Slurm jobs."""
 
     LOCAL = "local"
     SLURM = "slurm"
@@ -42,31 +39,38 @@ class ExecutionMode(TextEnum):
 
 
 class Topology(TextEnum):
-    """The Ray clusters of an allocation with components: one cluster and payload across all components, or one for each."""
+    """The Ray clusters of an allocation with components.
+
+    With SPANNING, one Ray cluster and one payload span all components. With SEPARATE, each component has a Ray cluster and a
+    payload of its own.
+    """
 
     SPANNING = "spanning"
     SEPARATE = "separate"
 
 
 class StrictConfig(StrictModel, dg.Config):
-    """Base class of configuration objects, such as those inside a resource; refuses unknown fields."""
+    """Base class of configuration objects, such as launchers and queues; refuses unknown fields."""
 
 
 class StrictResource(StrictModel, dg.ConfigurableResource):
-    """Base class of resources; refuses unknown fields."""
+    """Base class of Dagster resources; refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True)
 
 
 def check_list(value: object, of: str) -> list[Any]:
-    """Returns a list or tuple as a list; raises `ValueError` for another value. `of` names the expected items in the message."""
+    """Returns `value`, a list or tuple, as a list; raises `ValueError` for any other value.
+
+    `of` is the name of the expected items in the error message.
+    """
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise ValueError(f"write a list of {of}")
     return list(value)
 
 
 def check_modules(value: object) -> list[str]:
-    """Returns the given names of Python modules without repetitions; raises `ValueError` if one of them is invalid."""
+    """Returns a list of names of Python modules without repetitions; raises `ValueError` if a name is invalid."""
     names = check_list(value, 'modules, such as ["ray", "torch"]')
     for name in names:
         if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):
@@ -75,9 +79,9 @@ def check_modules(value: object) -> list[str]:
 
 
 def check_time_limit(value: object) -> str:
-    """Returns a time limit in a format of sbatch(1), Slurm 22.05, as a string; raises `ValueError` for any other value.
+    """Returns a time limit as a string; raises `ValueError` if the limit has none of the formats of sbatch(1), Slurm 22.05.
 
-    A limit of 0 is refused as well, because Slurm takes 0 for no limit.
+    An integer is a number of minutes. A limit of 0 is refused, because Slurm takes 0 for no limit.
     """
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else check_text(value)
     if not _TIME_LIMIT.match(text):
@@ -106,7 +110,10 @@ def mebibytes(size: str) -> float:
 
 
 def time_limit_seconds(text: str) -> float | None:
-    """Returns the seconds of a time limit in a format of sbatch(1), Slurm 22.05; None for "UNLIMITED", "INFINITE" and 0."""
+    """Returns a time limit in seconds; None for a limit of "UNLIMITED", "INFINITE" or 0.
+
+    `text` has one of the formats of sbatch(1), Slurm 22.05.
+    """
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     days, dash, rest = text.rpartition("-")
@@ -117,9 +124,9 @@ def time_limit_seconds(text: str) -> float | None:
 
 
 def check_signal(value: object) -> str:
-    """Validate the signal that comes before the time limit, as text "SECONDS" or "SIGNAL@SECONDS"; returns the text.
+    """Returns `value`, a text "SECONDS" or "SIGNAL@SECONDS" for the signal that is sent before a job's time limit.
 
-    Raises `ValueError` for other text, for a signal that does not exist on this system, and for 0 seconds.
+    Raises `ValueError` for any other value, for a signal that does not exist on this system, and for 0 seconds.
     """
     match = _SIGNAL.match(check_text(value))
     if not match:
@@ -136,14 +143,14 @@ def check_signal(value: object) -> str:
 
 
 def check_identifier(value: object) -> str:
-    """Validate a name that can be part of a path, and of a label or a resource of Ray; returns the name."""
+    """Returns the name `value`; raises `ValueError` unless a path, a label of Ray and a resource of Ray may have this name."""
     if not re.match(r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", check_text(value)):
         raise ValueError(f"{value!r} is not a name: use up to 63 letters, digits, '-', '_' and '.'")
     return str(value)
 
 
 def check_sbatch_options(value: object) -> list[str]:
-    """Validate a list of long options of sbatch, such as "--licenses=matlab:1"; returns the list."""
+    """Returns a list of long options of sbatch, such as "--licenses=matlab:1"; raises `ValueError` for any other value."""
     options = check_list(value, 'options, such as ["--licenses=matlab:1"]')
     for option in options:
         if not is_env_var(option) and not check_text(option).startswith("--"):
@@ -152,9 +159,9 @@ def check_sbatch_options(value: object) -> list[str]:
 
 
 def check_line(value: str, what: str) -> str:
-    """Returns a string that fits on one line of a script; raises `ValueError` for a string with control characters.
+    """Returns the string `value`, which fits on one line of a script; raises `ValueError` for a string with control characters.
 
-    `what` names the string in the error message. The message does not show the string itself, which may be a secret.
+    `what` is the name of the string in the error message. The message does not show the string itself, which may be a secret.
     """
     if found := CONTROL.search(value):
         raise ValueError(f"{what}: the value contains the control character {found.group()!r}; remove it")
@@ -162,9 +169,10 @@ def check_line(value: str, what: str) -> str:
 
 
 def check_length(text: str, what: str) -> None:
-    """Raise `ValueError` for a text that Linux cannot pass to a process, as an argument or as `NAME=VALUE` of a variable.
+    """Raise `ValueError` if a text is too long for Linux to pass to a process.
 
-    `what` names the text in the error message.
+    `text` is an argument of the process, or an environment variable as `NAME=VALUE`. `what` is the name of the text in the error
+    message.
     """
     size = len(text.encode("utf-8", "surrogateescape"))
     if size > MAX_BYTES:
@@ -180,7 +188,7 @@ identifier = checked(check_identifier)
 
 
 def has_variables(value: Any) -> bool:
-    """Returns whether a value, a config object or a resource contains an unresolved `EnvVar`."""
+    """Returns whether a value is or contains an unresolved `EnvVar`, at any depth of config objects, dictionaries and lists."""
     if isinstance(value, dg.Config):
         return any(has_variables(getattr(value, name)) for name in type(value).model_fields)
     if isinstance(value, dict):
@@ -191,10 +199,11 @@ def has_variables(value: Any) -> bool:
 
 
 def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
-    """Returns a copy of a config object in which each `EnvVar` is replaced by its value; fields that were unset stay unset.
+    """Returns a copy of a config object in which the value of each environment variable replaces the `EnvVar`.
 
-    Dagster replaces variables in resources and run config, but not in config objects that are arguments of `run()`. `where` names
-    the object in error messages; the fields in `skip` stay unresolved. Raises `ValueError` for a variable that is not set.
+    Fields that were unset stay unset, and the fields in `skip` stay unresolved. `where` is the name of the object in error
+    messages. Raises `ValueError` for an environment variable that is not set. Dagster replaces an `EnvVar` in resources and run
+    config, but not in config objects that are arguments of `run()`.
     """
     names = [name for name in type(config).model_fields if name in config.model_fields_set]
     values = {name: getattr(config, name) for name in names}
@@ -203,7 +212,10 @@ def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
 
 
 def _resolve(value: Any, where: str) -> Any:
-    """Returns a value in which each `EnvVar`, at any depth, is replaced by its value; `where` names `value` in errors."""
+    """Returns a copy of `value` in which, at any depth, the value of each environment variable replaces the `EnvVar`.
+
+    `where` is the name of `value` in error messages. Raises `ValueError` for an environment variable that is not set.
+    """
     if is_env_var(value):
         return read_variable(value.env_var_name, where, integer=isinstance(value, int))
     if isinstance(value, dg.Config):
@@ -216,9 +228,9 @@ def _resolve(value: Any, where: str) -> Any:
 
 
 def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
-    """Returns the environment variables of a payload, with the value of every `EnvVar`; raises `ValueError` for an invalid one.
+    """Returns the environment variables of a payload by name, with each `EnvVar` replaced by the value of the variable.
 
-    `what` names the argument with the variables in error messages.
+    `what` is the name of the argument `variables` in error messages. Raises `ValueError` if a name or a value is invalid.
     """
     checked_variables = {}
     for name, value in (variables or {}).items():
@@ -240,7 +252,7 @@ def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[st
 class SessionConfig(StrictConfig):
     """A session: a warm Slurm allocation (in local mode: a warm Ray cluster) that assets, processes and runs share.
 
-    The job of a session is never requeued, even with `requeue=True`: payloads that it had accepted would run twice.
+    The job of a session is never requeued, even with `requeue=True`, because payloads of the session would run twice.
     """
 
     name: Annotated[Optional[str], identifier] = None

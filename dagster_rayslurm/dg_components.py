@@ -1,4 +1,4 @@
-"""Components of Dagster's `dg`, written in YAML: assets that a script or module makes, and the resource that runs it.
+"""Components of Dagster's `dg`, written in YAML: assets that a script or module makes, and a `ComputeResource`.
 
 Only `dg` and projects that use these components import this module.
 """
@@ -26,7 +26,7 @@ from .slurm.config import SlurmQueueConfig
 
 
 def _rendered(context: dg.ResolutionContext, value: Any) -> Any:
-    """Returns a value of the YAML file with its templates rendered; other text stays as it is.
+    """Returns a value of the YAML file in which templates are rendered, at any depth; text without a template stays unchanged.
 
     Dagster's own resolver would turn text such as "1.10" and "{}" into numbers and tables.
     """
@@ -48,10 +48,10 @@ def _resolver(
 
     Args:
         description: the description of the attribute.
-        make: a function that returns the attribute from the value in the file, after templates are rendered.
-        of: type of the value in the file.
+        make: a function that gets the value in the file, with rendered templates, and returns the value of the attribute.
+        of: the type of the value in the file.
         fields_of: classes whose fields the table in the file may have. The attribute's schema lists these fields for
-            `dg check yaml` and editors; an empty `fields_of` allows any.
+            `dg check yaml` and editors. If `fields_of` is empty, the schema allows any field.
     """
     fields = {name: field.description for cls in fields_of for name, field in cls.model_fields.items()}
     schema = {name: {"description": text} for name, text in fields.items()}
@@ -80,7 +80,7 @@ def _queue(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _launcher(table: dict[str, Any]) -> dict[str, Any]:
-    if "kind" in table:  # Otherwise it has the class of the resource's launcher, and is checked when definitions load.
+    if "kind" in table:  # Otherwise the resource's launcher says the class, and the table is checked when definitions load.
         parse({"launcher": table}, "attribute launcher").launcher_after(RayLauncher)
     return table
 
@@ -103,7 +103,7 @@ def _described(description: str) -> dg.Resolver:
 
 @dg.scaffold_with(ScriptScaffolder)
 class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
-    """Assets and asset checks that a Python script or module makes, which a `ComputeResource` runs here or on Slurm."""
+    """Assets and asset checks that a Python script or module makes; a `ComputeResource` runs the script or module."""
 
     model_config = {"arbitrary_types_allowed": True}
 
@@ -135,7 +135,7 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
     pool: Annotated[str | None, _described("Pool of Dagster that limits how many such steps run at once.")] = None
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Returns the assets or asset checks; raises `ValueError` for attributes that contradict each other."""
+        """Returns definitions with the assets and asset checks; raises `ValueError` if attributes contradict each other."""
         directory = context.path.parent if context.path.is_file() else context.path
         payload = self._payload(directory)
         if not self.assets and not self.checks:
@@ -190,7 +190,7 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
 
 @dg.scaffold_with(ResourceScaffolder)
 class ComputeResourceComponent(dg.Component, dg.Resolvable, dg.Model):
-    """A `ComputeResource`: this machine or a Slurm cluster, for the assets of the project that name its key."""
+    """A `ComputeResource`, which runs payloads here or on a Slurm cluster, for the assets that name the resource's key."""
 
     resource_key: Annotated[str, _described("Key of the resource.")] = "compute"
     resource: Annotated[
@@ -198,5 +198,5 @@ class ComputeResourceComponent(dg.Component, dg.Resolvable, dg.Model):
     ] = {}
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:  # noqa: ARG002
-        """Returns the resource under its key; raises `ValueError` for invalid fields."""
+        """Returns definitions with the resource under the key `resource_key`; raises `ValueError` if a field is invalid."""
         return dg.Definitions(resources={self.resource_key: resource_from(self.resource, "ComputeResourceComponent")})

@@ -1,4 +1,4 @@
-"""What `dg scaffold defs` writes for the components of `dg_components`: YAML, a payload, and a resource if there is none."""
+"""The files that `dg scaffold defs` writes for the components in `dg_components`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from dagster_rayslurm import RaySlurmScriptComponent
 def load(context: dg.ComponentLoadContext) -> RaySlurmScriptComponent:
     return RaySlurmScriptComponent(script="SCRIPT", assets=[dg.AssetSpec(dg.AssetKey.from_user_string("KEY"))])
 """
-# With a component in Python, Dagster imports this file when definitions load.
+# If the component is written in Python, Dagster imports this payload, too, when definitions load.
 _PAYLOAD = '''\
 """Makes the asset KEY, with a Ray cluster of its own, on this machine or in a Slurm job."""
 
@@ -84,15 +84,21 @@ class ScriptParams(BaseModel):
 
 
 class ScriptScaffolder(dg.Scaffolder[ScriptParams]):
-    """Writes a component with one asset, its payload, and a resource in local mode if the project has no `ComputeResource`."""
+    """Writes a component with one asset, and the payload of the asset.
+
+    If the project has no `ComputeResource`, the class also writes a resource in local mode.
+    """
 
     @classmethod
     def get_scaffold_params(cls) -> type[ScriptParams]:
-        """Returns the class with the options."""
+        """Returns the class that has the options of the command."""
         return ScriptParams
 
     def scaffold(self, request: dg.ScaffoldRequest[ScriptParams]) -> None:
-        """Write the files into the directory of the request."""
+        """Write the component and the payload into the directory of the request.
+
+        If the project has no `ComputeResource`, also write a component with a resource into the directory of definitions.
+        """
         directory = request.target_path
         key = request.params.asset_key or re.sub(r"\W", "_", directory.name)
         script = re.sub(r"\W", "_", key) + ".py"
@@ -107,16 +113,16 @@ class ScriptScaffolder(dg.Scaffolder[ScriptParams]):
 
 
 class ResourceScaffolder(dg.Scaffolder[Any]):
-    """Writes a resource in local mode, with a Slurm cluster to fill in."""
+    """Writes a component with a `ComputeResource` in local mode; in YAML, comments show the fields of a Slurm cluster."""
 
     def scaffold(self, request: dg.ScaffoldRequest[Any]) -> None:
-        """Write the file into the directory of the request."""
+        """Write the file of the component into the directory of the request."""
         yaml = request.scaffold_format == "yaml"
         name, text = ("defs.yaml", _RESOURCE_YAML) if yaml else ("component.py", _RESOURCE_PYTHON)
         (request.target_path / name).write_text(text)
 
 
 def _has_resource(defs: Path) -> bool:
-    """Returns whether a file in the project's directory of definitions names a `ComputeResource`."""
+    """Returns whether a file below `defs`, the project's directory of definitions, contains the word `ComputeResource`."""
     files = (path for path in defs.rglob("*") if path.suffix in (".py", ".yaml", ".yml") and path.is_file())
     return any("ComputeResource" in path.read_text(encoding="utf-8", errors="replace") for path in files)

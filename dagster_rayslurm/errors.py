@@ -1,4 +1,4 @@
-"""The kinds of failure, the error of a runtime that cannot be started, and texts of errors. Dagster is not imported here."""
+"""The kinds of failure, the error of a runtime that cannot be started, and texts of errors; imports no Dagster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b
 
 
 class FailureKind(TextEnum):
-    """The kinds of failure, which are the values of `RunFailure.kind`: each names the part of a run that failed."""
+    """A kind of failure, which is the value of `RunFailure.kind`: the part of a run that failed."""
 
     CONFIGURATION = "configuration"
     CONNECTION = "connection"
@@ -37,7 +37,10 @@ _FINAL = ("configuration", "submission", "environment", "record", "cancelled", "
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
-    """Returns whether a `RetryPolicy` may retry a failed step: `retry` if given, else the default of `kind`; False for None."""
+    """Returns whether a `RetryPolicy` may retry a step that failed with `kind`; the result is `retry` if `retry` is not None.
+
+    If `retry` is None, the result is False for a `kind` after which another attempt cannot succeed, and if `kind` is None.
+    """
     return kind is not None and kind not in _FINAL if retry is None else retry
 
 
@@ -47,7 +50,7 @@ def without_colours(text: str) -> str:
 
 
 def one_sentence(error: ValueError) -> str:
-    """Returns the message of an error in one line; a pydantic error becomes a list of fields and their problems."""
+    """Returns the message of an error; for a pydantic error, one line with each invalid field and the field's problem."""
     if not isinstance(error, ValidationError):
         return str(error)
     sentences = []
@@ -58,7 +61,7 @@ def one_sentence(error: ValueError) -> str:
 
 
 class UnhealthyNode(NamedTuple):
-    """A node that failed a health check: its name in Slurm, the name of the check, and the check's result in words."""
+    """A node that failed a health check: the node's name in Slurm, the name of the check, and the check's result in words."""
 
     node: str
     check: str

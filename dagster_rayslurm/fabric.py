@@ -1,4 +1,4 @@
-"""Environment variables for the network between the nodes, and warnings if NCCL's log shows that NCCL does not use it. Pure.
+"""Environment variables for the network between the nodes, and a warning if NCCL's log shows that NCCL uses TCP sockets instead.
 
 Sources: NCCL user guide, "Environment Variables" (2.27); fi_efa(7) of libfabric 1.17 and 2.1; PyTorch's documentation of
 torch.distributed for gloo; src/init.cc of NCCL 2.21 to 2.27 for the lines of its log.
@@ -15,7 +15,7 @@ _TELL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
 _VARIABLES: Mapping[str, Mapping[str, str]] = {
     "none": {},
     "infiniband": {"NCCL_IB_DISABLE": "0", **_TELL},
-    # Ray forks processes, and memory that a parent has registered with the device must survive that.
+    # Ray forks processes, and memory that a parent has registered with the device must survive the fork.
     "efa": {"FI_PROVIDER": "efa", "FI_EFA_FORK_SAFE": "1", **_TELL},
     "tcp": {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "FI_PROVIDER": "tcp"},
 }
@@ -29,11 +29,14 @@ _ADVICE = {
     "efa": "`fi_info -p efa` must list a device on each node, and aws-ofi-nccl's libnccl-net.so must be in LD_LIBRARY_PATH",
     "none": 'RayLauncher(fabric="infiniband") or "efa" says what to look at, and "tcp" that this is meant',
 }
-_LONGEST = 65536  # Characters of a line without an end that are kept.
+_LONGEST = 65536  # Most characters that are kept of a line whose end has not come yet.
 
 
 def fabric_variables(fabric: str, interface: str | None) -> dict[str, str]:
-    """Returns the variables for the network preset `fabric`; those that name an interface are set only with `interface`."""
+    """Returns the environment variables for the network preset `fabric`; {} for the preset "none".
+
+    If `interface` is set, the result also has the variables that name this network interface.
+    """
     variables = dict(_VARIABLES[fabric])
     if variables and interface:
         # NCCL takes a name as a prefix unless "=" stands before it.
@@ -43,7 +46,10 @@ def fabric_variables(fabric: str, interface: str | None) -> dict[str, str]:
 
 @dataclass
 class FabricWatch:
-    """Searches a payload's output for a line in which NCCL says that it uses TCP sockets instead of a faster network."""
+    """Searches a payload's output for a line in which NCCL reports TCP sockets instead of a faster network.
+
+    `fabric` is the network preset of the payload. With the preset "tcp", nothing is searched.
+    """
 
     fabric: str
     _line: str | None = None
@@ -51,16 +57,19 @@ class FabricWatch:
     _partial: dict[str, str] = field(default_factory=dict)  # By stream, the beginning of a line.
 
     def feed(self, stream: str, text: str) -> None:
-        """Search `text`, the latest output of a payload on its `stream` "stdout" or "stderr", for NCCL's line about sockets."""
+        """Search `text`, the latest output of the payload, for NCCL's line about sockets, and keep the line for `warning`.
+
+        `stream` is the output stream that `text` comes from, "stdout" or "stderr".
+        """
         if self._line is None and self.fabric != "tcp":
             lines = (self._partial.pop(stream, "") + text).split("\n")
             self._partial[stream] = lines.pop()[-_LONGEST:]
             self._line = next((line.strip()[-200:] for line in lines if _SOCKETS.search(line)), None)
 
     def warning(self, nodes: int) -> str | None:
-        """Returns a warning at the first call after NCCL's line about sockets was found, else None.
+        """Returns a warning at the first call after `feed` has found NCCL's line about sockets; otherwise None.
 
-        `nodes` is the number of nodes. With the preset "none", there is no warning about a single node.
+        `nodes` is the number of nodes of the payload. With the preset "none", the result is None for a single node.
         """
         if self._warned or self._line is None or (self.fabric == "none" and nodes < 2):  # One node alone needs no network.
             return None

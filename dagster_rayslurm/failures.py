@@ -11,14 +11,14 @@ import dagster as dg
 
 from .errors import TROUBLES, FailureKind, UnhealthyNode, may_retry, without_colours
 
-_NEVER = ("cancelled", "superseded")  # Kinds that nobody can want to retry.
+_NEVER = ("cancelled", "superseded")  # Kinds of failure that are never retried.
 
 
 class RunFailure(dg.Failure):
     """Raised when a run did not succeed.
 
     Attributes:
-        kind: the part of the run that failed; compares equal to its name, as in `error.kind == "payload"`.
+        kind: the part of the run that failed; equal to the name of the part, as in `error.kind == "payload"`.
         unhealthy: the nodes whose failed health checks are the cause; empty for any other cause.
     """
 
@@ -30,7 +30,11 @@ class RunFailure(dg.Failure):
         retry: bool | None = None,
         unhealthy: Sequence[UnhealthyNode] = (),
     ) -> None:
-        """Create a failure; `retry` says whether a `RetryPolicy` may retry the step, None for the default of the kind."""
+        """Create a failure with the description `sentence`, and with `metadata` for Dagster.
+
+        `retry` says whether a `RetryPolicy` may retry the step; None stands for the default of `kind`. `unhealthy` has the nodes
+        whose failed health checks are the cause.
+        """
         self.kind = FailureKind(kind)
         self.unhealthy = tuple(unhealthy)
         if unhealthy:
@@ -44,7 +48,7 @@ class RunFailure(dg.Failure):
 
 
 class _RetryPolicyForKinds(dg.RetryPolicy):
-    """A `RetryPolicy` for some kinds of `RunFailure`. Dagster does not know these kinds; `apply_retry_policy` reads them."""
+    """A `RetryPolicy` for some kinds of `RunFailure`. Dagster ignores the field `kinds`; `apply_retry_policy` reads the field."""
 
     kinds: frozenset[FailureKind]
 
@@ -56,10 +60,11 @@ def retry_policy_for(
     backoff: dg.Backoff | None = None,
     jitter: dg.Jitter | None = None,
 ) -> dg.RetryPolicy:
-    """Returns a `RetryPolicy` that retries a `RunFailure` only if it is of these kinds. Other exceptions are retried as usual.
+    """Returns a `RetryPolicy` that retries a `RunFailure` only if the failure's kind is in `kinds`.
 
-    A failure after which another attempt cannot succeed, such as one of the kind `allocation` for a time limit, is not retried. A
-    kind that no policy retries by default, such as `submission`, is retried if it is named.
+    Other exceptions are retried as usual. A named kind that policies do not retry by default, such as `submission`, is retried.
+    Of any other named kind, a failure after which another attempt cannot succeed is not retried. An example is the failure of
+    kind `allocation` of a job that reached the time limit.
 
     Example:
         ```python
@@ -73,10 +78,10 @@ def retry_policy_for(
 
     Args:
         kinds: values of `RunFailure.kind`.
-        max_retries: as for `RetryPolicy`, like `delay`, `backoff` and `jitter`.
+        max_retries: the same as for `RetryPolicy`, as are `delay`, `backoff` and `jitter`.
 
     Raises:
-        ValueError: no kind is given, a kind does not exist, or it is "cancelled" or "superseded", which are never retried.
+        ValueError: no kind is given, a kind does not exist, or a kind is "cancelled" or "superseded", which are never retried.
     """
     known = [kind.value for kind in FailureKind if kind not in _NEVER]
     if not kinds:
@@ -92,7 +97,7 @@ def retry_policy_for(
 
 
 def apply_retry_policy(failure: RunFailure, policy: dg.RetryPolicy | None) -> None:
-    """Set `failure.allow_retries` by the step's retry policy if `retry_policy_for` returned that policy; else do nothing."""
+    """Set `failure.allow_retries` by `policy`, the step's retry policy. Do nothing unless `policy` is from `retry_policy_for`."""
     if isinstance(policy, _RetryPolicyForKinds):
         failure.allow_retries = failure.kind in policy.kinds and (failure.allow_retries or not may_retry(failure.kind))
 

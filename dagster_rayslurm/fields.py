@@ -1,4 +1,4 @@
-"""The base class of configuration objects, and validators of their fields. Dagster is not imported here.
+"""The base class of configuration objects, and validators of fields. The import of this module does not import Dagster.
 
 The workarounds for enums, optional unions, unknown keys and `EnvVar` were tested with Dagster 1.13.
 """
@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 BASE = "~/.dagster_rayslurm"  # The default base directory, on this machine and on a cluster.
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_DESCRIBED = re.compile(r'^    (\w+): .*\n    """((?s:.+?))"""$', re.MULTILINE)  # A field of a class, and the text below it.
+_DESCRIBED = re.compile(r'^    (\w+): .*\n    """((?s:.+?))"""$', re.MULTILINE)  # A field, and the text below the field.
 
 _NO_PACKING = "use environment=UvEnvironment(…) or PackedEnvironment(…), which are sent when they have changed"
 _ON_CLUSTER = 'for a file on the cluster write payload_path=["python", "/path/there.py"]'
@@ -122,7 +122,11 @@ _INSTEAD = {
 
 
 def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") -> str:
-    """Returns an error message for an unknown field or argument: with the likely name, or else with all names that exist."""
+    """Returns an error message for the unknown field or argument `name` of `owner`, the name of a class or method.
+
+    If `name` is known from another tool, the message says what to write instead. Otherwise, the message has the most similar name
+    in `known` or, without a similar name, all names in `known`. `noun` is the word "field" or "argument" in the message.
+    """
     names = sorted(known)
     instead = next((text for others, text in _INSTEAD.get(owner, {}).items() if name in others.split()), None)
     if instead is None:
@@ -132,9 +136,10 @@ def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") ->
 
 
 class StrictModel(BaseModel):
-    """Base class that refuses unknown fields, which Dagster would accept silently, and suggests the probable name.
+    """Base class of configuration objects: refuses unknown fields with a message that suggests the right name.
 
-    The description of a field is the text below it, also in Dagster's user interface.
+    The text below a field in the source is the description of the field, also in Dagster's user interface. Without this class,
+    Dagster would accept unknown fields silently.
     """
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, defer_build=True)
@@ -149,7 +154,7 @@ class StrictModel(BaseModel):
             cls.model_fields[name].description = " ".join(text.split())
 
     def __init__(self, **values: Any) -> None:
-        """Create the object from its fields; raises `ValueError` if a field gets a class, or an object of a wrong class."""
+        """Create the object from the values of fields; raises `ValueError` for an unknown field or an invalid value."""
         # A validator would come too late: Dagster turns objects into dictionaries before validators see them.
         for name, value in values.items():
             field = type(self).model_fields.get(name)
@@ -168,12 +173,12 @@ class StrictModel(BaseModel):
 
 
 def _title(cls: type[BaseModel]) -> str:
-    """Returns the name of a class for users, which a class that is a part of another one takes from that one."""
+    """Returns the name of a class in messages for users: the `title` in the class's `model_config`, or else the class name."""
     return cls.model_config.get("title") or cls.__name__
 
 
 def _wrong_object(field: FieldInfo, value: object) -> str | None:
-    """Returns the reason why a field cannot hold a value that is a class, or an object of the wrong class; else None."""
+    """Returns the reason why `field` cannot hold `value`, if `value` is a class or an object of a wrong class; otherwise None."""
     cls = type(value)
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"
@@ -186,22 +191,23 @@ def _wrong_object(field: FieldInfo, value: object) -> str | None:
 
 
 def is_env_var(value: Any) -> bool:
-    """Returns True if a value is an unresolved `EnvVar`. An unresolved `EnvVar.int` is also an int, which is equal to 0."""
-    return "dagster" in sys.modules and isinstance(value, _env_vars())  # Without Dagster nobody can have made one.
+    """Returns True if a value is an unresolved `EnvVar`. An unresolved `EnvVar.int` is also an int with the value 0."""
+    return "dagster" in sys.modules and isinstance(value, _env_vars())  # Without Dagster nobody can have made an EnvVar.
 
 
 @cache
 def _env_vars() -> tuple[type[Any], ...]:
-    """Returns the classes of unresolved variables: `EnvVar`, and the class that `EnvVar.int` returns, which Dagster hides."""
+    """Returns the classes of unresolved variables: `EnvVar`, and the hidden class of the objects that `EnvVar.int` returns."""
     import dagster as dg
 
     return dg.EnvVar, type(dg.EnvVar.int("HOME"))
 
 
 def read_variable(name: str, where: str, integer: bool = False) -> Any:
-    """Returns the value of an environment variable, an int if `integer`; `where` names the field that needs it in errors.
+    """Returns the value of the environment variable `name`: an int if `integer` is True, otherwise a string.
 
-    Raises `ValueError` if the variable is not set, or holds no integer.
+    `where` is the name, in error messages, of the field that needs the variable. Raises `ValueError` if the variable is not set,
+    or if `integer` is True and the variable holds no integer.
     """
     text = os.environ.get(name)
     if text is None:
@@ -213,12 +219,15 @@ def read_variable(name: str, where: str, integer: bool = False) -> Any:
 
 
 def checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """Returns a pydantic validator that calls `check` for each value except None and an `EnvVar`, which has no value yet."""
+    """Returns a pydantic validator that replaces a value by the result of `check`; None and an `EnvVar` stay unchecked."""
     return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
 
 
 def choice(*options: str) -> BeforeValidator:
-    """Returns a pydantic validator that accepts a string from `options` or an Enum member, and allows an `EnvVar` as well."""
+    """Returns a pydantic validator that accepts a string in `options`, or an Enum member whose value is in `options`.
+
+    The validator replaces an Enum member by the member's value. None and an `EnvVar` stay unchecked.
+    """
     names = tuple(map(str, options))
 
     def check(value: object) -> str:
@@ -231,19 +240,25 @@ def choice(*options: str) -> BeforeValidator:
 
 
 def at_least(low: float, unit: str = "") -> BeforeValidator:
-    """Returns a pydantic validator for numbers that are not smaller than `low`."""
+    """Returns a pydantic validator for numbers that are not smaller than `low`; `unit` is for the error message."""
     return checked(lambda value: check_at_least(value, low, unit))
 
 
 def check_at_least(value: Any, low: float, unit: str = "") -> Any:
-    """Returns the value if it is a finite number of at least `low`; else raises `ValueError`, as all checks of values here do."""
+    """Returns `value` unchanged; raises `ValueError` unless `value` is a finite number of at least `low`.
+
+    `unit` is the unit of `low` in the error message, such as "seconds".
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
         raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
     return value
 
 
 def check_text(value: object) -> str:
-    """Returns the value if it is a string that is safe in a script, a job name or a command; else raises `ValueError`."""
+    """Returns the string `value` unchanged; raises `ValueError` unless `value` is safe in a script, a job name or a command.
+
+    A safe string has no control characters and no lone surrogates.
+    """
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a string")
     try:

@@ -1,4 +1,4 @@
-"""`RunHandle`: the text form of a submitted run, by which any process finds the run again."""
+"""`RunHandle`: the names and ids of a submitted run, by which any process finds the run again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 import re
 from dataclasses import dataclass
 
-_RUN = re.compile(r"[A-Za-z0-9_.-]+-[0-9a-f]{12}")  # Also keeps a handle from naming a directory elsewhere.
+_RUN = re.compile(r"[A-Za-z0-9_.-]+-[0-9a-f]{12}")  # The name of a run directory, without a path.
 TAG = "dagster-rayslurm/handle"  # Tag of a Dagster run that follows a submitted run: the handle as JSON.
 
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A run that `ComputeResource.submit` has submitted.
+    """The names and ids of a run that `ComputeResource.submit` has submitted; any process can find the run by the handle.
 
     Attributes:
         run: the name of the run directory, by which the `rayslurm` commands find the run.
@@ -21,8 +21,8 @@ class RunHandle:
         job_name: the name of the Slurm job, which no other job has.
         cluster_id: the id of the run's Ray cluster.
         asset_key: the key of the asset that the payload computes, in Dagster's notation with slashes; None for no asset.
-        partition_key: the partition of the asset; None for none.
-        key: the idempotency key of the submission; None for none.
+        partition_key: the partition of the asset; None for an asset without partitions.
+        key: the argument `key` of the submission, for which only one job is submitted; None for a submission without a key.
         uses_pipes: whether the payload opens Dagster Pipes.
         requeue: whether Slurm may requeue the job.
         submitted_at: when the job was submitted, in seconds of the epoch by the cluster's clock; 0 before the submission.
@@ -45,7 +45,7 @@ class RunHandle:
 
     @classmethod
     def from_json(cls, text: str) -> RunHandle:
-        """Returns the handle that `to_json` wrote; raises `ValueError` for any other text."""
+        """Returns the handle in `text`, a result of `to_json`; raises `ValueError` for any other text."""
         try:
             fields = json.loads(text)
             handle = cls(**{each.name: fields[each.name] for each in dataclasses.fields(cls) if each.name in fields})

@@ -37,7 +37,7 @@ _OWN_OPTIONS = {
 
 
 class Launcher(StrictConfig):
-    """Base class of launchers: defines the command of a payload, and the Ray cluster and the resources that it needs.
+    """Base class of launchers: defines the command of a payload, and the Ray cluster and resources that the payload needs.
 
     To write a launcher of your own, derive from this class and pass an instance to `ComputeResource.run(launcher=…)`.
     `default_launcher` accepts only the launchers of this package: Dagster would silently drop the fields of a subclass.
@@ -60,14 +60,14 @@ class Launcher(StrictConfig):
                 )
 
     def command(self, argv: list[str]) -> list[str]:
-        """Returns the command that starts the payload: by default `argv`, the payload's own command. A subclass may change it.
+        """Returns the command that starts the payload: by default `argv`, the payload's own command.
 
         `python` as the first word of `argv` and of the result means the environment's Python.
         """
         return argv
 
     def ray_spec(self) -> RaySpec | None:
-        """Returns the Ray cluster that must be complete before the payload starts; None for a payload without Ray."""
+        """Returns the settings of the Ray cluster that starts before the payload; None for a payload without Ray."""
         return None
 
     def footprint(self) -> Footprint:
@@ -114,7 +114,7 @@ def _check_labels(value: object) -> object:
 
 
 def _check_health(value: object) -> str:
-    """Returns health checks, given as text or list, as a text with one check per line; raises `ValueError` for a wrong one."""
+    """Returns health checks, given as text or list, as a text with one check per line; raises `ValueError` for a wrong check."""
     checks = value.splitlines() if isinstance(value, str) else check_list(value, 'checks, such as ["gpu-count", "clock"]')
     for check in checks:
         word = check_text(check).partition("=")[0]
@@ -135,7 +135,7 @@ def _check_directory(value: object) -> str:
 class RayLauncher(Launcher):
     """Runs the payload as the driver of a Ray cluster that spans the allocation.
 
-    The payload calls `ray.init()` or `ray.init(address="auto")`, which connects to its own Ray cluster and to no other.
+    In the payload, `ray.init()` and `ray.init(address="auto")` connect to the payload's own Ray cluster and to no other cluster.
     """
 
     kind: Literal["ray"] = "ray"
@@ -197,7 +197,10 @@ class RayLauncher(Launcher):
     @model_validator(mode="before")
     @classmethod
     def _read_dashboard_from_ray_args(cls, values: Any) -> Any:
-        """Returns the launcher's fields, after moving `--include-dashboard` from `ray_args` to the field `dashboard`."""
+        """Returns the values of the launcher's fields, with `--include-dashboard` moved from `ray_args` to the field `dashboard`.
+
+        Raises `ValueError` if `--include-dashboard` contradicts the field `dashboard`.
+        """
         arguments: Any = values.get("ray_args") if isinstance(values, dict) else ()
         for argument in arguments if isinstance(arguments, (list, tuple)) else ():
             if isinstance(argument, str) and argument in _DASHBOARD:

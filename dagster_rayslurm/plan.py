@@ -1,7 +1,7 @@
-"""Plan a payload from the arguments of a call and the fields of the resource: command, Ray cluster and requirements, checked.
+"""Makes the plan of a payload from the arguments of a call and the fields of the resource, and checks arguments and fields.
 
-Nothing is started or written; the file system is only asked whether named files exist. Functions raise `ValueError` for an
-invalid argument or field.
+The functions start and write nothing, but check whether named files exist. The functions raise `ValueError` for an invalid
+argument or field.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 # Words with a meaning to a shell: operators, redirections, words that end a command, and words with variables.
 _SHELL = re.compile(r"\|\|?|&&?|[({})]|(\d*|&)(>>?|<<?<?)\S*|.*[;&]|.*(\$[A-Za-z_({]|`).*", re.DOTALL)
-# Shell commands that load modules or scripts; `activate.sh` of the environment can do that instead.
+# Shell commands that load modules or scripts; `activate.sh` of the environment can load modules and scripts instead.
 _MODULES = frozenset({".", "ml", "module", "source"})
 # Shell commands that are not programs, so that no payload can begin with them.
 _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit", "umask", "unset"}
@@ -41,7 +41,10 @@ _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit"
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a backend needs to start one payload: the specifications of the payload and its Ray cluster."""
+    """Everything that a backend needs to start one payload, such as the specifications of the payload and of the Ray cluster.
+
+    `ray` is None for a payload without a Ray cluster.
+    """
 
     payload: PayloadSpec
     ray: RaySpec | None
@@ -72,8 +75,10 @@ def make_plan(
 ) -> Plan:
     """Returns the plan of a payload; raises `ValueError` for an invalid argument.
 
-    `nonce` is a text that no other payload has. `components` are in the job's order, and `merge_launchers` has completed their
-    launchers.
+    `nonce` is a text that no other payload has. `env` has variables for the payload and the Ray workers, `secret_env` variables
+    for the payload alone. `max_output_bytes` limits the size of all output files, and `max_stdio_bytes` the size of the recorded
+    output. `components` are in the job's order, with the launchers that `merge_launchers` has completed. `fails_infeasible` is
+    True if the run shall fail when work waits for resources that no node of the Ray cluster can ever hold.
     """
     both = sorted(set(env) & set(secret_env))
     if both:
@@ -112,7 +117,7 @@ def make_plan(
 
 
 def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
-    """Returns the name of a run directory: parts of the Dagster run id and the step, for readers, and the unique nonce."""
+    """Returns the name of a run directory: the beginnings of the Dagster run id and of the step's key, and the unique `nonce`."""
     return f"{run_id[:8]}-{_UNSAFE.sub('_', step_key)[:40]}-{nonce}"
 
 
@@ -129,7 +134,10 @@ def _existing_directory(path: str | None) -> str | None:
 
 
 def existing_files(paths: Sequence[str | os.PathLike[str]] | None) -> list[str]:
-    """Returns the absolute paths of `extra_files`; raises `ValueError` if one does not exist, or two have the same name."""
+    """Returns the absolute paths of the files in `paths`, the argument `extra_files`; [] if `paths` is None.
+
+    Raises `ValueError` if `paths` is a single path, a file does not exist, or two files have the same name.
+    """
     if isinstance(paths, (str, os.PathLike)):
         raise ValueError(f"extra_files: write a list, such as [{os.fspath(paths)!r}]")
     full = [os.path.abspath(os.path.expanduser(os.fspath(path))) for path in paths or []]
@@ -154,10 +162,12 @@ def _checked_outputs(patterns: Sequence[str] | None) -> list[str]:
 
 
 def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], str | None]:
-    """Returns a payload's command as a list of words, and the absolute path of the local script that it runs, or None.
+    """Returns two values: the words of a payload's command, and the absolute path of the local script that the command runs.
 
-    An existing file is a script, even with spaces in its path. Other text is split like a shell does, and is a script with
-    arguments if its first word is an existing `.py` file. A list is used unchanged.
+    The path is None if the command runs no local script. If `payload_path` is the path of an existing file, this file is the
+    script, even if the path contains spaces. Any other text is split into words like in a shell; the first word is the script if
+    the word names an existing `.py` file. A list is used unchanged, with None for the path. Raises `ValueError` for an invalid
+    command.
     """
     script = None
     if isinstance(payload_path, (str, os.PathLike)):
@@ -176,7 +186,11 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple
 
 
 def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
-    """Returns the words of a command, and the path of its local script or None. If `is_path`, the text is one path, not split."""
+    """Returns two values: the words of the command `text`, and the absolute path of the local script that the command runs.
+
+    The path is None if the command runs no local script. If `is_path` is True, `text` is a path and is not split into words.
+    Raises `ValueError` for a file that does not exist, and for a text that cannot be split or needs a shell.
+    """
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
     argv, script = [text], _existing_file(text)
@@ -201,11 +215,11 @@ def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
 
 def _existing_file(text: str) -> str | None:
     path = os.path.expanduser(text)
-    return os.path.abspath(path) if os.path.isfile(path) else None  # Path.is_file raises for a text that is too long for a name.
+    return os.path.abspath(path) if os.path.isfile(path) else None  # Path.is_file raises for too long a name.
 
 
 def _without_literals(quoted: re.Match[str]) -> str:
-    """Returns quoted text in which "_" replaces all characters that a shell would not interpret inside the quotes."""
+    """Returns the quoted text of a match; "_" replaces all characters that a shell would not interpret inside the quotes."""
     return re.sub(r"\\.|[^\w$`({]", "_", quoted.group(), flags=re.DOTALL) if quoted.group().startswith('"') else "_"
 
 
@@ -226,10 +240,10 @@ def _refuse_shell(text: str) -> None:
 
 
 def merge(base: C, own: C | None) -> C:
-    """Returns a queue or launcher with the fields that `own` sets, and those of `base` for the others.
+    """Returns a queue or launcher with the fields that `own` sets; all other fields have the values of `base`.
 
-    Returns `own` unchanged if the classes differ, and `base` if `own` is None. Fields of a queue `base` that contradict
-    fields of `own` are left out.
+    Returns `own` unchanged if `own` and `base` have different classes, and `base` unchanged if `own` is None. If `base` is a
+    queue, values of `base` that contradict fields set in `own` are left out.
     """
     if own is None or type(own) is not type(base):
         return base if own is None else own
@@ -240,7 +254,11 @@ def merge(base: C, own: C | None) -> C:
 
 
 def _without_contradictions(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns new values for fields of the queue `base`, so that none of them contradicts the `given` fields of the call."""
+    """Returns new values, by field, for fields of the queue `base` that may contradict the fields in `given`.
+
+    `given` has the names and values of the fields that override `base`. With the new values, no field of `base` contradicts a
+    field in `given`.
+    """
     changes: dict[str, Any] = {}
     if given.get("mem") is not None:
         changes["mem_per_cpu"] = None
@@ -263,15 +281,20 @@ def _without_contradictions(base: SlurmQueueConfig, given: Mapping[str, Any]) ->
 
 
 def session_queue(queue: SlurmQueueConfig, session: SessionConfig) -> SlurmQueueConfig:
-    """Returns the queue of a session's allocation: the resource's, with `num_nodes` and `time_limit` of the session if set."""
+    """Returns the queue of a session's allocation: a copy of `queue`, the queue of the resource, changed for `session`.
+
+    If `session` sets `num_nodes` or `time_limit`, the copy has the value of `session`.
+    """
     changes: dict[str, Any] = {"num_nodes": session.num_nodes, "time_limit": session.time_limit}
     return merge(queue, SlurmQueueConfig(**{name: value for name, value in changes.items() if value is not None}))
 
 
 def by_component(value: T | Mapping[str, T], names: Sequence[str], argument: str, default: T | None = None) -> dict[str, T]:
-    """Returns the value of an argument of `run()` for each component; `default` is for components that a mapping leaves out.
+    """Returns a dictionary with the value of an argument of `run()` for each component in `names`.
 
-    `argument` is the name of the argument, for the error message of a `ValueError`.
+    `value` is one value for all components, or a mapping from component ids to values. A component that the mapping leaves out
+    gets the value `default`. Raises `ValueError` if the mapping has an unknown component, or if a component has no value. The
+    error message calls the argument `argument`.
     """
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
@@ -284,7 +307,7 @@ def by_component(value: T | Mapping[str, T], names: Sequence[str], argument: str
 
 
 def check_slurm_mode(mode: str, slurm: SlurmResource | None, components: Sequence[HetComponent]) -> None:
-    """Raise `ValueError` if a Slurm mode lacks its SlurmResource, or mode "slurm" has components."""
+    """Raise `ValueError` if `mode` is a Slurm mode and `slurm` is None, or if `mode` is "slurm" and there are components."""
     if mode != ExecutionMode.LOCAL and slurm is None:
         raise ValueError(f"slurm: mode {mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
     if mode == ExecutionMode.SLURM and components:
@@ -294,7 +317,7 @@ def check_slurm_mode(mode: str, slurm: SlurmResource | None, components: Sequenc
 
 
 def check_session(session: SessionConfig, components: Sequence[HetComponent]) -> None:
-    """Raise `ValueError` if a session's configuration contradicts the components of its allocation."""
+    """Raise `ValueError` if a session's configuration sets `num_nodes`, but the session's allocation has components."""
     if components and session.num_nodes is not None:
         raise ValueError(
             f"SessionConfig.num_nodes={session.num_nodes} says nothing of which component they are in; leave it out, and set "

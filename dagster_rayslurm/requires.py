@@ -12,7 +12,7 @@ from .runtime.protocol.spec import RaySpec, node_spec
 from .runtime.ray.feasibility import Bundle, Node, can_hold, check_strategy, fits, lacking, read_bundle
 from .slurm.request import JobRequest, gibibytes_for_ray, requests_gpus
 
-# Resources and labels that Ray finds by itself on a node (Ray 2.60): whether one is there is known only on the node.
+# Resources and labels that Ray finds by itself on a node (Ray 2.60), so that only the node knows which of them exist.
 _FOUND_BY_RAY = r"(node:|accelerator_type:|ray\.io/)|(HPU|NPU|RBLN|TPU|neuron_cores)$"
 _RAISE = {
     "CPU": "raise SlurmQueueConfig.cpus_per_node or RayLauncher.num_cpus_per_node",
@@ -25,7 +25,10 @@ _MOST = 4  # Most bundles that a message shows.
 
 @dataclass(frozen=True)
 class AskedNodes:
-    """Equal nodes of a Ray cluster, with the resources that launcher and queue request for each of them."""
+    """Equal nodes of a Ray cluster: the number of nodes, and the resources that launcher and queue request for each node.
+
+    `title` is the name of the nodes in error messages.
+    """
 
     title: str
     count: int
@@ -33,11 +36,11 @@ class AskedNodes:
 
 
 def check_requires(requires: Any, nodes: Sequence[AskedNodes]) -> None:
-    """Raise `ValueError` if the requested nodes could not hold the required bundles even if nothing else ran on them.
+    """Raise `ValueError` if the requested nodes could not hold the required bundles even if nothing else ran on the nodes.
 
     Args:
-        requires: a list of bundles that are needed at the same time, as dictionaries; or a mapping with such lists by placement
-            strategy, such as "STRICT_SPREAD".
+        requires: a list of bundles, as dictionaries, that are needed at the same time; or a mapping from placement strategies,
+            such as "STRICT_SPREAD", to such lists. `ValueError` is also raised if `requires` has another form.
         nodes: the nodes of the Ray cluster.
     """
     if not isinstance(requires, Mapping):
@@ -61,7 +64,7 @@ def check_requires(requires: Any, nodes: Sequence[AskedNodes]) -> None:
 
 
 def nodes_of_job(ray: RaySpec, request: JobRequest) -> list[AskedNodes]:
-    """Returns the nodes of the Ray cluster in the job that `request` asks for; an amount that Slurm will choose is infinite."""
+    """Returns the nodes of the Ray cluster `ray` in the job of `request`; an amount that Slurm will choose is infinite."""
     nodes = []
     for part in request.components:
         queue = part.queue
@@ -75,13 +78,17 @@ def nodes_of_job(ray: RaySpec, request: JobRequest) -> list[AskedNodes]:
 
 
 def nodes_of_machine(ray: RaySpec, machine: NodeResources) -> list[AskedNodes]:
-    """Returns the nodes of a Ray cluster that local mode starts on this machine."""
+    """Returns the nodes of the Ray cluster `ray` that local mode starts on the machine with the resources `machine`."""
     names: list[str | None] = [each.component_id for each in ray.components] or [None]
     return [_asked(ray, name, 1, machine.num_cpus, machine.num_gpus, usable_memory(machine)) for name in names]
 
 
 def _asked(ray: RaySpec, component_id: str | None, count: int, cpus: float, gpus: float, memory: float) -> AskedNodes:
-    """Returns nodes with these amounts of resources (`memory` in bytes), except for amounts that their launcher sets itself."""
+    """Returns the `count` equal nodes of a component, or of a Ray cluster without components if `component_id` is None.
+
+    `cpus`, `gpus` and `memory` (in bytes) are the amounts of each node. An amount that `ray` sets for the node counts instead.
+    Memory that `ray` sets for the object store is subtracted from `memory`.
+    """
     spec = node_spec(ray, component_id)
     resources = {
         "CPU": cpus if spec.num_cpus is None else spec.num_cpus,
@@ -97,7 +104,7 @@ def _asked(ray: RaySpec, component_id: str | None, count: int, cpus: float, gpus
 
 
 def _why(bundle: Bundle, nodes: Sequence[AskedNodes]) -> str:
-    """Returns the reason why no node can hold a bundle: what the nodes have, and the fields to change, for an error message."""
+    """Returns, for an error message, why no node can hold `bundle`: what the nodes have, and which fields to change."""
     short = [name for name in bundle.resources if all(name in lacking(bundle, each.node) for each in nodes)]
     names = short or sorted(bundle.resources)
     labels = sorted({rule.key for rules in bundle.selectors for rule in rules})

@@ -14,9 +14,10 @@ from .ssh.config import SSHConnectionResource
 
 
 def resource_from(table: Mapping[str, Any], where: str) -> ComputeResource:
-    """Returns the resource with the fields in a table; raises `ValueError`, which names the place `where`, for invalid ones.
+    """Returns the resource with the fields in `table`; raises `ValueError`, which names the place `where`, for invalid fields.
 
-    `{"env": "NAME"}` stands for `dg.EnvVar("NAME")`, and `kind` in a table chooses among launchers and environments.
+    In `table`, `{"env": "NAME"}` stands for `dg.EnvVar("NAME")`. The key `kind` in the table of a launcher or environment names
+    the class of the launcher or environment.
     """
     fields = with_variables(dict(table))
     try:
@@ -39,7 +40,11 @@ def _login(fields: Mapping[str, Any]) -> SSHConnectionResource:
 
 
 def with_kinds(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields for an object of class `cls`; a table with a `kind`, such as a launcher, is replaced by an object."""
+    """Returns the fields of an object of class `cls`, in which objects replace the tables of launchers and environments.
+
+    The key `kind` of a table names the class of the object; without `kind`, the class is the class of the field's default. Raises
+    `ValueError` if a `kind` does not exist, or if the fields of a table are invalid.
+    """
     made = dict(fields)
     for name, value in fields.items():
         field = cls.model_fields.get(name)
@@ -53,7 +58,10 @@ def with_kinds(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_variables(value: Any) -> Any:
-    """Returns a value of a file with a `dg.EnvVar` for each {"env": "NAME"}, the form of Dagster's own configuration files."""
+    """Returns a copy of `value` in which, at any depth, `dg.EnvVar("NAME")` replaces each dictionary {"env": "NAME"}.
+
+    `value` is a value of a file. Dagster's own configuration files have the same form.
+    """
     if isinstance(value, dict):
         if set(value) == {"env"} and isinstance(value["env"], str):
             return dg.EnvVar(value["env"])

@@ -1,4 +1,4 @@
-"""The implementation of `ComputeResource.run`: checks a call, plans its payloads, chooses a backend, and executes."""
+"""The implementation of `ComputeResource`: checks the arguments of a call, plans payloads, chooses a backend, runs the plan."""
 
 from __future__ import annotations
 
@@ -61,23 +61,29 @@ from .ssh.base import Connection
 from .ssh.local import LocalConnection
 from .ssh.pool import connection_to
 
-SHARED, EACH = "shared", "each"  # Values of `allocation` of `run_partitions`.
+SHARED, EACH = "shared", "each"  # Values of the argument `allocation` of `run_partitions`.
 _log = logging.getLogger("rayslurm")
 _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}'"
 
 
 def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
-    """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed.
+    """Run the payloads of one call of `ComputeResource.run` or `run_partitions`, and wait until all payloads have ended.
 
-    The argument `by_partition` is True for a call of `ComputeResource.run_partitions`.
+    `extras` are the Pipes extras. `arguments` are the other arguments of the call; for `run_partitions`, `arguments` also contain
+    `by_partition=True`. Returns the result for the user's asset. Raises `RunFailure` if the call is invalid, or unless all
+    payloads succeed.
     """
     return drive(_running(resource, _op_context(context), extras, **arguments))
 
 
 async def run_async(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
-    """As `run`, but awaits the payloads: the hub of the cluster follows them, in one thread for all calls in this process."""
+    """Run the payloads of one call of `ComputeResource.run_async`, and await the end of all payloads.
+
+    The parameters, the result and the exceptions are the same as for the function `run`. In this process, one thread follows the
+    payloads of all calls on the same cluster.
+    """
     op_context = _op_context(context)
-    # Now, in the order of the calls; the steps of several calls begin in any order.
+    # Count the call here, in the order of the calls, because the steps of several calls begin in any order.
     number = next_call(op_context)
     remote = resource.slurm is not None and resource.mode != ExecutionMode.LOCAL
     hub = hub_of(connection_to(resource.slurm.ssh if remote and resource.slurm is not None else None))
@@ -86,7 +92,7 @@ async def run_async(resource: ComputeFields, context: Context, extras: PipesExtr
 
 
 def _op_context(context: Context) -> dg.OpExecutionContext:
-    """Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases."""
+    """Returns the op context of a step: `context` itself, or the op context inside the context of an asset or asset check."""
     return context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
 
 
@@ -133,9 +139,11 @@ def _steps(
 def submit(
     resource: ComputeFields, name: str, log: logging.Logger, detach: bool = False, **arguments: Any
 ) -> terminal.Finished | terminal.Detached:
-    """Run the payload of one call from a terminal, without Dagster; if `detach` is True, return once the payload has started.
+    """Run the payloads of one call from a terminal, without Dagster, until all payloads have ended; returns the result.
 
-    `name` stands for the key of the step in names and messages. Raises `RunFailure` if the payload cannot be started.
+    If `detach` is True, the function returns as soon as the payloads have started. In the name of the run directory and in
+    messages, `name` stands in place of a step's key. `arguments` are fields of `Call`. Raises `RunFailure` if the call is invalid
+    or no payload could be started. If a payload fails after the start, the result has the failure, and nothing is raised.
     """
     if unused := _unused_fields(resource, arguments.get("environment") or resource.environment):
         log.info(f"[rayslurm] local mode does not use {unused}")
@@ -157,7 +165,11 @@ def submit_and_leave(
     extras: PipesExtras | None,
     **arguments: Any,
 ) -> RunHandle:
-    """Submit the job of one call of `ComputeResource.submit`, and return its handle without waiting; raises `RunFailure`."""
+    """Submit the job of one call of `ComputeResource.submit`, and return the handle of the submitted run without waiting.
+
+    The parameters mean the same as in `ComputeResource.submit`. Raises `RunFailure` if the call is invalid, or if the job cannot
+    be submitted.
+    """
     in_step = isinstance(context, (dg.OpExecutionContext, dg.AssetExecutionContext, dg.AssetCheckExecutionContext))
     op_context = _op_context(context) if in_step else None
     log = context.log if context is not None else _log
@@ -194,7 +206,11 @@ def submit_and_leave(
 
 
 def reattach(resource: ComputeFields, context: Context, handle: RunHandle | None) -> CompletedRun:
-    """Follow a submitted run to its end; without a `handle`, the one in the tags of the Dagster run. Raises `RunFailure`."""
+    """Follow a submitted run until the run has ended; returns the result for the user's asset.
+
+    If `handle` is None, the handle of the submitted run is read from the tags of the Dagster run. Raises `RunFailure` if there is
+    no valid handle, or if the submitted run failed.
+    """
     op_context = _op_context(context)
     with _configuration_errors():
         if handle is None and (text := op_context.run.tags.get(TAG)) is None:
@@ -205,7 +221,12 @@ def reattach(resource: ComputeFields, context: Context, handle: RunHandle | None
 
 
 def look(resource: ComputeFields, known: Sequence[str], sensor: str, at: Callable[[str], object]) -> Any:
-    """Returns what `submitted.look_for_ends` does; calls `at` with the name of the cluster before it looks."""
+    """Find the submitted runs of a resource that have ended; returns the three values of `submitted.look_for_ends`.
+
+    `known` has the names of the runs that were reported before. `sensor` is the name of the sensor that reports the ended runs.
+    Before the cluster is asked, `at` is called with the name of the cluster. Raises `RunFailure` if the resource has no cluster,
+    and OSError if the cluster or Slurm does not answer.
+    """
     with _configuration_errors():
         resource = resolve_variables(resource, type(resource).__name__, [])
         backend = _submitting_backend(resource)
@@ -214,7 +235,10 @@ def look(resource: ComputeFields, known: Sequence[str], sensor: str, at: Callabl
 
 
 def _submitting_backend(resource: ComputeFields) -> BatchBackend:
-    """Returns the backend for jobs that were submitted before; raises `ValueError` if the resource has no cluster."""
+    """Returns the backend that finds and follows jobs submitted earlier.
+
+    Raises `ValueError` unless the resource has a cluster and the mode slurm or slurm-hetjob.
+    """
     if resource.slurm is None or _mode(resource) not in (ExecutionMode.SLURM, ExecutionMode.SLURM_HETJOB):
         raise ValueError(f"submitted runs need mode '{ExecutionMode.SLURM}' or '{ExecutionMode.SLURM_HETJOB}', and a cluster")
     slurm, patience = resource.slurm, resource.connection_loss_timeout
@@ -231,7 +255,10 @@ def example(resource: ComputeFields, **arguments: Any) -> str:
 
 
 def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
-    """End a warm Ray cluster, with its session or its Slurm job; returns False if there is no such cluster."""
+    """End the warm Ray cluster `cluster_id`, and the cluster's session or Slurm job; returns False if no such cluster is found.
+
+    Raises `RunFailure` if the session or the job does not end, or if Slurm or the edge node does not answer.
+    """
     with _configuration_errors(), start_errors():
         if resource.slurm is not None and _mode(resource) != ExecutionMode.LOCAL:
             slurm = resolve_variables(resource.slurm, "slurm")
@@ -240,7 +267,10 @@ def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
 
 
 def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
-    """End the sessions with scope "run" of a Dagster run if all steps of the run have ended; logs a warning if that fails."""
+    """End the sessions with scope "run" of the Dagster run in `context`, if all steps of the Dagster run have ended.
+
+    Logs a warning if the sessions cannot be ended.
+    """
     run, instance = context.run, context.instance
     if run is None or instance is None or run.execution_plan_snapshot_id is None:
         return
@@ -262,21 +292,21 @@ def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
 
 @dataclass(frozen=True)
 class EnvironmentSite:
-    """The machine and directories where the environment of a resource's payloads is, and the settings for its installation."""
+    """The machine and directories where the environment of payloads is installed, and the settings of the installation."""
 
     connection: Connection
     base: str
     environment: Environment
-    queues: Sequence[SlurmQueueConfig]  # Of the nodes for which the environment is made; empty for the platform of the edge node.
+    queues: Sequence[SlurmQueueConfig]  # The environment is made for the platform of their nodes; if empty, of the edge node.
     ray: RaySpec | None
     cache_dir: str
     retention_days: int
 
 
 def environment_site(resource: ComputeFields) -> EnvironmentSite:
-    """Returns where the environment of a resource is installed; raises `ValueError` if the resource has no cluster.
+    """Returns the machine, the directories and the settings for the environment of a resource's payloads.
 
-    Every `EnvVar` of the resource must be resolved.
+    Every `EnvVar` of the resource must be resolved. Raises `ValueError` if the resource has no cluster.
     """
     if resource.slurm is None:
         raise ValueError("the resource has no cluster; give it one as ComputeResource(slurm=…)")
@@ -296,7 +326,7 @@ def environment_site(resource: ComputeFields) -> EnvironmentSite:
 
 @dataclass
 class Call:
-    """A checked call of `ComputeResource.run`: its arguments with each `EnvVar` resolved, and the launcher that results."""
+    """A call of `ComputeResource.run` with checked arguments, and the launcher and components that the arguments result in."""
 
     resource: ComputeFields
     payload_path: Payloads
@@ -310,11 +340,11 @@ class Call:
     outputs: Sequence[str] | None = None
     environment: Environment | None = None
     requires: Any = None
-    allocation: str = "shared"  # Of the partitions of `run_partitions`: one for all, or one for each.
-    # The settings in tags and metadata: those that arguments override, and those that override arguments.
+    allocation: str = "shared"  # "shared" for one allocation of all partitions, "each" for an allocation per partition.
+    # Two lists of settings from metadata and tags: settings that arguments override, and settings that override arguments.
     settings: tuple[Sequence[Settings], Sequence[Settings]] = ((), ())
-    merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
-    origins: dict[str, Mapping[str, str]] = field(init=False)  # For "launcher" and "queue": from where each field comes.
+    merged: Launcher = field(init=False)  # The resource's launcher with the changes of the call.
+    origins: dict[str, Mapping[str, str]] = field(init=False)  # For "launcher" and "queue", by field: where the value was set.
     # The components of the allocation in the job's order; empty where all nodes are alike.
     parts: tuple[Component, ...] = field(init=False)
 
@@ -331,7 +361,7 @@ class Call:
             )
         self.environment = self.environment and resolve_variables(self.environment, "environment")
         self.launcher = self.launcher and resolve_variables(self.launcher, "launcher")
-        # Local mode does not use the queue, but its mistakes should show there too.
+        # Local mode does not use the queue, but mistakes in the queue should show in local mode, too.
         self.queue = queue and resolve_variables(queue, "queue")
         if components is not None:
             if not isinstance(components, Iterable) or not all(isinstance(each, HetComponent) for each in components):
@@ -345,7 +375,7 @@ class Call:
         self.parts = arrange(chosen) if separate else spanning_components(self.merged, chosen)
 
     def _take_settings(self) -> None:
-        """Merge the launcher and queue of the call with the settings from tags and metadata."""
+        """Set `launcher`, `queue` and `origins` from the arguments of the call and the settings in tags and metadata."""
         launcher: Layered[Launcher] = Layered(None, {})
         queue: Layered[SlurmQueueConfig] = Layered(None, {})
         below, above = self.settings
@@ -365,13 +395,13 @@ class Call:
 
     @property
     def slurm(self) -> SlurmResource:
-        assert self.resource.slurm is not None  # `check_slurm_mode` refuses modes on Slurm without it.
+        assert self.resource.slurm is not None  # `check_slurm_mode` refuses a Slurm mode without a SlurmResource.
         return self.resource.slurm
 
     def _check(self, components: Sequence[HetComponent]) -> None:
-        """Raise `ValueError` for a call that the resource's mode and topology do not support.
+        """Raise `ValueError` if arguments are invalid, or if the resource's mode or topology does not support the call.
 
-        `components` are those of the call, or else those of the resource.
+        `components` are the components in the call or, if the call leaves out the argument, the components of the resource.
         """
         resource, mode, local = self.resource, self.resource.mode, self.resource.mode == ExecutionMode.LOCAL
         check_slurm_mode(mode, resource.slurm, components)
@@ -424,7 +454,10 @@ class Call:
 
 
 def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
-    """Returns the plan of a call (with topology "separate", plans by component), and the backend, which has checked the plan."""
+    """Returns the plan of a call, and the backend for the plan. Raises `ValueError` if the plan or the call is invalid.
+
+    With topology "separate", the plan is a dictionary with one plan for each component. `nonce` is a text that no other call has.
+    """
     resource = call.resource
     plan_of: Callable[..., Plan] = partial(
         make_plan,
@@ -458,7 +491,10 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
 
 
 def _check_requires(call: Call, plan: Any) -> None:
-    """Raise `ValueError` if the nodes that the call requests could not hold the resources that the call requires."""
+    """Raise `ValueError` if the nodes of the call's Ray cluster could not hold the bundles in the call's argument `requires`.
+
+    Also raises `ValueError` if the call has no Ray cluster, or a Ray cluster for each component.
+    """
     if not isinstance(plan, Plan):
         raise ValueError(f"requires: with {_SEPARATE} each component has a cluster of its own; leave it out")
     if plan.ray is None:
@@ -475,7 +511,10 @@ def _check_requires(call: Call, plan: Any) -> None:
 
 
 def choose_backend(call: Call) -> Backend:
-    """Returns the backend for a call; raises `ValueError` if the environment or a warm cluster's components cannot be used."""
+    """Returns the backend that runs the payloads of a call.
+
+    Raises `ValueError` if the environment is invalid, or if the components of a warm cluster contradict each other.
+    """
     resource, environment = call.resource, call.environment or _environment(call.resource)
     if isinstance(environment, ContainerEnvironment) and resource.data_dir is not None:
         environment = environment.model_copy(update={"mounts": [*environment.mounts, resource.data_dir]})
@@ -525,7 +564,10 @@ def choose_backend(call: Call) -> Backend:
 
 
 def _log_origins(call: Call, log: Any) -> None:
-    """Write to the Dagster log where each value of the merged launcher and queue was set."""
+    """Write to `log` the values of the launcher and the queue, and for each value the place where the value was set.
+
+    Nothing is written about a launcher or queue that no argument, tag or metadata of the call changes.
+    """
     merged: list[tuple[str, Any, Any, str]] = [("launcher", call.resource.default_launcher, call.launcher, "default_launcher")]
     if call.resource.mode != ExecutionMode.LOCAL:
         queue, by_session = call.slurm.queue, call.resource.mode == ExecutionMode.SLURM_SESSION
@@ -545,9 +587,10 @@ def _log_origins(call: Call, log: Any) -> None:
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
-    """Returns the settings of the Ray cluster that local mode keeps warm for all payloads, and its components.
+    """Returns two values: the settings of the Ray cluster that local mode keeps warm for all payloads, and the components.
 
-    Returns None and [] if the resource's components contradict each other, but the call brings its own.
+    The settings are None for a launcher without Ray. If the components of the resource contradict each other, the function
+    returns None and [] for a call with components of its own; for any other call, the function raises `ValueError`.
     """
     launcher = call.resource.default_launcher
     try:
@@ -561,21 +604,28 @@ def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
 
 
 def _mode(resource: ComputeFields) -> str | None:
-    """Returns the mode of the resource, or the value of its `EnvVar`, which Dagster resolves only within a run."""
+    """Returns the mode of the resource; if the mode is an `EnvVar`, returns the variable's value, or None for an unset variable.
+
+    Dagster resolves an `EnvVar` only within a run.
+    """
     return resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
 
 
 def _data_dir(resource: ComputeFields) -> str | None:
-    """Returns the data directory of payloads: absolute in local mode; else as the user wrote it, None for the default."""
+    """Returns the directory that payloads share: an absolute path in local mode, the field `data_dir` in other modes.
+
+    In other modes, None stands for the default directory on the cluster.
+    """
     if resource.mode != ExecutionMode.LOCAL:
         return resource.data_dir
     return os.path.abspath(os.path.expanduser(resource.data_dir or os.path.join(resource.local_base, "data")))
 
 
 def _environment(resource: ComputeFields) -> Environment:
-    """Returns the Python environment of payloads: that at `pre_deployed_env_path` if the field is set, else `environment`.
+    """Returns the payloads' Python environment: the environment at `pre_deployed_env_path` or, without a path, `environment`.
 
-    Returns Dagster's environment if local mode ignores the path. Raises `ValueError` if `environment` is pre-deployed as well.
+    Returns Dagster's environment if local mode ignores the path. Raises `ValueError` if the path is set and `environment` is a
+    `PreDeployedEnvironment`.
     """
     path = resource.pre_deployed_env_path
     if path is None:
@@ -586,12 +636,15 @@ def _environment(resource: ComputeFields) -> Environment:
 
 
 def _is_ignored(resource: ComputeFields, path: str) -> bool:
-    """Returns True if local mode ignores the environment at `path`, because that path does not exist on this machine."""
+    """Returns True if the resource has local mode, and ignores the environment at `path` because `path` does not exist here."""
     return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
 def _unused_fields(resource: ComputeFields, environment: object) -> str:
-    """Returns the fields of the resource, and the environment, that local mode ignores, as part of a sentence; "" for none."""
+    """Returns the settings that local mode ignores, in words for a sentence; "" if there are none, and in other modes.
+
+    The settings are fields of the resource, and `environment`, which is the environment of the call or else of the resource.
+    """
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path
     if path is not None and _is_ignored(resource, path):

@@ -1,4 +1,4 @@
-"""Settings of queue and launcher without code: in the metadata or `op_tags` of an asset, or in the tags of a job or run."""
+"""Settings of queue and launcher outside the code of a step: in metadata or `op_tags` of an asset, or in tags of a job or run."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ from .slurm.config import SlurmQueueConfig
 
 C = TypeVar("C", bound=StrictConfig)
 
-KEY = "dagster-rayslurm/config"  # The tag, or key of asset metadata, whose value has the settings.
+KEY = "dagster-rayslurm/config"  # The name of the tag, and the key of the metadata, whose value has the settings.
 _SECTIONS = ("queue", "launcher")
 _LAUNCHERS: dict[str, type[Launcher]] = {"ray": RayLauncher, "bash": BashLauncher}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of queue and launcher for a step from one place, such as the metadata of an asset."""
+    """The settings of queue and launcher for a step from one place, such as the metadata of an asset.
 
-    place: str  # As the log and error messages name it, such as "op_tags".
+    `queue` or `launcher` is None if the place has no settings of the queue or of the launcher.
+    """
+
+    place: str  # The name of the place in the log and in error messages, such as "op_tags".
     queue: SlurmQueueConfig | None
     launcher: Mapping[str, Any] | None
 
     def launcher_after(self, before: type[Launcher]) -> Launcher | None:
-        """Returns a launcher with these settings, of the class that `kind` names or, without a `kind`, of the class `before`.
+        """Returns a launcher with the settings in `launcher`; None if `launcher` is None.
 
-        Returns None without launcher settings; raises `ValueError` for invalid ones.
+        The setting `kind` names the class of the returned launcher; without `kind`, the class is `before`. Raises `ValueError` if
+        the settings are invalid.
         """
         if self.launcher is None:
             return None
@@ -47,13 +51,20 @@ class Settings:
 
 @dataclass(frozen=True)
 class Layered(Generic[C]):
-    """The fields that override those of the resource's queue or launcher; `origins` names the place where each was set."""
+    """A queue or launcher, merged from several places, whose fields override the fields of the resource's queue or launcher.
+
+    `own` is None if no place sets a field. `origins` has, for each set field, the name of the place where the field was set.
+    """
 
     own: C | None
     origins: Mapping[str, str]
 
     def over(self, place: str, fields: C | None) -> Layered[C]:
-        """Returns these fields, overridden by `fields` from `place`; fields of another class replace all these fields instead."""
+        """Returns the merged queue or launcher in which the fields that `fields` sets override the fields of this object.
+
+        `place` is the name of the place that `fields` comes from. If `fields` has another class than `own`, `fields` replaces
+        `own` completely. If `fields` is None, returns this object.
+        """
         if fields is None:
             return self
         given = fields.model_fields_set - {"kind"}
@@ -61,19 +72,20 @@ class Layered(Generic[C]):
             return Layered(fields, dict.fromkeys(given, place))
         merged = merge(self.own, fields)
         names = self.own.model_fields_set | fields.model_fields_set
-        # A field may also change because it contradicts a new one, such as `mem` and `mem_per_cpu`.
+        # An old field may also change because the old field contradicts a new field, such as `mem` and `mem_per_cpu`.
         changed = given | {name for name in names if getattr(merged, name) != getattr(self.own, name)}
         own = type(fields)(**{name: getattr(merged, name) for name in names})
         return Layered(own, {**self.origins, **dict.fromkeys(changed - {"kind"}, place)})
 
 
 def parse(value: Any, place: str) -> Settings:
-    """Returns the settings from the value of the tag or metadata key `KEY`, a dictionary or its JSON; `place` is for errors.
+    """Returns the settings in `value`, the value of the tag or metadata key `KEY` at `place`.
 
-    Raises `ValueError`, which names `KEY` and the place.
+    `value` is a dictionary, the JSON text of a dictionary, or a metadata value that contains a dictionary or JSON text. Raises
+    `ValueError`, which names `KEY` and `place`, if the settings are invalid.
     """
     where = f"{KEY} in {place}"
-    value = getattr(value, "value", value)  # Of a metadata value.
+    value = getattr(value, "value", value)  # The content of a metadata value.
     try:
         sections = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -99,9 +111,11 @@ def _make(cls: type[C], fields: Mapping[str, Any], place: str) -> C:
 
 
 def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settings]]:
-    """Returns the settings of a step's assets and op, which `run()` overrides, and those of the run, which override `run()`.
+    """Returns two lists of settings of a step: settings that arguments of `run()` override, and settings that override arguments.
 
-    Raises `ValueError` for invalid settings, and for assets of one step that contradict each other.
+    The first list has the settings in the metadata of the step's assets and asset checks, and then the settings in `op_tags`. The
+    second list has the settings in the tags of the Dagster run. Raises `ValueError` for invalid settings, and if settings of two
+    assets of the step contradict each other.
     """
     below = [parse(context.op.tags[KEY], "op_tags")] if KEY in context.op.tags else []
     if context.has_assets_def:
@@ -111,7 +125,7 @@ def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settin
 
 
 def _of_metadata(assets_def: dg.AssetsDefinition) -> Iterator[tuple[Any, Settings]]:
-    """Yields the settings in the metadata of assets and asset checks, each after the key of its asset or check."""
+    """Yields, for each asset and asset check with settings in the metadata, the key of the asset or check, and the settings."""
     for what, specs in (("asset", assets_def.specs), ("asset check", assets_def.check_specs)):
         for spec in specs:
             if KEY in (spec.metadata or {}):
@@ -119,7 +133,7 @@ def _of_metadata(assets_def: dg.AssetsDefinition) -> Iterator[tuple[Any, Setting
 
 
 def _agreeing(settings: list[Settings]) -> list[Settings]:
-    """Returns the settings unchanged; raises `ValueError` if two of them have different values of one field."""
+    """Returns `settings` unchanged; raises `ValueError` if settings of two places have different values of one field."""
     values: dict[str, tuple[Any, str]] = {}
     for each in settings:
         queue = each.queue and {name: getattr(each.queue, name) for name in each.queue.model_fields_set}
@@ -138,9 +152,9 @@ def _agreeing(settings: list[Settings]) -> list[Settings]:
 
 
 def check_loading(resource: object, launcher: type[Launcher]) -> None:
-    """Raise `ValueError` for invalid settings in the `Definitions` object from which Dagster is loading this resource.
+    """Raise `ValueError` for invalid settings in the `Definitions` object from which Dagster is loading `resource`.
 
-    Does nothing if Dagster is not loading one. `launcher` is the class of the resource's default launcher.
+    Does nothing if Dagster is not loading a `Definitions` object. `launcher` is the class of the resource's default launcher.
     """
     defs = _loading()
     if defs is None:
@@ -153,9 +167,9 @@ def check_loading(resource: object, launcher: type[Launcher]) -> None:
 
 
 def _loading() -> dg.Definitions | None:
-    """Returns the `Definitions` that Dagster is loading, or None.
+    """Returns the `Definitions` object that Dagster is loading; None if Dagster is loading no such object.
 
-    Searches the call stack for them, because Dagster 1.13 passes them to no resource.
+    The function searches the call stack for the object, because Dagster 1.13 passes the object to no resource.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -166,9 +180,10 @@ def _loading() -> dg.Definitions | None:
 
 
 def _of_definitions(defs: dg.Definitions, keys: set[str], alone: bool) -> Iterator[Settings]:
-    """Yields the settings of steps that need a resource with one of these keys.
+    """Yields the settings in `defs` for the steps that need a resource with a key in `keys`.
 
-    If no other resource has the same class (`alone`), the settings in the tags of jobs follow, too.
+    If `alone` is True, the function also yields the settings in the tags of all jobs. `alone` says that all resources in `defs`
+    with the class of the resource have a key in `keys`.
     """
     for assets_def in (*(defs.assets or ()), *(defs.asset_checks or ())):
         if isinstance(assets_def, dg.AssetsDefinition) and assets_def.is_executable:

@@ -19,7 +19,10 @@ _MOST_NAMES = 8
 
 
 class NoCluster(ValueError):
-    """Raised when no running Ray cluster with a dashboard, or more than one, has the given name; the message is one sentence."""
+    """Raised when no running Ray cluster has the given name, when several have it, or when the cluster has no dashboard.
+
+    The message is one sentence.
+    """
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,15 @@ class Found:
 
     @property
     def connection(self) -> Connection:
-        """The connection to the machine where the cluster was started."""
+        """The connection to the edge node of the cluster; for a cluster in local mode, the connection to this machine."""
         return self.entry.connection
 
 
 def choose(ident: str, entries: Sequence[Entry]) -> Found:
-    """Returns the only running cluster with the name `ident` among `entries`; `listing.named` describes the names. Pure.
+    """Returns the only running cluster with the name `ident` among `entries`. Pure.
 
-    If each component of a run has a cluster of its own, RUN/COMPONENT names the cluster of one component. Raises NoCluster if no
+    `ident` is the name or an id of a run, session or job, a step, an asset, or the beginning of a name or of a Dagster run id. If
+    each component of a run has a cluster of its own, RUN/COMPONENT names the cluster of one component. Raises NoCluster if no
     cluster has the name, if several clusters have the name, or if the cluster has no dashboard.
     """
     matching, component = named(ident, entries), ""
@@ -75,19 +79,20 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
 
 
 def _name(entry: Entry, path: str) -> str:
-    """Returns the name of a cluster: the name of the run or session `entry`, and "/COMPONENT" for the cluster of one component.
+    """Returns the name of the cluster of `entry`: the entry's name, with "/COMPONENT" behind it for the cluster of one component.
 
-    `path` is the file that says how to reach the cluster.
+    `path` is the path of the file that says how to reach the cluster. The directory of the file tells the component.
     """
     directory = os.path.dirname(path)
     return entry.name if directory == entry.directory else f"{entry.name}/{os.path.basename(directory)}"
 
 
 def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
-    """Returns a function that reads anew how to reach a cluster; the function raises ClusterEnded if the cluster has ended.
+    """Returns a function that reads from the cluster's file again how to reach the cluster, and returns the result.
 
-    The argument of the function is True if the head node does not answer. The function then also checks whether the Slurm job of
-    the cluster still runs. Without a Slurm job, the function checks whether the process of the cluster still runs.
+    The function raises ClusterEnded if the cluster has ended. The argument of the function is True if the head node does not
+    answer. The function then also checks whether the Slurm job of the cluster still runs. Without a Slurm job, the function
+    checks whether the process of the cluster still runs.
     """
     connection = found.connection
 

@@ -38,10 +38,11 @@ class ClusterEnded(Exception):
 
 
 def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:
-    """Opens a stream to a new relay on the head node of a job; tries TCP and `srun` in parallel, and takes the first stream.
+    """Opens a stream to a new relay, a process on the head node of a job that connects the stream to ports of the node.
 
-    Returns the stream, and True if srun carries the stream. srun carries the data of the relay as encoded lines. Raises
-    ConnectionFailed if the edge node cannot be reached, and another OSError if only the head node cannot be reached.
+    The function tries TCP and `srun` in parallel, and takes the first stream. Returns the stream, and True if srun carries the
+    stream, False for TCP. srun carries the data as encoded lines. Raises ConnectionFailed if the edge node cannot be reached, and
+    another OSError if only the head node cannot be reached.
     """
     connection.home()  # A login that fails says why.
     answers: queue.Queue[tuple[socket.socket, bool] | OSError] = queue.Queue()
@@ -185,11 +186,15 @@ class Head:
         await asyncio.wait_for(self._ready.wait(), timeout)
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends the bytes `first` to the port, then copies data both ways between the port and a client; returns True at the end.
+        """Sends the bytes `first` to the port, then copies data both ways between the port and a client.
 
-        `reader` and `writer` are the streams of the client. The copying ends when the server closes the connection. A client that
-        leaves ends the request. Returns False, with nothing sent to the client, if `first` could not be sent, or if `first` is a
-        GET or HEAD request that got no answer; the caller may then send `first` again. Any other request is sent once.
+        `reader` and `writer` are the streams of the client. Returns True at the end of the copying: when the server has closed
+        the connection, or when a connection is reset. Returns True also if the client leaves while a GET or HEAD request waits
+        for the answer.
+
+        Returns False, with nothing sent to the client, if `first` could not be sent, or if `first` is a GET or HEAD request to
+        which the server gave no answer. The caller may then call `forward` with `first` again. Any other request is sent only
+        once.
         """
         assert self._multiplexer is not None
         stream = await self._multiplexer.open(self._port)
@@ -229,7 +234,10 @@ class Head:
         return reader, writer
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forwards connections over the stream of `reader` and `writer` until the stream ends."""
+        """Forwards the connections of all clients over the stream to the head node, until the stream ends.
+
+        `reader` and `writer` are the two directions of the stream.
+        """
         self._multiplexer = relay.Multiplexer(reader, writer)
         self._ready.set()
         try:
@@ -239,7 +247,10 @@ class Head:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Runs a function in a thread and returns the result. Unlike `asyncio.to_thread`, allows the event loop to end first."""
+    """Runs a function in a thread, and returns the result or raises the exception of the function.
+
+    Unlike with `asyncio.to_thread`, the event loop may end before the function returns.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

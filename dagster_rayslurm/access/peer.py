@@ -14,7 +14,10 @@ Address = tuple[str, int]
 
 
 def is_own(peer: Address, here: Address) -> bool:
-    """Returns True if a process of this user opened the connection from `peer` to `here`, or if /proc/net/tcp is missing."""
+    """Returns True if a process of this user opened the connection from the address `peer` to the address `here`.
+
+    Returns True also if /proc/net/tcp does not exist, as on macOS.
+    """
     if not os.path.exists(_TABLES[0]):  # As on macOS.
         return True
     return owner(peer, here, _rows()) == os.geteuid()

@@ -37,15 +37,16 @@ class Upstream(Protocol):
         """Waits until `forward` can be called; raises asyncio.TimeoutError after `timeout` seconds."""
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends the request `first` to the service, then copies data both ways.
+        """Sends the request `first` to the service, then copies data both ways between the service and a client.
 
-        Returns False if the service gave no answer, and the caller may send `first` again; otherwise True.
+        `reader` and `writer` are the streams of the client. Returns True at the end of the copying, or if the client has left.
+        Returns False, with nothing sent to the client, if `first` got no answer and may be sent again.
         """
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP response of the proxy itself, such as an error; `location` is the target of a redirect, or empty."""
+    """An HTTP response of the proxy itself, such as an error; `location` is the target of a redirect, "" if there is none."""
 
     status: str
     text: str
@@ -64,13 +65,17 @@ _FORBIDDEN = Answer("403 Forbidden", "Use the URL that `rayslurm dashboard` prin
 
 
 def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = True) -> bytes | Answer:
-    """Returns the head of an HTTP request for the service on the head node's `port`, or a response of the proxy itself. Pure.
+    """Returns the head of an HTTP request to send to the service, or a response of the proxy itself to send to the client. Pure.
 
-    `head` is the head from the client, with `secret` in the path or in a header. The new head has `token`. The new path has no
-    secret, unless `strips` is False because the service expects the secret in the path. A response of the proxy refuses or
-    redirects the request.
+    A response of the proxy refuses or redirects the request. The new head asks the service to close the connection after the
+    response, because the proxy reads one request per connection.
 
-    The new head asks the service to close the connection after the response, because the proxy reads one request per connection.
+    Args:
+        head: The head of the client's request, with `secret` in the path or in a header.
+        secret: The secret that the client must know.
+        token: The token that the service expects in the new head; "" for a service without a token.
+        port: The port of the service on the head node, for the new head.
+        strips: True to remove the secret from the path; False for a service that expects the secret in the path.
     """
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     request = _REQUEST.fullmatch(first)
@@ -114,8 +119,8 @@ class Proxy:
     def __init__(self, upstream: Upstream, token: str, port: int, secret: str | None = None) -> None:
         """Creates a proxy for the service that `upstream` reaches at `port`; requests to the service get the token `token`.
 
-        `secret` is the first part of all paths of the service; None if the paths have no such part, so that the proxy chooses a
-        secret.
+        `secret` is the first part of all paths of the service. If `secret` is None, the paths have no such part; the proxy then
+        chooses a secret for its own URL.
         """
         self._upstream, self._token, self._port, self._strips = upstream, token, port, secret is None
         self._secret = secret or secrets.token_urlsafe(24)
@@ -144,7 +149,10 @@ class Proxy:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer | None:
-        """Serves one request; returns None if the service has answered, or else the response that the proxy itself must send."""
+        """Serves one request of a client; returns None if no response is left to send.
+
+        Otherwise returns the response that the proxy itself must send, such as a refusal or an error.
+        """
         if not is_own(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
             return _FORBIDDEN
         try:

@@ -66,7 +66,10 @@ class Snapshot:
     payloads: tuple[Mapping[str, Any], ...] = ()  # Of a session, in the order of the queue.
 
     def with_answer(self, query: str, answer: Any) -> Snapshot:
-        """Returns a copy with the parsed `answer` in the field `query`; raises ValueError for an answer of unknown form."""
+        """Returns a copy in which the field `query` has the content of `answer`, the dashboard's parsed JSON answer.
+
+        `query` is a key of `QUERIES`. Raises ValueError if `answer` has an unknown form.
+        """
         try:
             return replace(self, **{query: _READERS[query](answer)})
         except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -120,7 +120,11 @@ class ArrayBackend(BatchBackend):
                 raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
 
     def prepare(self, plan: Plan, run_dir: str, step: Step) -> _Prepared:
-        """Send a plan's files to the cluster, and return the parts from which the files of each array are made."""
+        """Send a plan's files to the cluster, and return the parts from which the files of each array are made.
+
+        `run_dir` is the run directory of the step; the function writes nothing into the directory. Raises StartError if a file
+        of the plan or the base directory cannot be used, and OSError if the cluster cannot be reached.
+        """
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
         base = self._request(plan, job_name="rayslurm", comment="")
@@ -135,10 +139,11 @@ class ArrayBackend(BatchBackend):
         return _Prepared(plan, base, to_json(spec).encode(), asked, script, print_of)
 
     def _found(self, run_dir: str, queue: QueueSnapshot) -> list[dict[str, Any]]:
-        """Returns the arrays of a run directory, in the form of `edge.elements.arrays`; [] if the run directory does not exist.
+        """Returns the arrays of a run directory, by ascending number; [] if the run directory does not exist.
 
-        If the job id of an array is not stored, the function takes the id from the row in `queue` with the array's job name, and
-        stores the id.
+        Each array is a dictionary with `number`, `job_id` and `keys` (see `edge.elements.arrays`). If no job id is stored for
+        an array, the function looks in `queue` for a job with the name of the array's job. The id of such a job is stored and
+        becomes `job_id`. Without such a job, `job_id` is "".
         """
         try:
             arrays = self.connection.call(elements.arrays, run_dir, repeat=True)
@@ -154,11 +159,22 @@ class ArrayBackend(BatchBackend):
     def arrays(
         self, plan: Plan, run_dir: str, context: Mapping[str, Any], step: Step, keys: Sequence[str], max_concurrent: int | None
     ) -> Arrays:
-        """Returns an `Arrays` object for the partitions `keys`, and submits no array.
+        """Returns an `Arrays` object that runs the partitions `keys`. The function itself submits no array.
 
-        If `step` is reattached, the object continues the arrays that an earlier attempt submitted. Otherwise the run directory is
-        created. `context` is the Pipes context with the time windows of all partitions. `max_concurrent` is the largest number of
-        elements that run at the same time; None is no limit. Raises StartError or OSError.
+        If `step` is reattached, the object continues the arrays that an earlier attempt submitted. Otherwise the function
+        creates the run directory.
+
+        Args:
+            plan: The plan of the payload that runs for each partition.
+            run_dir: The run directory of the step.
+            context: The Pipes context with the time windows of all partitions.
+            step: The attempt at the step.
+            keys: The partition keys.
+            max_concurrent: The largest number of elements that run at the same time; None for no limit.
+
+        Raises:
+            StartError: A file of the plan or the base directory cannot be used.
+            OSError: The cluster cannot be reached, or Slurm does not answer.
         """
         prepared = self.prepare(plan, run_dir, step)
         made = Arrays(self, prepared, run_dir, context, step, max_concurrent, list(keys))
@@ -225,17 +241,21 @@ class Arrays:
 
     @property
     def begun(self) -> bool:
-        """Whether an element of an array has started, if the array still has elements that have not ended."""
+        """Whether at least one array has both an element that has started and an element that has not ended."""
         return any(array.begun for array in self.running if array.open)
 
     # ---- Submission
 
     def adopt(self, number: int, job_id: str, keys: Sequence[str], queue: QueueSnapshot) -> None:
-        """Continue array `number` of an earlier attempt.
+        """Continue an array of an earlier attempt.
 
-        The elements of the array run the partitions `keys`, in the order of `keys`. If `job_id` is "", the submission of the
-        array failed or may still be under way. Then the function cancels the array by its job name, and the partitions wait for
-        another array.
+        Args:
+            number: The number of the array in the run directory.
+            job_id: Slurm's id of the array. If the id is "", the submission of the array failed or may still be under way. Then
+                the function cancels the array by the name of the array's job, and leaves the partitions to a new array.
+            keys: The partitions of the array: element 0 runs `keys[0]`.
+            queue: A recent snapshot of the queue. The time of the snapshot stands for the time of the array's submission, which
+                is not known.
         """
         self._next_number = max(self._next_number, number + 1)
         request = self._request(number, len(keys))
@@ -249,10 +269,13 @@ class Arrays:
         self.step.log.info(f"[rayslurm] going on with Slurm job array {job_id} of {len(keys):,} elements")
 
     def submit_next(self) -> bool:
-        """Submit an array of the next waiting partitions if Slurm has room; returns whether an array was submitted.
+        """Submit one array of waiting partitions, as large as Slurm has room for; returns whether an array was submitted.
 
-        If `max_concurrent` is not None, no array is submitted until all elements have ended. Raises RunFailure if Slurm accepted
-        no array for as long as the queue timeout. Raises StartError or OSError if the submission fails for another reason.
+        Returns False if no partition waits, if Slurm has no room, or if Slurm refused an array a short time ago. If
+        `max_concurrent` is not None, the function also returns False as long as an element of an earlier array has not ended.
+
+        Raises RunFailure if Slurm has had no room for longer than the queue timeout, and all elements of earlier arrays have
+        ended. Raises StartError or OSError if the submission fails for another reason.
         """
         if not self.waiting or time.monotonic() < self._next_attempt or (self.max_concurrent is not None and self.open):
             return False
@@ -318,7 +341,11 @@ class Arrays:
         )
 
     def _files(self, request: JobRequest, directory: str, keys: Sequence[str]) -> dict[str, bytes]:
-        """Returns the files of an array's directory, by name: the batch script, and all files with which the elements start."""
+        """Returns the files of an array's directory, by name: the batch script, and all files with which the elements start.
+
+        `request` is the request for the array's job. `directory` is the array's directory on the cluster. `keys` are the
+        partitions of the array.
+        """
         windows = {key: self.context[PARTITIONS][key] for key in keys}
         files = run_files(self.prepared.plan, {**self.context, PARTITIONS: windows})  # type: ignore[typeddict-item]
         own = {name: files[name] for name in (PAYLOAD, CONTEXT, SECRETS) if name in files}
@@ -350,9 +377,9 @@ class Arrays:
     def poll(self) -> list[Ended]:
         """Look at the queue and the records once; returns the elements that have ended since the last call.
 
-        Raises RunFailure if an array can never start or has waited for too long. Raises Superseded if a later attempt has taken
-        the arrays over. Raises OSError if the cluster is out of reach. After an error, the next call returns the elements that
-        were found before the error.
+        Raises RunFailure if an array can never start, or has waited for longer than the queue timeout. Raises Superseded if a
+        later attempt has taken the arrays over. Raises OSError if the cluster is out of reach. After an error, the next call
+        returns the elements that were found before the error.
         """
         self._look_at_queue()
         self._read_records()
@@ -416,10 +443,11 @@ class Arrays:
             self._with_record(by_number[array_number], number, texts[0], texts[1], whole, log)
 
     def _with_record(self, array: Array, number: int, journal: bytes, output: bytes, whole: int, log: str) -> None:
-        """Read the record of an element, and call `_take` if the element has ended.
+        """Read the record of element `number` of an array, and call `_take` if the element has ended.
 
-        `journal` and `output` are the contents of the record's two files; `output` may be only the beginning of the file. `whole`
-        is the full length of the output file in bytes. `log` is the end of the runtime's log.
+        `journal` and `output` are the contents of the record's two files. `output` may have only the beginning of the output
+        file; `whole` is the size of the whole output file in bytes. `log` is the end of the element's logs, or "" if the logs
+        were not read.
         """
         element = array.open[number]
         nonce = f"{self.prepared.plan.payload.nonce}-{number}"
@@ -456,10 +484,10 @@ class Arrays:
         self._take(array, number, ended)
 
     def _take(self, array: Array, number: int, ended: Ended) -> None:
-        """Add an element that has ended to the elements that the next `poll` returns.
+        """Add `ended` to the elements that the next `poll` returns, or let the element wait for Slurm's accounting.
 
-        If Slurm's accounting may explain the end better than the record, the element waits until `_explain` has asked for the
-        accounting.
+        The element waits if the accounting may explain the end better than the record. Then `_explain` adds the element later.
+        `number` is the number of the element in the array.
         """
         if not needs_job_facts(ended.evidence):
             del array.open[number]
@@ -469,16 +497,22 @@ class Arrays:
         array.open[number].ended = ended
 
     def _output(self, array: Array, number: int, reader: LineReader, data: bytes, whole: int) -> Iterator[Record]:
-        """Yields the lines of an element's recorded output, from `data` and from further reads, until `whole` bytes are read."""
+        """Yields the lines of an element's recorded output.
+
+        `data` is the beginning of the output file, and `whole` the size of the file in bytes. The function reads the rest of
+        the file from the cluster. `reader` splits the data into lines.
+        """
         path = os.path.join(array.directory, str(number), "stdio.jsonl")
         while data:
             yield from reader.feed(data)
             data = self.connection.read(path, reader.next_read, _MOST_BYTES) if reader.next_read < whole else b""
 
     def _is_settled(self, element: _Element, started: bool, log: str) -> bool:
-        """Returns whether Slurm calls the element over, and the element's record, which has no `end`, can no longer change.
+        """Returns whether the record of an element, which has no `end` yet, can no longer change.
 
-        `started` says whether the beginning of the record was read. `log` is the end of the runtime's log.
+        The result is False until Slurm has called the element over for some seconds, in which files may still become visible.
+        `started` says whether the beginning of the record was read. `log` is the end of the element's logs. The wait is longer
+        if neither the record nor a line of the log explains why the element ended.
         """
         if element.over_at is None:
             return False
@@ -495,8 +529,8 @@ class Arrays:
     def _explain(self) -> None:
         """Query Slurm's accounting for the elements that `_take` left waiting, at most every `_ASK_INTERVAL` seconds.
 
-        An element is ready for `poll` as soon as the accounting has the element's final state, or at the time `explain_by` of the
-        element.
+        An element becomes ready for the result of `poll` once the accounting or the queue shows the element's final state, or
+        else at the time `explain_by` of the element.
         """
         pending = [(array, number, each) for array in self.running for number, each in array.open.items() if each.ended]
         if not pending or time.monotonic() - self._asked_at < _ASK_INTERVAL:
@@ -535,7 +569,11 @@ def _array_dir(run_dir: str, number: int, *names: str) -> str:
 
 
 def _facts_of(label: str, element: _Element) -> JobFacts | None:
-    """Returns the end of an element as the queue showed it, in the form of Slurm's accounting; None if the queue showed none."""
+    """Returns how an element ended, according to the queue, in the form of Slurm's accounting; None if the queue showed no end.
+
+    An element counts as cancelled if the element disappeared from the queue before it started. `label` is the element's job id,
+    such as "12_7".
+    """
     row = element.row
     if row is not None and row.state in TERMINAL:
         try:

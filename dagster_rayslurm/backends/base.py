@@ -64,8 +64,8 @@ class RunningPayload(Protocol):
     def poll(self, evidence: Evidence) -> str | None:
         """Returns how the runtime ended, in words; None while the runtime lives.
 
-        Raises RunFailure if the runtime can never start, or has waited for too long. An implementation may add findings to
-        `evidence`.
+        Raises RunFailure if the runtime can never start, or has waited for longer than the queue timeout. An implementation may
+        add findings to `evidence`.
         """
 
     def next_reads(self) -> Sequence[Read]:
@@ -86,7 +86,10 @@ class RunningPayload(Protocol):
         return {}
 
     def release(self, evidence: Evidence) -> None:
-        """Stop watching the runtime, and first end a runtime that must not go on, such as a runtime that never started."""
+        """End a runtime that must not go on, such as a runtime that never started; then stop watching the runtime.
+
+        Called when the step is done with the payload. `evidence` is all that the step knows about the payload.
+        """
 
 
 # Callback that a backend calls with each payload as soon as the payload's runtime was started. `release` of such a payload is
@@ -117,7 +120,9 @@ class Backend(Protocol):
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
         """Create a run directory and start the plan's runtimes, or continue the runtimes of a reattached step.
 
-        Calls `register` with each payload whose runtime was started. Raises StartError or OSError.
+        Calls `register` with each payload as soon as the payload's runtime was started. Returns the payload; a backend for
+        `Plans` returns None. Raises StartError if a payload cannot be started, and OSError if the machine or cluster cannot be
+        reached or written to.
         """
 
     def example(self, plan: Any, /) -> str:
@@ -195,7 +200,11 @@ class CancelRequest:
     sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
 
     def send(self, now: bool) -> None:
-        """Send the request, unless a request was sent before. A request with `now` is sent even after a request without `now`."""
+        """Send the request, unless an equal request was sent before. If `now` is True, the payload has no grace period.
+
+        A request with `now` True is sent even after a request with `now` False, but not the other way round. If the delivery
+        fails, the function logs a warning and returns; `resend` tries again.
+        """
         if self.now is None or now > self.now:
             self.now, self.delivered, self.sent_at = now, False, -math.inf
             self.resend()
@@ -245,11 +254,12 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def noticed_interrupts() -> Iterator[Callable[[], None]]:
-    """Record each SIGINT and SIGTERM inside a block, and call the handler that was installed before the block.
+    """Record each SIGINT and SIGTERM inside a block, and pass the signal on to the handler that was installed before the block.
 
-    Yields a function without arguments: the function calls the handler of the first recorded signal again, or does nothing if no
-    signal has come. A long block must call the function now and then, because Python ignores an exception that a handler raises
-    while the main thread runs a callback of the garbage collector.
+    Yields a function without arguments. If no signal was recorded, the function does nothing. Otherwise the function calls the
+    handler of the first recorded signal again. A long block must call the function now and then, because the first call of a
+    handler may have no effect: Python ignores an exception that a handler raises while the main thread runs a callback of the
+    garbage collector. Outside the main thread, no signal is recorded.
     """
     came: list[Callable[[], None]] = []
 
@@ -273,7 +283,9 @@ def noticed_interrupts() -> Iterator[Callable[[], None]]:
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt.
 
-    Yields a function that returns whether another signal has come, more than `_REPEATED` seconds after the block began.
+    Yields a function that returns whether a further signal has come. Signals in the first `_REPEATED` seconds of the block do
+    not count, because such signals belong to the first interrupt. Outside the main thread, no signal is ignored, and the
+    function returns False.
     """
     ignored_until = time.monotonic() + _REPEATED
     later: list[int] = []
@@ -286,13 +298,20 @@ def sweep_remote(
 ) -> list[str]:
     """Remove the run directories, sessions, bundles and runtimes on the cluster that were not used for `retention_days`.
 
-    The directory of a session's allocation stays while the allocation's job may live. The newest directory of each session stays
-    while any process looks for the session, because the number of the newest directory determines the next number. A bundle or
-    runtime stays while a run or session names the bundle or runtime. Of all processes on all machines, only one sweeps within
-    `every_minutes`. If `every_minutes` is 0, each call sweeps.
+    The directory of a session's allocation stays while the allocation's job may live. The newest directory of each session
+    stays while any process looks for the session, because the number of the newest directory determines the next number. A
+    bundle or runtime stays while a run or session names the bundle or runtime.
+
+    Args:
+        connection: The connection to the cluster.
+        base: The base directory on the cluster.
+        retention_days: The number of days; less than a minute counts as a minute.
+        every_minutes: All processes on all machines together sweep at most once in this number of minutes. If the number is 0,
+            each call sweeps.
+        timeout: The number of seconds after which the call gives up. A later sweep removes the rest.
 
     Returns the removed paths, relative to the base directory; [] if no sweep is due. Raises OSError if the cluster cannot be
-    reached, the base directory cannot be written, or the timeout is over. A later sweep removes the rest.
+    reached, the base directory cannot be written, or the call has given up.
     """
     swept = connection.modified(os.path.join(base, SWEPT))
     # If the clocks differ, a sweep starts in vain, or later.

@@ -71,17 +71,18 @@ class ClusterBackend:
         remember(self.connection, str(self.layout.base), nodes)
 
     def exclusion(self, request: JobRequest) -> Exclusion:
-        """Returns the nodes that a job must avoid; no nodes if the field `avoids_unhealthy` is False.
+        """Returns the nodes with failed health checks that the job of `request` must avoid.
 
-        Raises OSError if the cluster or Slurm does not answer.
+        Returns no nodes if the field `avoids_unhealthy` of this backend is False. Raises OSError if the cluster or Slurm does
+        not answer.
         """
         return exclusion_for(self.connection, str(self.layout.base), request) if self.avoids_unhealthy else Exclusion()
 
     def placed(self, request: JobRequest, step: Step) -> JobRequest:
-        """Returns the job request with a partition in place of "auto", changed to exclude the nodes that failed a health check.
+        """Returns the job request with a partition in place of "auto", and with nodes that failed a health check excluded.
 
-        Logs the choice of the partition and the excluded nodes. Raises StartError if no partition fits, and OSError if the
-        cluster does not answer.
+        Logs the choice of the partition and the excluded nodes. Raises StartError if no partition can run the job, and OSError
+        if the cluster does not answer.
         """
         if is_auto(request):
             try:
@@ -164,9 +165,10 @@ class JobBackend(ClusterBackend):
             raise
 
     def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
-        """Create a run directory with `files`, and submit its job unless the job was submitted before; returns the job.
+        """Create the run directory `run_dir` with `files`, submit the job of `request`, and return the job.
 
-        Callers must be inside `cancel_on_error`, which cancels the job if the submission fails halfway.
+        If the job of the run directory was submitted before, the function submits nothing, and returns this job. Callers must
+        be inside `cancel_on_error`, which cancels the job if the submission fails halfway.
         """
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
@@ -273,9 +275,11 @@ class BatchBackend(JobBackend):
     def _prepare(
         self, plan: Plan, run_dir: str, step: Step, submits: bool = False
     ) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Send a plan's files to the cluster; returns the files, the job request, and the run directory's files by name.
+        """Send a plan's files to the cluster, and make the job request.
 
-        If `submits` is True, the job request has a partition in place of "auto", and excludes nodes that failed a health check.
+        Returns three values: the bundles of the plan's files; the job request; and the contents of those files of the run
+        directory with which the job starts, by file name. If `submits` is True, a partition replaces "auto" in the job request,
+        and the job request excludes nodes that failed a health check.
         """
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
@@ -323,7 +327,11 @@ def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
 
 
 def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> None:
-    """Raise ValueError if a path cannot be resolved on the cluster. The message names the path's configuration field."""
+    """Raise ValueError if the environment, the base directory or the payload's data directory has a path that cannot be resolved.
+
+    A path cannot be resolved if the path is relative or contains a variable, or if the environment is the Python of a Dagster
+    on another machine. The message names the path's configuration field.
+    """
     path_on_cluster(environment, over_ssh=slurm.ssh is not None)
     for name, path in (("remote_base", slurm.remote_base), ("data_dir", plan.payload.data_dir)):
         if path is None:
@@ -366,7 +374,11 @@ def live_jobs(connection: Connection, nonce: str) -> list[int]:
 
 
 def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
-    """Returns the content of `runtime.json`, with which a job's runtime starts. `queue` has the signal before the time limit."""
+    """Returns the content of `runtime.json`, with which a job's runtime starts.
+
+    `cluster_id` is the id that the Ray cluster gets. `queue` says by `signal_before_timeout` which signal the payload gets
+    before the job's time limit, and how long before. Each result has a new secret key for requests to the runtime.
+    """
     signal_name, before = split_signal(queue.signal_before_timeout)
     components = component_specs(request)
     return RuntimeSpec(

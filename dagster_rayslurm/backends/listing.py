@@ -118,8 +118,14 @@ def named(ident: str, entries: Sequence[Entry]) -> list[Entry]:
 def find(ident: str, entries: Sequence[Entry]) -> Entry:
     """Returns the single entry to which `ident` refers (see `named`).
 
-    If several entries match, returns the first of these that exists: the newest generation of a session, the only entry that has
-    not ended, the newest run of a step or asset. Raises ValueError if no entry matches, or if several entries are left.
+    If several entries match, the first rule that applies selects one of the matching entries:
+
+    1. If `ident` is the name, job id or cluster id of a session, the newest generation of the session is returned.
+    2. If only one entry has not ended, this entry is returned.
+    3. If `ident` is a step or an asset, the newest run is returned.
+
+    Raises ValueError if no entry matches, or if several entries match and no rule applies. `entries` are in the order of
+    `list_all`.
     """
     matching = named(ident, entries)
     # A session and its payloads share a job. Of several generations of a session the newest is meant.

@@ -84,9 +84,10 @@ class LocalBackend(ThisMachine):
         )
 
     def on_this_machine(self, ray: RaySpec, components: Sequence[ComponentSpec]) -> RaySpec:
-        """Returns the settings `ray` of a Ray cluster, changed for this machine alone.
+        """Returns the settings `ray` of a Ray cluster, changed for a Ray cluster that has all nodes on this machine.
 
-        `components` are the components of the job, which this machine simulates.
+        `components` are the components of the job; empty if all nodes are alike. This machine simulates a node for each
+        component.
         """
         return replace(on_one_machine(ray, components, resources.count_cpus(os.environ)), simulate=self.simulate)
 
@@ -139,10 +140,10 @@ def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directo
 
 
 def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:
-    """Start a runtime that logs into `directory`, and return the runtime's process.
+    """Start a runtime whose output goes to a log file in `directory`, and return the process of the runtime.
 
-    Ctrl-C in a terminal does not reach the runtime. `command` starts the runtime; `stdin` is a file descriptor, `subprocess.PIPE`
-    or `subprocess.DEVNULL`.
+    `command` is the command line of the runtime, and `directory` the working directory. `stdin` becomes the runtime's standard
+    input: a file descriptor, `subprocess.PIPE` or `subprocess.DEVNULL`. Ctrl-C in a terminal does not reach the runtime.
     """
     with open(os.path.join(directory, RUNTIME_LOG), "ab") as log:
         return subprocess.Popen(command, cwd=directory, stdin=stdin, stdout=log, stderr=log, start_new_session=True)
@@ -159,7 +160,7 @@ def reap_later(process: subprocess.Popen[bytes]) -> None:
 def lacking(plan: Plan, *units: str) -> str | None:
     """Returns a sentence about the first requirement of a plan that this machine does not meet; None if all requirements are met.
 
-    The function checks only requirements in one of the `units`: "CPUs", "GPUs" or "GiB".
+    `units` name the kinds of requirements that are checked: "CPUs", "GPUs", and "GiB" for memory.
     """
     for label, footprint in _footprints(plan):
         asked = tuple(want for want in footprint if want.unit in units and want.amount is not None)

@@ -54,9 +54,10 @@ class Ownership:
     _held_at: float = -math.inf  # When this attempt was last seen to be the owner, by the monotonic clock.
 
     def take_over(self) -> bool:
-        """Try to become the owner of the payload; returns whether this attempt is the owner now. Raises OSError.
+        """Try to become the owner of the payload; returns whether this attempt is the owner now.
 
-        Returns False if the present owner has begun to end or judge the payload, or has removed the run directory.
+        Returns False if the present owner has begun to end or judge the payload, or has removed the run directory. Raises
+        OSError if the cluster cannot be reached, or if other attempts take the payload over at the same time.
         """
         for _ in range(_TRIES):
             owners = self._owners()
@@ -70,9 +71,10 @@ class Ownership:
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
     def holds(self) -> bool:
-        """Returns False if a later attempt has taken the payload over and this attempt must not write results; otherwise True.
+        """Returns whether this attempt may still write results: False once a later attempt has taken the payload over.
 
-        Reads the owner files at most every `_LEASE` seconds. Raises OSError if the owner files cannot be read.
+        Reads the owner files at most every `_LEASE` seconds; in between, returns the last result. Raises OSError if the owner
+        files cannot be read.
         """
         now = time.monotonic()
         if self.run_dir and self.new_owner is None and now - self._held_at > _LEASE:
@@ -83,10 +85,13 @@ class Ownership:
         return self.new_owner is None
 
     def displace(self) -> None:
-        """Keep all other attempts from writing results, even an attempt that has begun to end or judge the payload.
+        """Take the payload over from every other attempt, so that no other attempt writes results once this function returns.
 
-        Raises OSError. Returns once every other attempt knows that it is not the owner. One case is not covered: an attempt may
-        be stopped in the millisecond between the attempt's look at the owner file and the attempt's write, and write later.
+        The function displaces even an attempt that has begun to end or judge the payload. If there was an owner file, the
+        function waits `_LEASE_OVER` seconds, in which each displaced attempt notices the loss. Raises OSError if the owner
+        files cannot be read or renamed.
+
+        One case is not covered: an attempt that is stopped between a look at the owner file and a write may write later.
         """
         owners = self._owners() or []
         for owner in owners:
@@ -97,9 +102,10 @@ class Ownership:
             time.sleep(_LEASE_OVER)
 
     def confirm(self) -> bool:
-        """Returns whether this attempt is still the owner. After True, no later attempt can take the payload over.
+        """Mark the owner file as judged, and return whether this attempt is still the owner.
 
-        Raises OSError.
+        After the result True, `take_over` by a later attempt returns False; only `displace` can still end the ownership. Raises
+        OSError if the owner file cannot be renamed or looked for.
         """
         if self.new_owner is None and not self._confirmed:
             judged = self.name + _JUDGED
@@ -111,9 +117,9 @@ class Ownership:
         return self._confirmed
 
     def confirm_or_assume(self) -> bool:
-        """Returns whether this attempt is still the owner.
+        """Call `confirm` and return the result: whether this attempt is still the owner.
 
-        If the cluster does not answer, returns True unless a new owner is known.
+        If the cluster does not answer, returns True unless a new owner is already known.
         """
         try:
             return self.confirm()
@@ -121,10 +127,11 @@ class Ownership:
             return self.new_owner is None
 
     def _find_new_owner(self, judged: str) -> str | None:
-        """Returns the new owner in words; None if this attempt is still the owner.
+        """Returns the new owner in words, after the owner file `self.name` of this attempt was found missing.
 
-        `judged` is the name of this attempt's owner file once this attempt has begun to end or judge the payload. Called when the
-        file `self.name` is missing.
+        Returns None if this attempt is still the owner, or if no trace of a new owner is found. `judged` is the name of the
+        same file after this attempt has begun to end or judge the payload. If the file `judged` exists, this attempt is still
+        the owner.
         """
         owners = self._owners() or []
         if judged in owners:
@@ -195,17 +202,20 @@ def reattachable_job(
 ) -> str | None:
     """Returns the id of the job whose payload a retry may continue; None if there is no such job.
 
-    A retry may continue a payload that has not failed, and that was started with the same settings.
+    A retry may continue a payload that was started with the same settings, and that either still runs or waits, or has
+    succeeded. Raises OSError if the cluster does not answer.
 
     Args:
         connection: The connection to the cluster.
         run_dir: The payload's run directory.
         nonce: The payload's nonce.
-        request: The content of `REQUEST_FILE` for the retry.
-        job_of: A function that returns the id of the payload's job, or None if the job is gone. The argument is the `start` line
-            of the payload's record, or None if the record has no such line.
-        log: Gets a warning if the job goes on with other settings.
-        requeue: Whether Slurm may run the job again. Then an end of the payload by a signal from outside does not count.
+        request: The fingerprint of the settings of the retry. `REQUEST_FILE` has the fingerprint of the earlier attempt's
+            settings.
+        job_of: A function that returns the id of the payload's job, or None if the job is gone. The argument is the `start`
+            line of the payload's record, or None if the record has no such line.
+        log: The step's Dagster log, which gets a warning if the job goes on with other settings.
+        requeue: Whether Slurm may requeue the job. If True, an `end` line after a signal from outside is ignored, because the
+            payload may run again.
     """
     if connection.modified(os.path.join(run_dir, JOURNAL)) is None:
         return None

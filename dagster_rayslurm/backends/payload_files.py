@@ -27,10 +27,11 @@ class PayloadFiles:
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
-    """Bundle the files of a plan on this machine; returns the bundles, and the plan with the files' paths on the cluster.
+    """Bundle the files of a plan on this machine.
 
-    `base` is the base directory, and `data_dir` the payload's data directory, both as absolute paths on the cluster. Raises
-    StartError if a file cannot be read or bundled.
+    The result has the bundles, and a copy of the plan with the files' paths on the cluster. `base` is the base directory, and
+    `data_dir` the payload's data directory, both as absolute paths on the cluster. Raises StartError if a file cannot be read
+    or bundled.
     """
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
@@ -58,7 +59,9 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
 
 
 def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any) -> str:
-    """Send the files of a plan and the runtime to the cluster if they are missing there; returns the path of the runtime.
+    """Send the bundles in `files` and the runtime to the cluster, unless they are there; returns the path of the runtime.
+
+    `base` is the base directory on the cluster. `log` gets the progress and warnings.
 
     Raises:
         StartError: a file changed after it was bundled.

@@ -106,10 +106,10 @@ class SlurmJob:
     # ---- State
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
-        """Update `status` from the exit code and, if `ask` is True, from Slurm's queue.
+        """Update `status` from the exit code that the batch script left and, if `ask` is True, from Slurm's queue.
 
-        If a read fails, log why and return False. `started_at` is the time at which the runtime began, in seconds of the epoch;
-        None if the runtime is not known to have begun.
+        Returns True. If a read fails, the function logs the reason and returns False. `started_at` is the time at which the
+        runtime began, in seconds of the epoch; None if the runtime is not known to have begun.
         """
         try:
             if started_at is not None and self._watch.started_at is None:
@@ -221,7 +221,8 @@ class SlurmJob:
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
         """Returns how the job ended, in words; None while the job lives, or while files of the job may still become visible.
 
-        For `started` and `recorded` see `settling_time`.
+        `started` says whether the beginning of the job's run record was read. `recorded` says whether the caller reads a run
+        record at all.
         """
         status = self.status
         if not status.over:
@@ -405,9 +406,10 @@ class BatchJob:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """End the job if the job was cancelled, has not started, or may hang. Called when the step is done with the payload.
+        """End the job if the job was cancelled, has not started, or may never end by itself.
 
-        Does nothing if Slurm cannot be reached, or if a later attempt at the step owns the payload.
+        Called when the step is done with the payload. Does nothing if Slurm cannot be reached, or if a later attempt at the
+        step owns the payload.
         """
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self.job.cancelled:

@@ -46,9 +46,10 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the chosen command, and adds the address of the page of troubles to the message of an error.
+        """Runs the chosen command; if it raises a ClickException, adds the URL of the troubleshooting page to the message.
 
-        An error of usage stays unchanged, because click itself names `--help` then.
+        The URL is added only if standard error is a terminal. A UsageError stays unchanged, because click itself names `--help`
+        then.
         """
         try:
             return super().invoke(ctx)

@@ -58,10 +58,11 @@ done <"$environ"
 @cluster_options
 @click.argument("command", metavar="[-- COMMAND…]", nargs=-1, type=click.UNPROCESSED)
 def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) -> None:
-    """Open a shell on the head node of a run, session or job: `ray.init()` reaches its Ray cluster there.
+    """Open a shell on the head node of a run, session or job.
 
-    The shell has the payload's environment, token and working directory. A command behind `--` runs instead of a shell. The exit
-    code is that of the shell or command.
+    The shell of a run or session has the payload's environment variables and token, so that `ray.init()` connects to the Ray
+    cluster. The shell of a run also has the payload's working directory. A command behind `--`, Python (--python) or JupyterLab
+    (--jupyter) runs instead of the shell. The exit code is that of the shell or command.
     """
     with one_sentence_errors():
         one = entry(ident)
@@ -73,10 +74,10 @@ def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) ->
 
 
 def _jupyter(one: Entry) -> int:
-    """Runs JupyterLab on the head node, serves JupyterLab at a URL of this machine, and returns the exit code of JupyterLab.
+    """Runs JupyterLab on the head node of `one`, prints a URL of this machine that leads there, and returns the exit code.
 
     Jupyter's token and the secret of the URL are in a file, because other users can see the arguments of processes. Raises
-    ValueError if there is no Ray cluster, if the cluster cannot be reached, or if JupyterLab is not installed.
+    ValueError if `one` has no Ray cluster, if the head node cannot be reached, or if JupyterLab is not installed.
     """
     if not one.clusters:
         raise ValueError(f"{one.name} has no Ray cluster, through which JupyterLab would be reached; it is {one.state}")
@@ -106,10 +107,10 @@ def _jupyter(one: Entry) -> int:
 
 
 def _shell(one: Entry, words: Sequence[str]) -> list[str]:
-    """Returns the command for the head node: `words`, or an interactive bash if `words` is empty, in the payload's environment.
+    """Returns the command to run on the head node: `words`, or an interactive bash if `words` is empty.
 
-    Writes a script that sets the environment into the directory of the run or session. For a Slurm job without a run or session,
-    no environment is set.
+    For a run or session, the returned command first sources a script with the text from `_environment`. The function writes the
+    script into the directory of the run or session. For a Slurm job without a run or session, no environment is set.
     """
     if one.kind == Kind.JOB:
         return list(words) or ["bash", "-i"]
@@ -121,9 +122,10 @@ def _shell(one: Entry, words: Sequence[str]) -> list[str]:
 
 
 def _environment(one: Entry) -> str:
-    """Returns the text of a shell script that sets the payload's environment variables and working directory.
+    """Returns a shell script that sets the environment variables of the payload of a run, or of the runtime of a session.
 
-    Raises ValueError if the payload of a run has not started yet.
+    The script then changes to the payload's working directory; for a session, to the home directory. Raises ValueError if the
+    payload of a run has not started yet.
     """
     head = '[ -z "$PS1" ] || ! [ -r ~/.bashrc ] || . ~/.bashrc\n'
     prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({one.name}) ")}"$PS1"\n'
@@ -137,9 +139,10 @@ def _environment(one: Entry) -> str:
 
 
 def _of_session(one: Entry) -> str:
-    """Returns shell commands that set the environment of a session's runtime, and the address and token of the Ray cluster.
+    """Returns shell commands that set the environment variables of a session's runtime, and the variables to connect to Ray.
 
-    Writes the token into a file in the directory of the session.
+    The commands then change to the home directory. If the Ray cluster has a token, the function writes the token into a file in
+    the directory of the session.
     """
     assert one.generation is not None and one.generation.announcement is not None
     text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")
@@ -161,7 +164,7 @@ def _of_session(one: Entry) -> str:
 
 
 def _step(one: Entry) -> list[str]:
-    """Returns the words of an srun command to put before a command for the head node; [] for a run without a Slurm job."""
+    """Returns the words of an srun command to put before a command for the head node; [] if `one` has no Slurm job."""
     if one.job_id is None:
         return []
     node, heterogeneous = _head(one)
@@ -171,7 +174,7 @@ def _step(one: Entry) -> list[str]:
 
 
 def _head(one: Entry) -> tuple[str | None, bool]:
-    """Returns Slurm's name of the head node, or None if the name is unknown, and True if the job is heterogeneous."""
+    """Returns Slurm's name of the head node (None if the name is unknown), and whether the Slurm job is heterogeneous."""
     if one.generation is not None and one.generation.announcement is not None:
         said = one.generation.announcement
         return said.hosts[0], said.heterogeneous

@@ -43,7 +43,7 @@ _NONE = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """The configuration of a Slurm cluster. `ssh` and `remote_base` have no references to environment variables any more."""
+    """The configuration of a Slurm cluster; references to environment variables in `ssh` and `remote_base` are resolved."""
 
     ssh: SSHLogin | None  # None if `sbatch` is on this machine.
     remote_base: str
@@ -76,7 +76,10 @@ class Cluster:
 
 
 def the_cluster() -> Cluster:
-    """Returns the cluster that the user chose by an option, a variable or a file; raises ClickException if none is chosen."""
+    """Returns the cluster that the user chose by an option, an environment variable or a file.
+
+    Raises ClickException if no cluster is configured, or if the configuration is wrong.
+    """
     cluster = find_cluster()
     if cluster is None:
         raise click.ClickException(_NONE)
@@ -116,8 +119,8 @@ def _prefix() -> str:
 def _found() -> Cluster | None:
     """Returns the configured cluster, before `--remote-base` is applied; None if no cluster is configured.
 
-    Options take precedence over environment variables. Environment variables take precedence over the default of a
-    `rayslurm.toml`.
+    Options take precedence over environment variables. Environment variables take precedence over the default cluster of a
+    `rayslurm.toml`. Raises ValueError if the configuration is wrong, or if there is no cluster with the given name.
     """
     prefix, named = _prefix(), given("cluster")
     source = None if cluster_option("cluster") else given("source")
@@ -163,10 +166,11 @@ def _user_file() -> Path:
 
 
 def find_file(directory: Path) -> Path | None:
-    """Returns the nearest `rayslurm.toml`: in `directory`, a parent directory, or the user's configuration directory; or None.
+    """Returns the path of the nearest `rayslurm.toml`; None if there is none.
 
-    Raises `ValueError` for a file of another user except root, because such a file could make commands log in to another host and
-    run code there.
+    The function looks in `directory`, then in the parent directories of `directory`, then in the user's configuration directory.
+    Raises `ValueError` if the file belongs to another user than this user or root. Such a file could make commands log in to
+    another host and run code there.
     """
     for path in (*(each / FILE for each in (directory, *directory.parents)), _user_file()):
         if path.is_file():
@@ -198,9 +202,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def from_file(path: Path, name: str | None) -> Cluster:
-    """Returns the cluster `name` of the `rayslurm.toml` at `path`, or the default cluster if `name` is None.
+    """Returns the cluster `name` of the `rayslurm.toml` at `path`.
 
-    Raises `ValueError` if the file is not valid or has no such cluster.
+    If `name` is None, returns the default cluster of the file, or the only cluster in the file. Raises `ValueError` if the file
+    is not valid, has no cluster `name`, or has several clusters and no default cluster while `name` is None.
     """
     content = read_file(path)
     clusters, chosen = content["clusters"], name or content["default"]
@@ -232,7 +237,11 @@ def _table(fields: Mapping[Any, Any], name: str, path: str) -> dict[str, Any]:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Turns an error about wrong fields inside the block into a `ValueError` of one sentence that begins with `where`."""
+    """Context manager that turns a TypeError or ValueError of the block into a `ValueError` with a message of one sentence.
+
+    The message is `where`, a colon and the text of the original error. `where` names the configuration in which the error is,
+    such as "cluster 'a' in rayslurm.toml".
+    """
     try:
         yield
     except TypeError as error:
@@ -242,9 +251,9 @@ def _named(where: str) -> Iterator[None]:
 
 
 def _resolved(value: Any, field: str) -> Any:
-    """Returns `value` with the value of the environment variable NAME in place of each table {env = "NAME"}.
+    """Returns a copy of `value` in which values of environment variables replace tables {env = "NAME"}, at any depth.
 
-    `field` is the path of the value in the file, for error messages.
+    Raises `ValueError` if the variable NAME is not set. `field` is the path of `value` in the file, for error messages.
     """
     if isinstance(value, dict):
         if set(value) == {"env"} and isinstance(value["env"], str):

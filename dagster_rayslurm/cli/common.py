@@ -24,7 +24,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
-    """Turns an expected error inside the block into a ClickException of one sentence; the command then exits with 1."""
+    """Context manager that turns an expected error of the `with` block into a ClickException with a message of one sentence.
+
+    The expected errors are ValueError, OSError, StartError and RunFailure. Click prints the message, and the command exits with
+    1.
+    """
     try:
         yield
     except ValueError as error:
@@ -36,7 +40,7 @@ def one_sentence_errors() -> Iterator[None]:
 
 
 def _run_failure() -> tuple[type[RunFailure], ...]:
-    """Returns a tuple with the class `RunFailure`; () if the module of the class is not loaded.
+    """Returns a tuple with the class `RunFailure`, for an `except` clause; () if the module of the class is not loaded.
 
     Without the module, nothing can raise a `RunFailure`.
     """
@@ -45,9 +49,10 @@ def _run_failure() -> tuple[type[RunFailure], ...]:
 
 
 def see_troubles(kind: str = "") -> str:
-    """Returns a line to print below an error: the address of the page of troubles, at the section of the failure `kind` if given.
+    """Returns a line break and a line with the URL of the troubleshooting page, to append to an error message.
 
-    Returns "" if standard error is no terminal, because a program reads one line.
+    If `kind` is not "", the URL leads to the section about failures of this kind. Returns "" if standard error is not a terminal,
+    because a program that reads the message expects one line.
     """
     return f"\nSee {TROUBLES}{kind and f'#{kind}'}" if os.isatty(2) else ""
 
@@ -79,7 +84,7 @@ def print_values(values: Mapping[str, Any]) -> None:
 
 
 def value_text(value: Any) -> str:
-    """Returns a value as text for a table, with one line per item of a list."""
+    """Returns a value as text for a table: a list with one line per item, a mapping as names and values on one line."""
     if isinstance(value, dict):
         return "  ".join(f"{name} {item}" for name, item in value.items() if item is not None)
     return "\n".join(map(value_text, value)) if isinstance(value, list) else str(value)

@@ -32,9 +32,10 @@ def _options(command: Any) -> Any:
 
 
 def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
-    """Returns the configuration to examine: the resource of the chosen cluster, changed by the options.
+    """Returns the configuration to examine: the resource of the chosen cluster, changed by the options of the command.
 
-    `env` is the path of the payloads' environment; None for the environment of the resource. `options` are fields of the queue.
+    `env` is the path of the payloads' environment; None for the environment of the resource. `options` maps names of fields of
+    the queue to new values; a field with the value None stays unchanged.
     """
     cluster = the_cluster()
     queue = {name: value for name, value in options.items() if value is not None}
@@ -50,7 +51,10 @@ def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
 @click.option("--wait", type=click.IntRange(1), default=300, show_default=True, help="Seconds that the job may wait to start.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(env: str | None, probe: bool, probe_nodes: int, wait: int, as_json: bool, **queue: Any) -> None:
-    """Examine a cluster: each line is ok, a warning or a failure with its remedy. Exits with 1 if there is a failure."""
+    """Examine a cluster, and print one line for each check: ok, skipped, or a warning or failure with its remedy.
+
+    With --probe, a Slurm job also examines compute nodes. Exits with 1 if there is a failure.
+    """
     nodes = probe_nodes if probe or probe_nodes > 1 else 0
     with one_sentence_errors():
         report = examine(_wanted(env, queue), nodes, wait, lambda text: click.echo(text, err=True))
@@ -61,7 +65,10 @@ def doctor(env: str | None, probe: bool, probe_nodes: int, wait: int, as_json: b
 @click.command()
 @_options
 def check(env: str | None, **queue: Any) -> None:
-    """Examine a cluster as `doctor` does, but print only warnings, failures and a line that sums up."""
+    """Examine a cluster as `doctor` does, but print only the warnings, the failures and a line with the totals.
+
+    Exits with 1 if there is a failure.
+    """
     with one_sentence_errors():
         report = examine(_wanted(env, queue), 0, 0, lambda text: click.echo(text, err=True))
     _print_lines([line for line in report.lines if line.verdict in (Verdict.WARNING, Verdict.FAILURE)])

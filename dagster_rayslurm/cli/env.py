@@ -85,7 +85,7 @@ def push() -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress | None]:
-    """Shows a progress bar inside the block; yields the function that updates the bar, or None if there is no terminal."""
+    """Context manager that shows a progress bar, and yields a function that updates the bar; yields None without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
@@ -123,7 +123,7 @@ def list_environments(as_json: bool) -> None:
 @env.command()
 @cluster_options
 def check() -> None:
-    """Check the environment as a run does before it submits a job; creates nothing."""
+    """Check the environment as a run does before the submission of a job; creates nothing."""
     with one_sentence_errors():
         site = _site()
         located = send_environment(site.connection, site.environment, site.base, _Log(), site.queues, make=False)
@@ -138,7 +138,10 @@ def check() -> None:
 @cluster_options
 @click.option("--days", type=click.IntRange(min=0), help="Days without use; by default the resource's retention_days.")
 def prune(days: int | None) -> None:
-    """Remove environments that were not used for long, and that no run or session refers to."""
+    """Remove the environments that were not used for --days days, and that no run or session refers to.
+
+    An environment that was used within the last hour always stays.
+    """
     with one_sentence_errors():
         site = _site()
         age = max((site.retention_days if days is None else days) * _DAY, _LEAST_AGE)

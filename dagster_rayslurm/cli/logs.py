@@ -40,7 +40,11 @@ _END_TIMEOUT = 45.0  # Seconds in which a cancelled run must end; after that the
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run ends, and exit with its exit code.")
 @cluster_options
 def logs(ident: str, follow: bool) -> None:
-    """Print the output of a run. With -f Ctrl-C ends only this command, and the exit code is that of `submit`."""
+    """Print the output of a run.
+
+    With -f, print new output until the run ends, and exit with the exit code that `submit` would have. Ctrl-C then ends this
+    command, and the run goes on.
+    """
     log = terminal_log(quiet=not follow)
     try:
         with one_sentence_errors():
@@ -103,8 +107,8 @@ class _Job:
     def exit(self, ended: bool) -> str | None:
         """Returns a phrase that says how the runtime ended; None if the runtime still ran at the last check.
 
-        `ended` is True if the record has an end. The checks are then more frequent, because only Slurm knows whether the job is
-        requeued.
+        `ended` is True if the journal of the run has an `end` record. The checks are then more frequent, because only Slurm knows
+        whether the job is requeued.
         """
         interval = _CADENCE.idle if ended else _ASK_INTERVAL
         if self._over is None and time.monotonic() - self._asked_at > interval:
@@ -137,7 +141,10 @@ def _runtime_exit(job: _Job, evidence: Evidence) -> str | None:
 @json_option
 @cluster_options
 def cancel(ident: str, now: bool, as_json: bool) -> None:
-    """End a run, session or job, and wait until the end is confirmed."""
+    """End a run, session or job, and wait until the end is confirmed.
+
+    With --now, the payload of a run gets no grace period.
+    """
     with one_sentence_errors():
         one = entry(ident)
         if one.over:
@@ -179,7 +186,7 @@ def _end(one: Entry, now: bool) -> None:
 
 
 def _ends(run: Entry, timeout: float) -> bool:
-    """Waits until each journal of a run has an `end` record; returns False if a journal has none after `timeout` seconds."""
+    """Waits until each journal of a run has an `end` record, and returns True; returns False after `timeout` seconds."""
     records = [_EndOfRecord(run, component) for component in _components(run)]
     deadline = time.monotonic() + timeout
     while not all(each.seen() for each in records):

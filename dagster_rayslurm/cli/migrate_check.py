@@ -38,10 +38,10 @@ Finding = tuple[int, str, str]  # Line, text in the file, and advice ("" if the 
 @click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
 @json_option
 def migrate_check(files: tuple[Path, ...], as_json: bool) -> None:
-    """Say what changes in Python files that use dagster-slurm.
+    """Say what to change in Python files that use dagster-slurm.
 
-    It reads them, and those below a directory, without importing them. Exits with 0 if there is nothing to change, 1 if there is,
-    and 2 if a file cannot be read.
+    The command reads the given files, and all Python files below the given directories, without importing the files. Exits with 0
+    if there is nothing to change, 1 if there is something to change, and 2 if a file cannot be read.
     """
     counts: Counter[str] = Counter()
     for path in files:
@@ -64,7 +64,7 @@ def migrate_check(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _findings(tree: ast.Module) -> Iterator[Finding]:
-    """Yields a finding for each name of dagster-slurm in the parsed file `tree`."""
+    """Yields a finding (line number, text in the file, advice) for each use of a name of dagster-slurm in the file `tree`."""
     names: dict[str, str] = {}  # By name in the file, the name in dagster_slurm; "" for the module itself.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -95,9 +95,10 @@ def _findings(tree: ast.Module) -> Iterator[Finding]:
 
 
 def _call(node: ast.Call, names: dict[str, str]) -> Iterator[Finding]:
-    """Yields a finding for the method and for each keyword of a call.
+    """Yields findings for a call: for the called method if this package has no such method, or else for each keyword of the call.
 
-    `names` maps a name in the file to the name in dagster-slurm, or to "" for the module itself.
+    Yields nothing if the call does not look like a call of dagster-slurm. `names` maps a name in the file to the name in
+    dagster-slurm, or to "" for the module itself.
     """
     called = _name(node.func, names) or ""
     owner = _RENAMED.get(called, called)
@@ -113,9 +114,10 @@ def _call(node: ast.Call, names: dict[str, str]) -> Iterator[Finding]:
 
 
 def _keywords(node: ast.Call, owner: str, known: Mapping[str, Any], noun: str) -> Iterator[Finding]:
-    """Yields a finding for each keyword of a call to `owner`, and for each key of `extra_slurm_opts`.
+    """Yields a finding for each keyword of the call `node`, and for each unknown key of a dict in the keyword `extra_slurm_opts`.
 
-    `known` are the names of the keywords in this package, and `noun` is the word for a keyword, such as "field".
+    `owner` is the name of the called class or method. The keys of `known` are the keywords that exist in this package. `noun` is
+    the word for a keyword in the advice, such as "field".
     """
     queue = _public("SlurmQueueConfig").model_fields
     for each in node.keywords:

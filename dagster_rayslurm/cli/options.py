@@ -60,11 +60,17 @@ def all_cluster_options(command: F) -> F:
 
 
 def cluster_option(name: str) -> str | None:
-    """Returns the value of the option `name`, which the user wrote after `rayslurm` or after the command; None if not given."""
+    """Returns the value of the option `name`; None if the user gave no such option after `rayslurm` or after the command.
+
+    `name` is the Python name of the option: "source" for `--from`, "remote_base" for `--remote-base`.
+    """
     return click.get_current_context().meta.get(_KEY + name) or None
 
 
 def given(name: str) -> str | None:
-    """Returns the value of the option `name`, or else of the option's environment variable; None if neither is set."""
+    """Returns the value of the option `name`, or else of the option's environment variable; None if neither is set.
+
+    `name` is a name as for `cluster_option`.
+    """
     variable = _VARIABLES.get(name)
     return cluster_option(name) or (os.environ.get(variable) if variable else None) or None

@@ -47,7 +47,10 @@ def entry(ident: str) -> Entry:
 @all_cluster_options
 @click.pass_obj
 def ps(layout: Layout, everything: bool, here: bool, as_json: bool) -> None:
-    """List runs, sessions and jobs: those of the cluster if one is configured, and the runs of the local mode."""
+    """List the runs and sessions of this machine, and the runs, sessions and jobs of the cluster if a cluster is configured.
+
+    The list leaves out what has ended, unless --all is given.
+    """
     with one_sentence_errors():
         found = list_here(str(layout.base)) if here else entries()
     shown = [each for each in found if everything or not each.over]
@@ -71,9 +74,10 @@ def _cells(entry: Entry) -> list[str]:
 @json_option
 @cluster_options
 def show(ident: str, as_json: bool) -> None:
-    """Show a run, session or job; of a run with --json its phases and its end, one object per line.
+    """Show one run, session or job.
 
-    NAME is a run's or session's name or how it begins, a job id, a cluster id, or a step, which stands for its newest run.
+    NAME is the name of a run or session, the beginning of such a name, a job id, a cluster id, or a step. A step stands for its
+    newest run. For a run, --json prints the records of the run's journal, one object per line.
     """
     with one_sentence_errors():
         one = entry(ident)
@@ -106,7 +110,7 @@ def read_journal(run: Entry) -> Iterator[Record]:
 
 
 def _facts(records: Sequence[Record]) -> dict[str, Any]:
-    """Returns values from the journal of a run by name, for `show` to print: phases, versions, nodes, end and usage."""
+    """Returns values from the `records` of a run's journal, by name, for `show` to print: phases, versions, nodes, end, usage."""
     facts: dict[str, Any] = {}
     for record in records:
         kind = record["type"]

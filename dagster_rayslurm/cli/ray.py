@@ -38,7 +38,8 @@ _TARGET = (
 def find_target(target: str, wait: bool = False) -> Found:
     """Returns the running cluster with the name `target`; raises ClickException if no cluster, or more than one, has the name.
 
-    If `wait` is True, waits for the cluster while a run, session or job with the name has not ended.
+    If `wait` is True, the function does not raise, but waits and tries again, as long as a run, session or job with the name has
+    not ended.
     """
     said, there = "", list[Entry]()
     while True:
@@ -63,9 +64,9 @@ def say(sentence: str) -> None:
 
 @contextmanager
 def reached(target: str) -> Iterator[str]:
-    """Serves the dashboard of the cluster `target` inside the block, and yields the URL.
+    """Context manager that serves the Ray dashboard of the cluster `target` on this machine, and yields the URL.
 
-    Raises ClickException if no running cluster has the name, or if the cluster cannot be reached.
+    Raises ClickException if no running cluster, or more than one, has the name `target`, or if the cluster cannot be reached.
     """
     try:
         with served(find_target(target), say) as url:
@@ -83,10 +84,11 @@ def reached(target: str) -> Iterator[str]:
 def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
     """Show the Ray dashboard of a run, asset, session or Slurm job, until the Ray cluster ends or Ctrl-C.
 
-    TARGET is a Dagster run, an asset, a session or a Slurm job: its id or key, how that begins, or the name of a run directory.
+    TARGET is the id or key of a Dagster run, asset, session or Slurm job, the beginning of such an id or key, or the name of a
+    run directory.
 
-    The URL that is printed works for a browser, curl, `ray job submit --address` and other tools alike; Ray's token is added.
-    The URL works for you alone, and only as long as this command runs.
+    The URL that is printed works for a browser, curl, `ray job submit --address` and other tools alike; Ray's token is added. The
+    URL works for you alone, and only as long as this command runs.
     """
     found = find_target(target, wait)
     urls: list[str] = []
@@ -160,8 +162,8 @@ def _ray_job(name: str, arguments: list[str], url: str) -> int:
     """Runs `ray job NAME` with the Ray of this machine; returns the exit code.
 
     `arguments` follow the subcommand `name`. `url` is the proxy's URL of the dashboard, with the proxy's secret at the end. Ray
-    sends the secret in a header, because `ray job` prints the address of the cluster. Raises ClickException if Ray's job client
-    is not installed or cannot be started.
+    sends the secret in a header instead of the address, because `ray job` prints the address. Raises ClickException if Ray's job
+    client is not installed or cannot be started.
     """
     if importlib.util.find_spec("ray") is None:
         raise click.ClickException("Ray's job client is not installed here; run: pip install 'dagster-rayslurm[ray]'")

@@ -29,10 +29,10 @@ def changed(config: C, **fields: Any) -> C:
 
 
 def make_resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResource:
-    """Returns the resource of a cluster; `fields` are the fields of the resource as in a `rayslurm.toml`.
+    """Returns the `ComputeResource` of a cluster; `fields` are the fields of the resource, as in a `rayslurm.toml`.
 
     The login and the base directory of `cluster` replace the values in `fields`. Raises `ValueError` if a field is wrong; the
-    message names the origin of the cluster.
+    message names the file, variables or option from which the configuration comes.
     """
     # `slurm` may be absent for a Slurm on this machine.
     slurm = {**fields.get("slurm", {}), "remote_base": cluster.remote_base, "ssh": _ssh_resource(cluster.ssh)}
@@ -55,9 +55,9 @@ def _ssh_resource(login: SSHLogin | None) -> SSHConnectionResource | None:
 
 
 def load_cluster(source: str) -> Cluster:
-    """Returns the cluster of the `ComputeResource` that `source`, MODULE:RESOURCE, names.
+    """Returns the cluster of the `ComputeResource` that `source` names; `source` is MODULE:RESOURCE, as for `load_resource`.
 
-    Raises `ValueError` if there is no such resource, or if the resource has no cluster.
+    Raises `ValueError` if the resource is not found, or if the resource has no cluster (no field `slurm`).
     """
     where = f"--from {source}"
     found = load_resource(source)
@@ -74,7 +74,7 @@ def load_cluster(source: str) -> Cluster:
 
 
 def load_resource(source: str) -> ComputeResource:
-    """Returns the `ComputeResource` that `source`, MODULE:RESOURCE, names.
+    """Returns the `ComputeResource` that `source` names; `source` is MODULE:RESOURCE, or MODULE alone.
 
     MODULE is a dotted name or a file, as for `dagster dev`. RESOURCE is a variable of the module, the key of a resource in the
     module's `Definitions`, or VARIABLE.KEY for a key in the `Definitions` of a variable. Without RESOURCE, the definitions must
@@ -103,7 +103,7 @@ def load_resource(source: str) -> ComputeResource:
 
 
 def _definitions(value: Any) -> dg.Definitions | None:
-    """Returns `value` if `value` is `Definitions`; `value()` for a function with the decorator `dg.definitions`; else None."""
+    """Returns the `Definitions` that `value` is, or that a function with the decorator `dg.definitions` makes; otherwise None."""
     if isinstance(value, dg.Definitions):
         return value
     if type(value).__name__ == "LazyDefinitions":

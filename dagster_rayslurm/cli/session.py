@@ -50,7 +50,11 @@ class Session:
     here: bool = False  # Whether the session is a process of this machine, without Slurm.
 
     def refresh(self) -> None:
-        """Asks the session for a description, and updates `description` and `row`; does nothing if the session is not up."""
+        """Asks the session about itself, and updates `description` and `row` with the answer.
+
+        Does nothing if the session is not up. If the session does not answer, `row` gets the state SILENT and the error as the
+        reason.
+        """
         if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
             return
         try:
@@ -79,7 +83,7 @@ def session() -> None:
 @cluster_options
 @click.pass_obj
 def list_sessions(layout: Layout, everything: bool, as_json: bool) -> None:
-    """List the sessions: what they do, and how long they will last."""
+    """List the sessions, with their state and work, and the time that they will last."""
     with one_sentence_errors():
         found = [each for each in _sessions(layout) if everything or each.row["state"] not in _OVER]
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -100,7 +104,8 @@ def list_sessions(layout: Layout, everything: bool, as_json: bool) -> None:
 def start(name: str | None, idle_timeout: int | None, as_json: bool, **options: Any) -> None:
     """Start a session with a warm Ray cluster for interactive work, and wait until it is up; `rayslurm attach` enters it.
 
-    Assets of the same resource use this session too, unless an option changes it. The session ends when it was idle for too long.
+    Assets of the same resource use this session too, unless an option of this command changes the resource. The session ends when
+    it has been idle for --idle-timeout seconds.
     """
     with one_sentence_errors():
         cluster = the_cluster()
@@ -148,7 +153,7 @@ def show(layout: Layout, ident: str, as_json: bool) -> None:
 @cluster_options
 @click.pass_obj
 def stop(layout: Layout, ident: str, as_json: bool) -> None:
-    """End one session and all its payloads, and wait until the end is confirmed: ID as for `show`."""
+    """End one session and all its payloads, and wait until the end is confirmed. ID is as for `rayslurm session show`."""
     with one_sentence_errors():
         one = _find(ident, _sessions(layout), alive=True)
         name = f"{one.row['key']} on {one.row['place']}"
@@ -192,8 +197,8 @@ def _sessions(layout: Layout) -> list[Session]:
 def _row(connection: Connection, generation: Generation, state: SessionState, job: QueueRow | None = None) -> dict[str, Any]:
     """Returns the values of a session that `list` prints, by column or JSON key.
 
-    A value that only the session itself or the queue knows is None. `job` is the session's job in the queue; None if there is no
-    job.
+    `job` is the session's job in the queue; None if there is no job. The values that only the session itself knows, and the
+    partition, are None.
     """
     announced = generation.announcement
     return {

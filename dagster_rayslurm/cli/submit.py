@@ -97,11 +97,11 @@ def _job_options(command: F) -> F:
 def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Run a command on the cluster, with a Ray cluster around it: `rayslurm submit --nodes 4 --gpus 2 -- python train.py`.
 
-    The command's output is live, and its exit code becomes that of `submit`. Ctrl-C cancels the run; a second Ctrl-C leaves it no
-    grace period. Other exit codes: 2 for wrong options, 124 after the time limit, 125 if anything but the command has failed, 130
-    after Ctrl-C.
+    The command's output is live, and the exit code of `submit` is the command's exit code. Ctrl-C cancels the run; a second
+    Ctrl-C leaves the run no grace period. Other exit codes: 2 for wrong options, 124 after the time limit, 125 if anything but
+    the command has failed, 130 after Ctrl-C.
 
-    With --json standard output has one object, after the end; the command's output goes to standard error.
+    With --json, standard output has one object, after the end; the command's output goes to standard error.
     """
 
     log = terminal_log(quiet)
@@ -145,7 +145,10 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
 @_job_options
 @click.option("--standalone", is_flag=True, help="A script that runs without this package, by `sbatch` there.")
 def script(standalone: bool, **options: Any) -> None:
-    """Print the batch script of a command, as `submit` would submit it; nothing is sent or started."""
+    """Print the batch script of a command, as `submit` would submit it; nothing is sent or started.
+
+    With --standalone, print a script that runs on a cluster without this package.
+    """
     with one_sentence_errors():
         cluster = find_cluster() if options["mode"] == ExecutionMode.LOCAL or standalone else the_cluster()
         job = _Job(cluster, options)
@@ -208,9 +211,9 @@ class _Job:
 
 
 def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | None:
-    """Returns the resource's environment, extended by shell commands that run first; None if there are no commands.
+    """Returns an environment that runs `commands` and then activates the resource's environment; None if `commands` is empty.
 
-    Raises `ValueError` for an environment or mode in which no commands can run first.
+    Raises `ValueError` in local mode, and for an environment that shell commands cannot activate, such as a `UvEnvironment`.
     """
     if not commands:
         return None
@@ -227,7 +230,7 @@ def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | 
 def _activation(resource: ComputeResource, commands: Sequence[str]) -> list[str]:
     """Returns `commands`, followed by the bash commands that activate the resource's environment on the cluster.
 
-    Raises `ValueError` for an environment that no commands activate.
+    Raises `ValueError` for an environment that shell commands cannot activate, such as a `UvEnvironment`.
     """
     there, path = resource.environment, resource.pre_deployed_env_path
     if path is not None or isinstance(there, PreDeployedEnvironment):
@@ -255,9 +258,9 @@ def queue_of(options: Mapping[str, Any]) -> SlurmQueueConfig | None:
 
 
 def _resource(cluster: Cluster | None, mode: str | None) -> ComputeResource:
-    """Returns the cluster's resource in the mode `mode`, or a resource in local mode if `cluster` is None.
+    """Returns the resource of `cluster` in the mode `mode`; if `cluster` is None, returns a new resource in local mode.
 
-    If `mode` is None, the resource keeps the configured mode; mode slurm replaces mode local.
+    If `mode` is None, the resource keeps its own mode, but a resource in local mode gets the mode slurm.
     """
     if cluster is None:
         return ComputeResource()
@@ -271,9 +274,10 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str | None:
-    """Returns the directory to send with the run; None to send no directory, or if the launcher of the resource has a directory.
+    """Returns the directory to send with the run; None to send no directory.
 
-    The default is ".", the current directory, but no directory if the current directory is the home directory or /. Raises
+    The options `--working-dir` and `--no-working-dir` decide. Without these options, the result is ".", the current directory. It
+    is None if the launcher of `resource` has a working directory, or if the current directory is the home directory or /. Raises
     `click.UsageError` if both options are given.
     """
     if options["working_dir"] and options["no_working_dir"]:
@@ -285,9 +289,10 @@ def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str |
 
 
 def _payload(words: Sequence[str], directory: str | None) -> Payload:
-    """Returns the payload for the command line `words`: a list of words, or a text for a Python script that is sent by itself.
+    """Returns the payload for the command line `words`: a list of words, or a string for a Python script outside `directory`.
 
-    A script is sent by itself if the script is not in the working directory `directory` that is sent.
+    `directory` is the working directory that is sent; None if none is sent. The string is a command line with the absolute path
+    of the script on this machine. For a string, the run sends the script by itself.
     """
     python = words[0] in _PYTHONS and len(words) > 1
     script = words[1] if python else words[0]
@@ -328,7 +333,7 @@ def _tell_failure(failure: RunFailure) -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Turns SIGTERM inside the block into KeyboardInterrupt, which cancels the run as Ctrl-C does.
+    """Context manager that turns SIGTERM into KeyboardInterrupt, which cancels the run as Ctrl-C does.
 
     SIGHUP is not changed: when the terminal closes, the job goes on.
     """

@@ -48,7 +48,10 @@ class Screen:
     over: bool = False
 
     def after(self, key: str, rows: int) -> Screen:
-        """Returns the screen after the user has pressed the key `key` in a view of `rows` rows."""
+        """Returns the screen after the user has pressed `key` in a view of `rows` rows; an unknown key changes nothing.
+
+        The keys q and Ctrl-C, and "" for the end of the input, set `over`.
+        """
         if key in ("q", "\x03", ""):
             return replace(self, over=True)
         if key in ("j", "k"):
@@ -71,7 +74,10 @@ class Watch:
     over: threading.Event = field(default_factory=threading.Event)
 
     def ask(self, query: str) -> None:
-        """Sends one query to the dashboard or session, and stores the answer in `snapshot`, or an error text in `problem`."""
+        """Sends one query to the dashboard or session, and stores the answer in `snapshot`, or an error text in `problem`.
+
+        `query` is a key of `QUERIES`, or "payloads".
+        """
         try:
             if query == "payloads":
                 payloads = tuple(self.payloads()) if self.payloads else ()
@@ -98,7 +104,8 @@ class Watch:
 def top(target: str, once: bool, as_json: bool) -> None:
     """Watch a Ray cluster: nodes, GPUs, tasks, actors, jobs, the queue of a session, and what can never be placed.
 
-    TARGET is a Dagster run, an asset, a session or a Slurm job: its id or key, how that begins, or the name of a run directory.
+    TARGET is the id or key of a Dagster run, asset, session or Slurm job, the beginning of such an id or key, or the name of a
+    run directory.
 
     Keys: j and k move, Enter shows details, Tab the next view, t the tasks, q ends.
     """
@@ -169,10 +176,10 @@ def _live(watch: Watch, title: str, ended: Sequence[str]) -> None:
 
 @contextmanager
 def _single_keys() -> Iterator[Callable[[float], str | None]]:
-    """Lets the terminal deliver keys without Enter inside the block; yields a function that reads one key.
+    """Context manager that lets the terminal deliver keys without Enter; yields a function that reads one key.
 
-    The argument of the function is a number of seconds. The function returns the key, "" at the end of the input, or None if no
-    key comes in time.
+    The argument of the function is the number of seconds to wait. The function returns the key, "" at the end of the input, or
+    None if no key comes in time.
     """
     import os
     import termios
@@ -197,7 +204,10 @@ def _single_keys() -> Iterator[Callable[[float], str | None]]:
 
 
 def header(snapshot: Snapshot, title: str, problem: str) -> RenderableType:
-    """Returns the lines above the table: the totals, the states of tasks and actors, what can never be placed, and `problem`."""
+    """Returns the lines above the table: `title`, totals, states of tasks and actors, what can never be placed, and `problem`.
+
+    `problem` is an error text; "" if there is none.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -219,7 +229,7 @@ def header(snapshot: Snapshot, title: str, problem: str) -> RenderableType:
 
 
 def rows(snapshot: Snapshot, view: str) -> list[list[str]]:
-    """Returns the rows of a view; a row is a list of texts, one for each cell."""
+    """Returns the rows of the view `view`, one of `VIEWS`; a row is a list of texts, one for each cell."""
     if view == "nodes":
         return [_node_row(node) for node in snapshot.nodes]
     if view in ("tasks", "actors"):
@@ -250,7 +260,7 @@ _HEADERS = {
 
 
 def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
-    """Returns a table of the rows of the view that fit into `height` lines, around the chosen row."""
+    """Returns a table of the rows of `screen.view` that fit into `height` lines, around the chosen row."""
     from rich.table import Table
     from rich.text import Text
 

@@ -32,7 +32,10 @@ class Row:
 
 
 def parse_associations(text: str, cluster: str) -> list[Row]:
-    """Returns this user's associations on `cluster`, or on all clusters if `cluster` is "", from the output of sacctmgr."""
+    """Returns this user's associations from the output `text` of sacctmgr.
+
+    Returns only the associations on `cluster`, or the associations on all clusters if `cluster` is "".
+    """
     names = (*_ASSOCIATION, "grpjobs", "grpsubmit", "grptres")
     rows = [Row("", dict(zip(names, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
     return [Row(f"account {row['account']}", row.columns) for row in rows if not cluster or row["cluster"] == cluster]
@@ -50,7 +53,7 @@ def qos_of(row: Row) -> list[str]:
 
 
 def forbids(row: Row, queue: SlurmQueueConfig, seconds: float | None) -> list[str]:
-    """Returns a phrase for each limit of the association or QOS `row` that keeps every job of the size `queue` from running.
+    """Returns a phrase for each limit of the association or QOS `row` that keeps every job with the request `queue` from running.
 
     `seconds` is the time limit of the job; None if the job has no time limit.
     """

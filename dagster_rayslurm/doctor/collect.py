@@ -40,10 +40,11 @@ class Report:
 
 
 def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[str], None]) -> Report:
-    """Examines a cluster and returns the report.
+    """Examines the cluster `wanted` and returns the report.
 
     If `probe_nodes` is not 0, a job examines `probe_nodes` compute nodes as well, unless the report has a failure already. The
-    job may wait `patience` seconds in the queue; `say` is called with a sentence about why the job waits.
+    job may wait `patience` seconds in the queue; after that, the job is cancelled, and the report has a warning. `say` is called
+    with a sentence about why the job waits.
     """
     login = log_in(wanted.slurm.ssh)
     if isinstance(login, list):

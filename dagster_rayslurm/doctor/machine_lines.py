@@ -81,8 +81,10 @@ def _clock(name: str, machine: str, other: str, skew: float, margin: float) -> L
 def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]:
     """Yields lines about the base directory: who can write there, the free space, the file server's clock, and the mount options.
 
-    The name of each line begins with `where`, which is "" for the edge node. `skew` is the number of seconds by which the
-    machine's clock is ahead. New files seem `skew` seconds old on such a machine, although the file server's clock is right.
+    `machine` has the facts of the examined machine. The name of each line begins with `where`, which is "" for the edge node.
+    `skew` is the number of seconds by which the clock of the examined machine is ahead. The reference is this machine's clock for
+    the edge node, and the edge node's clock for a compute node. New files seem `skew` seconds old on such a machine, although the
+    file server's clock is right.
     """
     name, base = f"{where}base directory", machine["directories"]["base"]
     path, choose = base["path"], "choose another SlurmResource.remote_base, of your own and shared with the compute nodes"
@@ -165,7 +167,10 @@ def _limits(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _variables(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
-    """Yields a warning about the user's environment variables that change how programs run; yields nothing without any."""
+    """Yields a warning about the user's environment variables that change how programs run; yields nothing if none is set.
+
+    `machine` has the facts of the examined machine. The name of the warning begins with `where`, which is "" for the edge node.
+    """
     set_there, found = machine["variables"], []
     if where:  # In a job Slurm sets variables of its own.
         set_there = {key: value for key, value in set_there.items() if "_" not in key or key.startswith(("RAY_", "LD_"))}

@@ -49,10 +49,10 @@ def run_probe(
     patience: float,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """Runs the probe on `nodes` compute nodes and returns the report lines; always removes the job and the job's directory.
+    """Submits a job that examines `nodes` compute nodes, and returns the report lines; always removes the job and its directory.
 
-    `interpreter` is the command that starts the environment's Python; None leaves the environment unexamined. The job may wait
-    `patience` seconds to start; `say` is called with a sentence about why the job waits.
+    `base` is the path of the base directory. `interpreter` is the command that starts the environment's Python; None leaves the
+    environment unexamined. The job may wait `patience` seconds to start. `say` is called with a sentence about why the job waits.
     """
     nonce = secrets.token_hex(6)
     run_dir = f"{base}/runs/doctor-{nonce}"
@@ -81,7 +81,11 @@ def run_probe(
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
-    """Returns the request for a job in the user's queue with the least CPUs, memory and time. Such a job starts soon."""
+    """Returns the request for a job on `nodes` nodes with the user's options of the queue, but the least CPUs, memory and time.
+
+    Such a job starts soon. `nonce` becomes a part of the job's name. Slurm itself removes the job if the job has not started
+    about ten minutes after `patience` seconds.
+    """
     queue = wanted.queue.having(
         num_nodes=nodes,
         cpus_per_node=None,
@@ -101,9 +105,11 @@ def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequ
 def _files(
     request: JobRequest, run_dir: str, base: str, wanted: Wanted, interpreter: list[str] | None, nodes: int
 ) -> dict[str, bytes]:
-    """Returns the files of the run directory by name.
+    """Returns the contents of the files of the run directory `run_dir`, by name: the job script, a program and its options.
 
-    Files that the nodes will write exist from the start and are empty, because NFS remembers for a while that a name is missing.
+    The nodes run the program. `base` is the path of the base directory, and `nodes` is the number of nodes. `interpreter` is the
+    command that starts the environment's Python; None leaves the environment unexamined. Files that the nodes will write exist
+    from the start and are empty, because NFS remembers for a while that a name is missing.
     """
     python = interpreter[0] if interpreter else ""
     command = ["sh", "-c", _START, "rayslurm", run_dir, python]
@@ -179,7 +185,7 @@ def _rows(connection: Connection, job_id: int) -> list[QueueRow]:
 
 
 def _ended(connection: Connection, run_dir: str, job_id: int) -> list[Line]:
-    """Returns the lines for a job that ended before all nodes wrote facts."""
+    """Returns one failure that explains why a job ended before all nodes wrote facts."""
     facts = fetch_job_facts(connection, job_id)
     log = b"".join(connection.read(f"{run_dir}/{name}", 0, _SHOWN) for name in (LOG, "node-0.log"))
     return ended_lines(

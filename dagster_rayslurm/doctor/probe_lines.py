@@ -21,8 +21,9 @@ _REMOTE_BASE = "choose a SlurmResource.remote_base on a file system that the edg
 def ended_lines(end: Mapping[str, Any]) -> list[Line]:
     """Returns one failure that explains why a probe's job has not written facts for all nodes.
 
-    `end` describes the job. For a running job, `end` has `state`, `facts` (the number of nodes with facts) and `nodes` (the
-    number of nodes). For an ended job, `end` has `state`, `nodes` (the names), `signal`, `exit` and `log`.
+    `end` describes the job. For a running job, `end` has `state` ("RUNNING"), `facts` (the number of nodes with facts) and
+    `nodes` (the number of nodes). For an ended job, `end` has `state`, `nodes` (the names), `signal` and `exit` (the exit code of
+    srun), both None if unknown, and `log` (the text).
     """
     where, log = end.get("nodes") or "a compute node", end.get("log", "")
     last = next((line for line in reversed(log.splitlines()) if "error" in line.lower()), "")[:300]
@@ -44,8 +45,8 @@ def ended_lines(end: Mapping[str, Any]) -> list[Line]:
 def probe_lines(nodes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any], wanted: Wanted, seconds: float) -> list[Line]:
     """Returns the lines about the examined nodes.
 
-    `nodes` has the facts of each node. `measured` is the result of `edge.site.reach_and_measure`. `seconds` is the time from the
-    submission of the job to the end of the job.
+    `nodes` has the facts of each node. `measured` is the result of `edge.site.reach_and_measure`. `wanted` is the examined
+    configuration. `seconds` is the time from the submission of the job to the end of the job.
     """
     hosts = [node["host"] for node in nodes]
     lines = [ok("probe", f"a job on {', '.join(hosts)}, {seconds:.0f} s from submission to the end")]

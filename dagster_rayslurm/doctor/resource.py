@@ -14,7 +14,10 @@ _SECRETS = ("password", "key_passphrase")
 
 
 def resource_text(wanted: Wanted, slurm: Slurm) -> str:
-    """Returns Python code that constructs the examined resource; an existing partition replaces a missing partition."""
+    """Returns Python code that constructs the examined `SlurmResource` with the partition, account and QOS that a job would get.
+
+    If the requested partitions do not exist, the code has an existing partition instead.
+    """
     partitions = slurm.chosen()
     if not partitions:
         partitions = sorted(slurm.partitions, key=lambda each: (not each.is_default, not each.usable))[:1]

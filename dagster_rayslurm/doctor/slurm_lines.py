@@ -40,10 +40,11 @@ class Answer(NamedTuple):
 
 
 def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any]]:
-    """Returns the commands that the edge node runs, by name: each command with the standard input and the variables to keep.
+    """Returns the commands that the edge node is to run, by name.
 
-    `script` is the batch script of a job for a test submission; "" leaves the test submission out. `login_variables` are the
-    names of the `SBATCH_*` variables that sbatch may see.
+    Each value is a list of three items: the words of the command, the text for the standard input, and the names of the
+    `SBATCH_*` variables that the command may see. `script` is the batch script of a job for a test submission; "" leaves the test
+    submission out. `login_variables` are the names of the `SBATCH_*` variables for the test submission.
     """
     commands: dict[str, Sequence[str]] = {
         "ping": ("scontrol", "ping"),
@@ -61,13 +62,13 @@ def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any
 
 @dataclass(frozen=True)
 class Slurm:
-    """The facts of the edge node, with the answers of Slurm's programs, and the configuration to examine."""
+    """The facts of the edge node, which include the answers of Slurm's programs, and the configuration `wanted` to examine."""
 
     facts: Mapping[str, Any]
     wanted: Wanted
 
     def answer(self, name: str) -> Answer:
-        """Returns the answer to the command with the name `name` in `questions`."""
+        """Returns the result of the command `name`, which is one of the names that `questions` returns."""
         return Answer(*self.facts["answers"][name])
 
     @property
@@ -309,7 +310,10 @@ def _gpus(slurm: Slurm, nodes: Sequence[Node]) -> Line | None:
 
 
 def _test(slurm: Slurm) -> Line:
-    """Returns a line about the answer of `sbatch --test-only`: Slurm would take the job, or the reason for a refusal."""
+    """Returns a line about the answer of `sbatch --test-only`: ok if Slurm would take the job, or the reason for a refusal.
+
+    If sbatch gave no answer in time, or refused for a temporary reason, the line is a warning; otherwise a refusal is a failure.
+    """
     name, test = "test submission", slurm.answer("test")
     if test.code == 0:
         line = next((line for line in test.error.splitlines() if "to start at" in line), "sbatch would take the job")

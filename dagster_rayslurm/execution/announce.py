@@ -27,8 +27,15 @@ def announce(
 ) -> None:
     """Write a payload's Slurm job to Dagster, as tags of the run and an event of the step. Does nothing without a Slurm job.
 
-    `base` is the base directory on this machine, and `run_name` the name of the run directory. An error of Dagster's storage is
-    logged as a warning.
+    If Dagster's storage raises an exception, the function logs a warning and returns.
+
+    Args:
+        context: The context of the step.
+        base: The path of the base directory on this machine.
+        running: The payload, with the id of the Slurm job and the id of the Ray cluster.
+        plan: The plan of the payload.
+        run_name: The name of the run directory.
+        connection: The connection to the cluster. The name of the cluster becomes a tag.
     """
     if running.job_id is None:
         return
@@ -51,11 +58,12 @@ def announce(
 
 
 def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str], base: Path) -> None:
-    """Add tags to a run. No tag is lost if other steps of the run add tags at the same time.
+    """Add `tags` to a Dagster run. Other steps that tag the run at the same time do not drop these tags.
 
-    Dagster reads the tags of a run, and writes them back with the new tags. If two steps do so at the same time, the later write
-    drops the tags of the earlier write. Steps on this machine wait for each other, by a lock on a file in `base`. If a step on
-    another host drops tags, this function reads the tags again, finds that some are missing, and writes the tags again.
+    Dagster reads all tags of a run, adds the new tags, and writes the result. If two steps do so at the same time, the later
+    write drops the tags of the earlier write. Therefore steps on this machine take turns, by a lock on a file in the directory
+    `base`. A step on another host does not see the lock. Therefore this function reads the tags again after its write, and
+    repeats the write if tags are missing, up to `_TRIES` writes in all.
     """
     # In a run with several steps, the common tags are those of the latest step.
     lasting = {key: value for key, value in tags.items() if key.startswith(f"{JOB_ID}.")} or tags
@@ -69,7 +77,10 @@ def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str
 
 @contextlib.contextmanager
 def _alone(base: Path) -> Iterator[None]:
-    """Let only one thread or process of this machine into the block at a time. Without a usable file in `base`, do nothing."""
+    """Let only one thread or process of this machine into the block at a time, by a lock on a file in the directory `base`.
+
+    If the file cannot be opened or locked, the block runs without a lock.
+    """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             LocalConnection().make_dir(str(base))
@@ -80,10 +91,12 @@ def _alone(base: Path) -> Iterator[None]:
 
 
 def job_tags(job_id: str, place: str, step: str | None) -> dict[str, str]:
-    """Returns the tags of a run for a Slurm job on the cluster `place`. `step` is None for a run with a single step.
+    """Returns the tags that a Dagster run gets for the Slurm job `job_id` on the cluster `place`.
 
-    A run has one value for each tag. In a run with several steps, the common tag has the job of the latest step, and each step
-    has a further tag with its own job. The copies of a mapped step share one tag.
+    The tag `JOB_ID` has the id of the job, and the tag `CLUSTER` has the cluster. A run has one value for each tag, so both tags
+    describe the job of the step that was tagged last. `step` is the key of the job's step if the run has several steps, otherwise
+    None. If `step` is not None, a third tag for this step alone has the id of the job, too. All copies of a mapped step share one
+    such third tag.
     """
     own = {} if step is None else {f"{JOB_ID}.{step.partition('[')[0]}": job_id}
     return {JOB_ID: job_id, CLUSTER: place, **own}

@@ -18,17 +18,20 @@ T = TypeVar("T")
 
 
 class _Done(Generic[T]):
-    """The result of the last step of a run. A future cannot pass on the `StopIteration` that carries the result."""
+    """The return value of a generator of type `Steps`. A future cannot pass on the `StopIteration` that carries the value."""
 
     def __init__(self, result: T) -> None:
         self.result = result
 
 
 async def drive_async(steps: Steps[T], hub: Hub) -> T:
-    """Do the steps of a run in threads of the hub, which also follows the run's payloads; returns the last step's result.
+    """Run the generator `steps` to its end, and follow the payloads that the generator yields; returns the generator's result.
 
-    A cancellation of the calling task ends the payloads as an interrupt does, with a grace period. A second cancellation ends the
-    payloads at once. `CancelledError` is raised as soon as the payloads have ended.
+    The generator runs in threads of `hub`, and `hub` follows the payloads, so that the event loop is not blocked. The function
+    raises the exceptions that the generator raises.
+
+    The first cancellation of the calling task ends the payloads as an interrupt does, with a grace period. A second cancellation
+    ends the payloads at once. After a cancellation, `CancelledError` is raised as soon as the payloads have ended.
     """
     cancelled: asyncio.CancelledError | None = None
     thrown = False  # Whether `cancelled` was raised inside the steps.
@@ -38,10 +41,12 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
     work = hub.starting.submit(partial(_advance, steps, None, None))
 
     async def end_of(future: Future[Any], following: Following | None = None) -> None:
-        """Wait until a future is done.
+        """Wait until `future` is done.
 
-        Returns early at the first cancellation of the task if the future could be cancelled, or if `following` is given. Each
-        later cancellation calls `following.hurry`.
+        `following` has the payloads whose ends `future` reports; None if `future` reports other work. At the first cancellation
+        of the task, the function returns early if `following` is not None, or if `future` could be cancelled. At any other
+        cancellation, the function goes on waiting. From the second cancellation on, each cancellation also calls
+        `following.hurry` if `following` is not None.
         """
         nonlocal cancelled, hurried
         done, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -99,9 +104,10 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
 
 
 def _advance(steps: Steps[T], followed: Followed | None, error: BaseException | None) -> Following | _Done[T]:
-    """Leave `followed` unless it is None, then continue the steps. If `error` is not None, `error` is raised inside the steps.
+    """Continue the generator `steps`; returns the payloads that the generator yields next, or its result in a `_Done`.
 
-    Returns the payloads to follow next, or the result of the last step.
+    `followed` has the payloads that the generator yielded before, or is None. The hub stops following the payloads of `followed`.
+    If `error` is not None, `error` is raised inside the generator.
     """
     if followed is not None:
         followed.leave()

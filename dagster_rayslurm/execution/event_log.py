@@ -31,8 +31,9 @@ def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
     events, because the transactions inside the block do not wait for the disk. The first event after the block waits for the
     disk.
 
-    Blocks of several threads or tasks with one storage share the connections of the first block. Then only the run of the first
-    block is faster. With any other kind of storage, the block has no effect.
+    Several threads or tasks may enter such a block with the same `storage` object at the same time. Then the first block opens
+    the connections, the last block closes the connections, and only the run of the first block is faster. With any other kind of
+    storage, the block has no effect.
     """
     if type(storage).__name__ != "SqliteEventLogStorage" or not all(hasattr(storage, name) for name in _METHODS):
         yield
@@ -52,7 +53,10 @@ def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
 
 
 def _open(storage: Any, run_id: str) -> ExitStack:
-    """Make a storage keep its connections open until the returned stack is closed."""
+    """Make a SQLite event log storage write the events of a run over open connections, until the returned stack is closed.
+
+    `run_id` is the Dagster id of the run. The storage opens and closes a connection for each event of any other run, as before.
+    """
     lock = threading.Lock()
     original = storage.run_connection
     with ExitStack() as stack:

@@ -13,8 +13,9 @@ _ENDED_BY_USER = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
 def is_service_stop(context: dg.OpExecutionContext, interrupt: BaseException) -> bool:
     """Returns True if `interrupt` means that this Dagster process is stopped, and False if a person ends the run.
 
-    A person ends a run by Ctrl-C in a terminal, or by Dagster's terminate button. If Dagster's storage does not answer, the
-    result is True for a process without a terminal. If `interrupt` is no interrupt but another error, the result is False.
+    A person ends a run by Ctrl-C in a terminal, or by Dagster's terminate button. The result is always False for a process with a
+    terminal. If a process has no terminal, and Dagster's storage does not answer, the result is True. If `interrupt` is no
+    interrupt but another exception, the result is False.
     """
     if not isinstance(interrupt, INTERRUPTS) or has_terminal():
         return False
@@ -35,9 +36,9 @@ def has_terminal() -> bool:
 
 
 def mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Set the status of a run that Ctrl-C ends to "canceling", unless Dagster will resume the run.
+    """After a Ctrl-C, set the status of the step's run to "canceling", unless Dagster will resume the run.
 
-    Dagster 1.13 would otherwise show the run as failed.
+    Does nothing if the run's status is not "started". Without this call, Dagster 1.13 shows the run as failed.
     """
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):

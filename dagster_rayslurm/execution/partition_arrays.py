@@ -46,8 +46,8 @@ def execute_arrays(
 ) -> CompletedRun:
     """Run the missing partitions of a step until all have ended, each partition as an element of a job array.
 
-    `extras` go to the payloads through Pipes. `max_concurrent` is the largest number of elements that run at the same time; None
-    is no limit. Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
+    `extras` are the Pipes extras. `max_concurrent` is the largest number of elements that run at the same time; None is no limit.
+    Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
     """
     results = results_so_far(context, plan, resource)
     if not results.missing:
@@ -84,10 +84,10 @@ class _History:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the whole array was cancelled.
+        """Whether the whole array was cancelled, and not only single elements.
 
-        The whole array counts as cancelled if elements that waited were cancelled together. The array also counts as cancelled if
-        all other elements ended before the first cancelled element.
+        The result is True if Slurm cancelled the waiting elements of the array together. The result is also True if at least one
+        element was cancelled, and every other element that has ended so far ended earlier than the first cancelled element.
         """
         return self.waited or self.last_other < self.first_cancelled < math.inf
 
@@ -131,7 +131,10 @@ class _ArrayRun:
         return (self.arrays.job_ids if self.arrays is not None else "") or None
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the execution mode and the ids of the job arrays, as Dagster metadata of the step's result or failure."""
+        """Returns the execution mode and the ids of the job arrays, as Dagster metadata of the step's result or failure.
+
+        The ids are left out if no array was submitted.
+        """
         return {"Execution mode": self.resource.mode, **({"Slurm job arrays": self.job_ids} if self.job_ids else {})}
 
     def complete(self, pipes_context: Mapping[str, Any]) -> None:
@@ -188,7 +191,11 @@ class _ArrayRun:
             announce(self.context, base, running, replace(self.launch.plan, ray=None), self.launch.name, self.connection)
 
     def _follow(self, raise_ignored: Any) -> None:
-        """Watch the arrays and submit further arrays until all partitions have ended; raises RunFailure if that fails.
+        """Watch the arrays and submit further arrays, until all partitions have ended or a whole array was cancelled.
+
+        Raises RunFailure if an array cannot be submitted or can never start, if an array waits longer than the queue timeout, or
+        if the run directory was removed. Raises RunFailure, too, if the cluster does not answer for `connection_loss_timeout`
+        seconds. Raises Superseded if a later attempt has taken the arrays over.
 
         `raise_ignored` raises the exception of an interrupt that Python has ignored (see `noticed_interrupts`).
         """
@@ -215,7 +222,11 @@ class _ArrayRun:
                 time.sleep(self.backend.cadence.pause(time.monotonic() - grown, arrays.begun))
 
     def _out_of_reach(self, error: OSError) -> None:
-        """Log `error` if the cluster answered before; raise RunFailure if the cluster is out of reach for too long."""
+        """Handle `error`, with which a request to the cluster failed.
+
+        Logs a warning if the preceding request succeeded. Raises RunFailure if no request has succeeded for more than
+        `connection_loss_timeout` seconds, a setting of the resource.
+        """
         now = time.monotonic()
         if self._lost_since is None:
             self._lost_since = now
@@ -225,9 +236,10 @@ class _ArrayRun:
             raise RunFailure(FailureKind.CONNECTION, sentence, retry=False)
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
-        """Show the output of partitions that have ended, judge the partitions, and materialize the partitions that succeeded.
+        """Judge partitions that have ended, show the partitions' output, and materialize the partitions that succeeded.
 
-        Also sets `stopped` if a whole array was cancelled. Then no further array is submitted.
+        The output of a partition is not shown again if an earlier attempt has shown that the partition failed. If a whole array
+        was cancelled, this method also sets `stopped`, so that no further array is submitted.
         """
         failed = False
         for each in ended:
@@ -255,7 +267,10 @@ class _ArrayRun:
                     self.log.warning(f"[rayslurm] {self.stopped}, so that no further one is submitted")
 
     def _show(self, ended: Ended) -> None:
-        """Show the output of a partition, with a title line for each stream, and log the warnings of the partition's runtime."""
+        """Show a partition's stdout and stderr in Dagster, each below a title line; log the warnings of the partition's runtime.
+
+        A run logs at most `_MOST_WARNINGS` such warnings for all of its partitions.
+        """
         writer = OutputWriter("", lambda text: self.log.warning(f"[rayslurm] {text}"))
         if ended.output:
             end, streams = ended.evidence.end or {}, dict.fromkeys(record["s"] for record in ended.output)
@@ -277,7 +292,11 @@ class _ArrayRun:
     # ---- Interrupts and failures
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns whether the arrays go on after `interrupt` has ended this Dagster process. If so, logs a warning."""
+        """Returns whether the arrays go on after `interrupt` has ended this Dagster process. If so, logs a warning.
+
+        The result is True only if `interrupt` is a stop of the Dagster process, `on_service_stop` of the resource is "detach", an
+        array was submitted, and a later attempt can find the arrays.
+        """
         wanted = self.resource.on_service_stop == DETACH and self.launch.history is not None and self.job_ids
         if not wanted or not is_service_stop(self.context, interrupt):
             return False
@@ -288,9 +307,10 @@ class _ArrayRun:
         return True
 
     def _end(self, error: BaseException) -> None:
-        """Cancel all arrays after an error or interrupt, and materialize the partitions that have succeeded by then.
+        """Cancel all arrays because of `error`, and materialize the partitions that have succeeded by then.
 
-        Does nothing if the cluster is out of reach, or a later attempt owns the arrays.
+        `error` is the failure or the interrupt that ended this attempt. The arrays go on if the cluster is out of reach, or if a
+        later attempt owns the arrays. If `error` is a Ctrl-C, the method first marks the Dagster run as "canceling".
         """
         if isinstance(error, INTERRUPTS) and has_terminal():
             mark_canceling(self.context)
@@ -312,7 +332,7 @@ class _ArrayRun:
         return RunFailure(failure.kind, sentence, metadata, failure.allow_retries, failure.unhealthy)
 
     def _failure(self) -> RunFailure:
-        """Returns the failure of a step whose arrays have all ended, and which still lacks materialized partitions."""
+        """Returns the failure of a step. To be called if all arrays have ended, and some partitions are not materialized."""
         verdicts = list(self.results.failed.values())
         kinds = {each.kind for each in verdicts if each.kind is not None}
         kind = FailureKind.CANCELLED if self.stopped else kinds.pop() if len(kinds) == 1 else FailureKind.PAYLOAD
@@ -330,8 +350,8 @@ class _ArrayRun:
     def _clean_up(self) -> None:
         """Remove the run directory; if the resource's `keep_run_dirs` keeps the run directory, remove only the secrets.
 
-        Does nothing if the cluster is out of reach, or a later attempt owns the run directory. Does nothing, either, if this
-        attempt failed before it went on with the arrays of an earlier attempt.
+        Does nothing if the cluster is out of reach, or if a later attempt owns the run directory. Also does nothing if this
+        attempt wanted to continue the arrays of an earlier attempt, but could not read the state of these arrays.
         """
         owner, failed = self.launch.step.owner, bool(self.results.missing)
         if self._lost_since is not None or (self.arrays is None and self.launch.step.reattached):

@@ -71,7 +71,7 @@ def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) ->
 
 
 def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
-    """Returns the plan of a payload that runs the command of `plan` for each partition.
+    """Returns a copy of `plan` with a payload that runs the command of `plan` once for each partition.
 
     `max_concurrent` is the largest number of partitions that run at the same time; None means the number of CPUs of the node.
     """
@@ -104,7 +104,10 @@ def execute_partitions(
 
 
 def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields) -> PartitionResults:
-    """Returns the results of a step's partitions from earlier attempts, and logs how many partitions are materialized."""
+    """Returns a new `PartitionResults`, in which the partitions that earlier attempts have materialized count as done.
+
+    If there are such partitions, logs the number of these partitions.
+    """
     keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
     if found := done & set(keys):
         context.log.info(f"[rayslurm] {len(found):,} of {len(keys):,} partitions are materialized by an attempt before")
@@ -115,7 +118,10 @@ def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: Compute
 
 
 def nothing_missing(context: dg.OpExecutionContext, results: PartitionResults, extras: Any) -> CompletedRun:
-    """Returns the result of a step whose partitions are all materialized already."""
+    """Returns the result for the user's asset if all partitions of the step are already materialized, so that no payload runs.
+
+    `results` has the partitions. `extras` are the Pipes extras.
+    """
     with RecordPipes(context).session(extras, uses_pipes=False) as session:
         return CompletedRun(session, results.metadata(), "", None, [])
 
@@ -123,7 +129,7 @@ def nothing_missing(context: dg.OpExecutionContext, results: PartitionResults, e
 def materialized(context: dg.OpExecutionContext) -> set[str]:
     """Returns the keys of the partitions that this run, or a run that this run retries from failure, has materialized.
 
-    Other materializations do not count, because a user who runs a partition again wants a new materialization.
+    Materializations by any other run do not count, because a user who runs a partition again wants a new materialization.
     """
     runs = [run.run_id for run in retried_runs(context)]
     first = context.instance.get_run_record_by_id(runs[0])
@@ -169,9 +175,11 @@ class PartitionResults:
         return [key for key in self.keys if key not in self.done]
 
     def attach(self, pipes: RecordPipes, owner: Callable[[], Ownership]) -> tuple[PipesContextData, Any]:
-        """Returns the Pipes context of a payload that runs the missing partitions, and the handler of the payload's messages.
+        """Connect this object to `pipes`; returns the Pipes context of a payload, and the handler of the payload's messages.
 
-        `owner` returns the ownership of the payload. Called as soon as no earlier attempt materializes partitions any more.
+        The handler is this object. The Pipes context names the missing partitions. To find the missing partitions, the method
+        reads again which partitions are materialized. Therefore the caller makes sure that no earlier attempt materializes
+        partitions any more. `owner` returns the ownership of the payload.
         """
         self.handler, self._pipes, self.owner = pipes.handler, pipes, owner
         self.done |= materialized(self.context) & set(self.keys)
@@ -181,7 +189,8 @@ class PartitionResults:
     def handle_message(self, message: Any) -> None:
         """Judge the partition whose end the message reports; pass any other Pipes message of the payload to Dagster's handler.
 
-        Raises an exception if the message is invalid.
+        Ignores the end of a partition that is already materialized, or that this run does not have. Raises an exception of any
+        type if the message is malformed.
         """
         if message["method"] != METHOD:
             self.handler.handle_message(message)
@@ -204,8 +213,15 @@ class PartitionResults:
     ) -> Verdict:
         """Judge a partition that has ended, and return the verdict.
 
-        Materializes a partition that succeeded; logs why a partition failed. `messages` are the partition's Pipes messages, as
-        the payload wrote them. `usage` and `own` become metadata of the materialization.
+        Materializes a partition that succeeded, if this attempt owns the payload. Logs why a partition failed, for the first
+        `_LOGGED` failed partitions.
+
+        Args:
+            key: The key of the partition.
+            evidence: What the partition's record shows.
+            messages: The partition's Pipes messages, as lines of JSON.
+            usage: The partition's usage, with the keys "cpu_seconds" and "peak_memory" (in bytes).
+            own: Further metadata of the partition's materialization.
         """
         results = self._results(key, messages, evidence)
         verdict = with_hint(judge(evidence, self.uses_pipes, self.require_messages), evidence)
@@ -221,9 +237,10 @@ class PartitionResults:
         return verdict
 
     def _may_write(self) -> bool:
-        """Returns whether this attempt owns the payload.
+        """Returns whether this attempt owns the payload and so may materialize partitions.
 
-        While the connection is lost, waits for an answer; False if it is lost for too long.
+        If the cluster does not answer, the method asks again every few seconds. After `loss_timeout` seconds without an answer,
+        the method returns False.
         """
         while True:
             try:
@@ -241,9 +258,11 @@ class PartitionResults:
                 time.sleep(_RETRY)
 
     def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
-        """Pass on the Pipes messages of one partition, and add the messages to `evidence`; returns the reported results.
+        """Handle the Pipes messages of the partition `key`; returns the materializations that the messages report.
 
-        An invalid message is noted in `evidence.message_error`.
+        `lines` are the messages as JSON. Each message is added to `evidence`. Log messages and custom messages go to Dagster. A
+        malformed message sets `evidence.message_error`. If an earlier attempt has shown that the partition failed, nothing goes
+        to Dagster, and the result is empty.
         """
         reported = dg.PipesMessageHandler(self.context, self._pipes)
         for line in lines:
@@ -290,7 +309,10 @@ class PartitionResults:
         self.failed.pop(key, None)
 
     def _window(self, key: str) -> dict[str, str] | None:
-        """Returns the time window of a partition for the Pipes context; None if the asset's partitions have no time windows."""
+        """Returns the time window of a partition for the Pipes context; None if the asset's partitions have no time windows.
+
+        `key` is the key of the partition. The result has the ISO times `start` and `end`.
+        """
         definition = self.context.assets_def.partitions_def
         if not isinstance(definition, dg.TimeWindowPartitionsDefinition):
             return None
@@ -300,19 +322,22 @@ class PartitionResults:
     # ---- What users are told
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the metadata of the step's output, which keeps Dagster from materializing the partitions once more."""
+        """Returns the metadata of the step's output: the number of partitions, and a mark for Dagster.
+
+        Because of the mark, Dagster does not materialize the partitions once more when the step ends.
+        """
         return {"Partitions": len(self.keys), _NO_MATERIALIZATION: True}
 
     def counted(self) -> str:
-        """Returns the number of partitions that are materialized, as the beginning of a sentence."""
+        """Returns the beginning of a sentence, such as "3 of 5 partitions are materialized"."""
         return f"{len(self.done):,} of {len(self.keys):,} partitions are materialized"
 
     def verdict(self) -> Verdict:
-        """Returns the verdict on a payload that has ended: a failure if partitions are missing."""
+        """Returns the verdict on a payload that has ended: success if all partitions are materialized, otherwise a failure."""
         return Verdict(FailureKind.PAYLOAD, self.sentence()) if self.missing else SUCCESS
 
     def sentence(self) -> str:
-        """Returns the sentence of a failure: how many partitions failed or never ended, and why the first ones failed."""
+        """Returns a sentence that describes a failure: how many partitions failed or did not end, and why the first failed."""
         failed = [f"{key!r} ({each.sentence})" for key, each in list(self.failed.items())[:_NAMED]]
         more = f" and {len(self.failed) - _NAMED:,} more" if len(self.failed) > _NAMED else ""
         lost = len(self.missing) - len(self.failed)
@@ -321,7 +346,10 @@ class PartitionResults:
         return f"{self.counted()}, {' and '.join(what)}; re-execute the run from failure to run only those that are missing"
 
     def failures_metadata(self) -> dict[str, Any]:
-        """Returns the metadata of a failure: the numbers of partitions, and for failed partitions the reason by key."""
+        """Returns Dagster metadata of a failure: the numbers of all, of materialized and of failed partitions, and the reasons.
+
+        The reasons are sentences by partition key, for at most `_LISTED` failed partitions.
+        """
         counts = {"Partitions": len(self.keys), "Partitions materialized": len(self.done), "Partitions failed": len(self.failed)}
         listed = {key: each.sentence for key, each in list(self.failed.items())[:_LISTED]}
         return {**counts, **({"Failed partitions": dg.MetadataValue.json(listed)} if listed else {})}

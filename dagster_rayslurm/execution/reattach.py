@@ -48,9 +48,9 @@ _launched: dict[tuple[int, str], dict[tuple[str, str], str]] = {}
 
 
 def next_call(context: dg.OpExecutionContext) -> int:
-    """Returns how many payloads this attempt at the step has started in this process, including the payload about to start.
+    """Count a payload that is about to start; returns the payload's number in this attempt at the step, 1 for the first payload.
 
-    The first payload of a retry continues the first payload of the earlier attempt, the second payload the second, and so on.
+    The counter belongs to this process. The payload number N of a retry continues the payload number N of the earlier attempt.
     """
     with _lock:
         key = (context.run.run_id, context.get_step_execution_context().step.key, context.retry_number)
@@ -76,9 +76,10 @@ class Launch:
         return self.history is not None or self.submitted
 
     def again(self, nonce: str, backend: Backend, home: Layout) -> Launch:
-        """Returns a new launch of the same plan with another nonce and a new run directory.
+        """Returns a launch that replaces this launch, whose payload never started.
 
-        The new launch replaces this launch, whose payload never started.
+        The plan is the same, but with the nonce `nonce`. The run directory is new, and its name ends with the nonce. `home` has
+        the paths of the base directory on this machine.
         """
         step, plan = replace(self.step, reattached=False), replace(self.plan, payload=replace(self.plan.payload, nonce=nonce))
         return _new_launch(step, plan, backend, home, self.history)
@@ -92,12 +93,20 @@ def reattach_or_new(
     number: int | None = None,
     writes_results: bool = False,
 ) -> Launch:
-    """Returns a launch: of an earlier attempt's payload if that payload runs the same plan, otherwise of a new payload.
+    """Returns a launch that continues the payload of the earlier attempt; if that is impossible, a launch of a new payload.
 
-    This attempt takes an earlier payload over if the payload's owner has not begun to end or judge the payload. If the owner died
-    while ending the payload, this function ends the payload first. If `writes_results` is True, attempts write results before the
-    payload's end; then the earlier attempt writes no results after this call. `number` is the result of `next_call`; None if it
-    was not called yet. Raises StartError or OSError.
+    The earlier payload is continued if it runs the same plan, has not failed, and has an owner that has not begun to end or judge
+    the payload. If the owner died while ending the payload, this function ends the payload first, and then returns a new launch.
+    Raises StartError or OSError.
+
+    Args:
+        context: The context of the step.
+        plan: The plan of the payload.
+        backend: The backend that starts the payload.
+        home: The paths of the base directory on this machine.
+        number: The result of `next_call`; None if the caller has not called `next_call` for this payload.
+        writes_results: Whether attempts write results before the end of the payload. If True, the earlier attempt writes no more
+            results once this function has returned.
     """
     step_key = context.get_step_execution_context().step.key
     step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
@@ -152,7 +161,11 @@ class AttemptHistory:
         self._noted_at = time.time()
 
     def earlier_run_dir(self) -> str | None:
-        """Returns the name of the preceding attempt's run directory; None without a preceding attempt or a noted name."""
+        """Returns the name of the run directory in which the preceding attempt ran the payload.
+
+        Returns None if there was no preceding attempt, if Dagster's event log has no such name, or if this version of Dagster
+        lacks reattach.
+        """
         context = self._context
         first = not context.retry_number and not _is_retry(context.run)
         # A new worker that continues a run has the same run id; Dagster starts such workers only if it monitors runs.
@@ -161,9 +174,11 @@ class AttemptHistory:
         return self._launched().get((self._step_key, self._client))
 
     def _launched(self) -> dict[tuple[str, str], str]:
-        """Returns the last run directory for each pair of step and client, in this run and the runs that this run retries.
+        """Returns the name of the last run directory by step key and client, for this run and the runs that this run retries.
 
-        Dagster's own search reads the whole event log for each payload, which takes minutes for thousands of payloads.
+        The client is the text under which `note` writes the name to Dagster's event log; the text has the number of the payload.
+        The event log is read once per process and run. Dagster's own search reads the whole event log for each payload, which
+        takes minutes for thousands of payloads.
         """
         key = (os.getpid(), self._context.run.run_id)
         with _lock:
@@ -183,7 +198,7 @@ class AttemptHistory:
                         yield (handle.step_key, handle.client_name), handle.external_run_id
 
     def note(self, name: str) -> None:
-        """Write the name of the payload's run directory to Dagster's event log. Called before the payload starts."""
+        """Write `name`, the name of the payload's run directory, to Dagster's event log. Called before the payload starts."""
         if reattach is not None:
             handle = reattach.record_external_launch(self._context, client_name=self._client, external_run_id=name)
             self._noted_at = handle.launched_at
@@ -192,7 +207,10 @@ class AttemptHistory:
                     known[self._step_key, self._client] = name
 
     def successor(self) -> str | None:
-        """Returns the id of the Dagster run with a later attempt at this step; None if there is none, or the storage fails."""
+        """Returns the id of the Dagster run with a later attempt at this step. The run may be this run.
+
+        Returns None if there is no later attempt, or if Dagster's storage fails.
+        """
         context = self._context
         try:
             handle = reattach and reattach.find_latest_launch_handle(context, client_name=self._client)
@@ -205,9 +223,9 @@ class AttemptHistory:
             return None
 
     def logged_since(self, name: str) -> Iterator[tuple[int, str]]:
-        """Yields level and text of the step's log lines, oldest first, from the event that `note` wrote for `name` on.
+        """Yields the log lines of the step, oldest first, each as the number of its level and its text.
 
-        `name` is the name of a run directory.
+        Lines are left out if they are older than the event by which `note` wrote `name`, the name of a run directory.
         """
         begun = False
         for entry in self._entries():
@@ -255,7 +273,10 @@ class Bookmark:
     fd: int | None = None
 
     def read(self) -> int:
-        """Returns the offset that was noted last; 0 if there is no file, or if another machine wrote the file."""
+        """Returns the offset in bytes that was noted last.
+
+        Returns 0 if the file is missing or malformed, or if another machine wrote the file.
+        """
         try:
             noted = json.loads(self.path.read_bytes()[:_BOOKMARK_BYTES])
             return int(noted["offset"]) if noted["where"] == socket.gethostname() else 0

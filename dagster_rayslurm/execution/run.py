@@ -59,7 +59,10 @@ _last_sweep: dict[tuple[str, Path], float] = {}
 
 
 def drive(steps: Steps[T]) -> T:
-    """Do the steps of a run in this thread, and follow the run's payloads; returns the result of the last step."""
+    """Run the generator `steps` in this thread, follow the payloads that the generator yields, and return the generator's result.
+
+    If an exception, such as an interrupt, comes while payloads are followed, the exception is raised inside the generator.
+    """
     error: BaseException | None = None
     while True:
         try:
@@ -83,11 +86,19 @@ def executing(
     partitions: PartitionResults | None = None,
     number: int | None = None,
 ) -> Steps[CompletedRun]:
-    """Run a `Plan`, or a mapping from components to plans in the job's order, until all payloads have ended.
+    """A generator that runs payloads until all payloads have ended, and returns the result for the user's asset.
 
-    `extras` are the Pipes extras. If the payload runs several partitions, `partitions` gets the payload's messages. `number` is
-    the result of `next_call`; None if `next_call` was not called yet. Returns the result for the user's asset. Raises RunFailure
-    unless all payloads succeeded.
+    The generator yields payloads that the caller must follow (see `drive`). Raises RunFailure unless all payloads succeeded.
+
+    Args:
+        context: The context of the step.
+        plan: A `Plan`; for several components, a mapping from component names to plans, in the order of the components in the
+            job.
+        backend: The backend that starts the payloads.
+        resource: The settings of the run.
+        extras: The Pipes extras.
+        partitions: The object that gets the Pipes messages of a payload with several partitions; otherwise None.
+        number: The result of `next_call`; None if the caller has not called `next_call` for this run.
     """
     home = Layout.here(resource.local_base)
     plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
@@ -153,7 +164,10 @@ class FollowedPayload:
 
     @property
     def unhealthy(self) -> list[dict[str, str]]:
-        """The nodes that failed a health check of the payload's Ray cluster, as the record describes them."""
+        """The nodes that failed a health check of the payload's Ray cluster, as dictionaries from the payload's record.
+
+        The list is empty if no node failed a health check.
+        """
         return (self.evidence.end_or_partial or {}).get("context", {}).get("unhealthy") or []
 
     def metadata(self, mode: str) -> Metadata:
@@ -165,7 +179,7 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """One run, from the start of its payloads to the verdict. Of Dagster, the object uses only the log and the Pipes handler."""
+    """One run, from the start of its payloads to the verdict. The object uses Dagster only for the log and the Pipes messages."""
 
     log: Any
     backend: Backend
@@ -190,7 +204,7 @@ class PayloadRun:
 
     @property
     def outputs(self) -> Path:
-        """The directory on this machine that gets the output files."""
+        """The directory on this machine to which the output files of the payloads are copied."""
         return Path(Layout.here(self.resource.local_base).outputs, self.launch.name)
 
     @property
@@ -199,7 +213,7 @@ class PayloadRun:
 
     @property
     def _plan(self) -> Any:
-        """The plan of the only payload, or the plans by component."""
+        """The plan of the only payload; in a run with components, the mapping from components to plans."""
         return self.plans.get(None, self.plans)
 
     @property
@@ -208,12 +222,17 @@ class PayloadRun:
         return next(iter(self.payloads.values()))
 
     def completing(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Steps[Metadata]:
-        """Run the payloads to the end; returns the metadata for Dagster. Raises RunFailure unless all payloads succeeded.
+        """A generator that runs the payloads to the end, and returns the metadata for Dagster.
 
-        If unhealthy nodes prevented the run, and `on_unhealthy` of the resource is "exclude-and-retry", the payloads are started
-        once more without the unhealthy nodes. `context` is the Pipes context. `handler` gets the Pipes messages. With components,
-        `check` is called with each message that reports a result, and `handler` gets the merged results after the ends of all
-        payloads.
+        Raises RunFailure unless all payloads succeeded. If unhealthy nodes kept the Ray cluster from starting, and `on_unhealthy`
+        of the resource is "exclude-and-retry", the payloads are started once more without these nodes.
+
+        Args:
+            context: The Pipes context.
+            handler: The handler of the Pipes messages. In a run with components, this handler gets the results of the components
+                merged, after all payloads have ended.
+            check: A function that raises an exception for an invalid result. In a run with components, the function is called
+                with each Pipes message that reports a result, as soon as the message comes. Otherwise unused.
         """
         try:
             return (yield from self._complete_once(context, handler, check))
@@ -262,15 +281,21 @@ class PayloadRun:
         return metadata
 
     def follow(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> None:
-        """Do the steps of `following` in this thread."""
+        """Run the generator `following` to its end in this thread. The parameters and errors are those of `following`."""
         drive(self.following(start, handler_of))
 
     def following(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> Steps[None]:
-        """Start the payloads, follow them until they have ended, and release the payloads, also after an error.
+        """A generator that starts the payloads and yields the payloads, which the caller must follow until all have ended.
 
-        `start` registers each payload as soon as the payload runs, in the order of the plans. `handler_of` returns the handler
-        for the Pipes messages of a component. Raises RunFailure if the payloads cannot be started, or a later attempt has taken
-        the payloads over.
+        After the end or an error, the generator releases the payloads, unless the payloads shall outlive this process. An error
+        or interrupt that is raised inside the generator first ends the payloads. Raises RunFailure if the payloads cannot be
+        started, or if a later attempt has taken the payloads over.
+
+        Args:
+            start: A function that starts all payloads. `start` gets a function as its argument, and calls this function with each
+                payload as soon as the payload runs, in the order of the plans.
+            handler_of: A function that returns the handler for the Pipes messages of a component. The argument is the name of the
+                component, or None if the run has a single payload.
         """
 
         def register(running: RunningPayload) -> None:
@@ -317,9 +342,10 @@ class PayloadRun:
                 self._release()
 
     def judge(self, payload: FollowedPayload) -> Judged:
-        """Copy a payload's output files to this machine; returns the verdict on the payload, with the evidence for the verdict.
+        """Judge a payload that has ended, and copy the payload's output files to this machine.
 
-        A payload whose output files are lost has not succeeded.
+        Returns the verdict with the evidence for the verdict. If the payload succeeded, but its output files cannot be copied,
+        the verdict is a failure.
         """
         evidence = payload.evidence
         if needs_job_facts(evidence) and not evidence.connection_lost:
@@ -334,11 +360,12 @@ class PayloadRun:
         return Judged(verdict, evidence)
 
     def clean_up(self, verdict: Verdict) -> str | None:
-        """Remove the run directory unless it is kept; returns the path of a kept run directory as "HOST:PATH", otherwise None.
+        """Remove the run directory and return None, or keep the run directory and return its path as "HOST:PATH".
 
-        The run directory is kept if the resource says so, if output files were not copied, or if the connection is lost. For a
-        directory of this machine, the result is the path without host. Raises RunFailure if a later attempt has taken the payload
-        over.
+        The run directory is kept if some output files were not copied, if the connection is lost, or if `keep_run_dirs` of the
+        resource says so. `keep_run_dirs` may ask to keep the run directories of failures only; `verdict` is the verdict on the
+        run. For a run directory on this machine, the result is the path without a host. Raises RunFailure if a later attempt has
+        taken the payload over.
         """
         # Over a lost connection the payload may go on, and a retry may take it over.
         lost = any(each.evidence.connection_lost for each in self.payloads.values())
@@ -381,10 +408,11 @@ class PayloadRun:
         return self.run_dir if component is None else component_dir(self.run_dir, component)
 
     def _poll(self, payload: FollowedPayload, raise_ignored: Callable[[], None], evidence: Evidence) -> str | None:
-        """Returns how the runtime ended, in words; None while the runtime lives.
+        """Returns how the payload's runtime ended, in words; None while the runtime lives.
 
-        Raises RunFailure if the runtime does not start in time, or can never start. `raise_ignored` raises the exception of an
-        interrupt that Python has ignored.
+        Raises RunFailure if the runtime does not start in time or can never start, or if a later attempt has taken the payload
+        over. `raise_ignored` raises the exception of an interrupt that Python has ignored. `evidence` is what the payload's
+        record and Slurm have shown so far; the method may add to `evidence`.
         """
         raise_ignored()
         if self._owner.new_owner is not None:
@@ -402,7 +430,11 @@ class PayloadRun:
         return payload.running.poll(evidence)
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns whether the payloads shall outlive this Dagster process, which `interrupt` stops. If so, logs a warning."""
+        """Returns whether the payloads shall go on after `interrupt` has ended this Dagster process. If so, logs a warning.
+
+        The result is True only if `interrupt` is a stop of the Dagster process, `on_service_stop` of the resource is "detach",
+        and a later attempt can take the payloads over.
+        """
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
         if self.resource.on_service_stop != DETACH or ends_with_run or not self.launch.lasts or not self.payloads:
             return False
@@ -415,8 +447,9 @@ class PayloadRun:
         return True
 
     def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> Steps[None]:
-        """Cancel the payloads and follow them to their ends. A second interrupt ends the grace period of the payloads.
+        """A generator that cancels the payloads because of `interrupt`, and yields the payloads to be followed to their ends.
 
+        The payloads have a grace period. A second interrupt, after which `interrupted_again` returns True, ends the grace period.
         Raises `interrupt` if a later attempt has taken the payloads over.
         """
         payloads, log = list(self.payloads.values()), self.log
@@ -451,7 +484,11 @@ class PayloadRun:
             log.info(f"[rayslurm] {each.label}{verdict.sentence}")
 
     def _raise_if_superseded(self, error: BaseException) -> None:
-        """Raise RunFailure if a later attempt has taken the payload over; if `error` is an interrupt, raise `error` instead."""
+        """Raise RunFailure if a later attempt has taken the payload over; otherwise do nothing.
+
+        `error` is the exception that ended this attempt. If `error` is an interrupt, the method raises `error` instead of
+        RunFailure.
+        """
         if self._owner.new_owner is None:
             return
         failure = superseded(self._owner.new_owner)
@@ -461,7 +498,11 @@ class PayloadRun:
         raise failure from None
 
     def _release(self) -> None:
-        """Release each payload, even if the release of another payload raises; remove the secrets that no runtime has read."""
+        """Call `release` of each payload, and remove the secrets that payloads have left in the run directory.
+
+        If the release of one payload raises an exception, the other payloads are released all the same. The secrets stay if a
+        later attempt has taken the payloads over.
+        """
         with ExitStack() as stack:
             for each in self.payloads.values():
                 stack.callback(each.running.release, each.evidence)
@@ -473,10 +514,11 @@ class PayloadRun:
                     discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
 
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
-        """Copy output files to this machine, and log warnings about output and files that did not come back.
+        """Copy a payload's output files to this machine, and log a warning about each kind of output that is incomplete.
 
-        Returns a sentence if some output files are now only in the run directory; otherwise None. `succeeded` says whether the
-        payload succeeded.
+        Returns None if all files were copied; otherwise a sentence that says why some files are only in the run directory.
+        `succeeded` says whether the payload succeeded. If the payload has not succeeded, files that do not exist or exceed the
+        size limit get no warning.
         """
         end, run_dir = payload.evidence.end or {"outputs": []}, payload.follower.run_dir
         outputs = self.outputs / (payload.follower.component or "")
@@ -509,10 +551,11 @@ def superseded(successor: str) -> RunFailure:
 
 
 def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
-    """Copy the output files that the record `end` of a payload lists to the directory `outputs` on this machine.
+    """Copy a payload's output files from the run directory `run_dir` to the directory `outputs` on this machine.
 
-    The function adds a sentence for each failed copy to `end["outputs_failed"]`. Raises OSError if the connection is lost for
-    `timeout` seconds, or if the record names a file outside the working directory.
+    `end` is the payload's `end` record, which lists the output files. If a file cannot be copied, the function adds a sentence to
+    `end["outputs_failed"]`, and goes on. Raises OSError if the connection is lost for `timeout` seconds, or if the record names a
+    file outside the payload's working directory.
     """
     failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
     for name in [entry["name"] for entry in end["outputs"]]:
@@ -528,7 +571,11 @@ def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Pa
 
 
 def _download(connection: Connection, source: str, target: str, timeout: float) -> None:
-    """Download the file `source` to `target`. While the connection is lost, try again for up to `timeout` seconds."""
+    """Download the file `source` on the cluster to the path `target` on this machine.
+
+    While the connection is lost, the function tries again for up to `timeout` seconds, and then raises ConnectionFailed. Raises
+    any other OSError at once, also a ConnectionFailed that is not temporary.
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -540,9 +587,10 @@ def _download(connection: Connection, source: str, target: str, timeout: float) 
 
 
 def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
-    """Returns warnings, as sentences, about output that was not recorded, and about output files that did not come back.
+    """Returns sentences that warn of output that was not recorded, and of output files that were not copied; [] without any.
 
-    If the payload has not succeeded, files that do not exist or exceed the size limit get no warning.
+    `end` is the payload's `end` record. `succeeded` says whether the payload succeeded. If the payload has not succeeded, files
+    that do not exist or exceed the size limit get no warning.
     """
     warnings = []
     if dropped := end.get("stdio_dropped"):
@@ -555,13 +603,17 @@ def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
 
 
 def discard(connection: Connection, path: str) -> None:
-    """Remove a file or directory. An error is ignored, because a later sweep removes what is left."""
+    """Remove a file or directory on the machine of `connection`. Ignores an OSError: a later sweep removes what is left."""
     with suppress(OSError):
         connection.remove(path)
 
 
 def sweep_old_files(backend: Backend, home: Layout, retention_days: float) -> None:
-    """Remove files older than `retention_days` on this machine and where payloads run, at most once an hour per process."""
+    """Remove run directories and other files of this package that were not used for `retention_days` days.
+
+    The files are below the base directory of this machine, whose paths `home` has, and on the machine or cluster where payloads
+    run. Does nothing if this process has called the function for the same base directory less than an hour ago.
+    """
     now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
         _last_sweep[base] = now

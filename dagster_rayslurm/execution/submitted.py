@@ -63,8 +63,18 @@ def submit_and_leave(
 ) -> RunHandle:
     """Submit the job of a plan and return its handle; if `handle.key` was used before, return the handle of the earlier job.
 
-    `handle` has the fields that are known before the submission. `name` becomes part of the names of the run directory and the
-    job. `context` is the Pipes context. Raises RunFailure if the job cannot be submitted.
+    If `handle.key` is None, a job is always submitted. The function does not wait for the job. Raises RunFailure if the job
+    cannot be submitted.
+
+    Args:
+        name: A part of the names of the run directory and of the job.
+        plan: The plan of the payload.
+        backend: The backend that submits the job.
+        resource: The settings of the run.
+        context: The Pipes context.
+        handle: The handle without the fields that are unknown before the submission. The result also has the name of the run, the
+            name and id of the job, the id of the Ray cluster, and the time of the submission.
+        log: The logger for warnings.
     """
     nonce = plan.payload.nonce
     run = run_dir_name(context["run_id"] or FROM_TERMINAL, name, nonce)
@@ -94,12 +104,19 @@ def submit_and_leave(
 def submit_once(
     connection: Connection, directory: str, runs: str, own: RunHandle, start: Callable[[], RunHandle], log: Any
 ) -> RunHandle:
-    """Submit a job by `start`, unless a job was submitted for the key of `own` before; returns the handle of the single job.
+    """Submit a job, unless a job was submitted before for the same key; returns the handle of the one job of the key.
 
-    `own` is the handle of this process's submission, without a job id. Each process that wants to submit makes a claim in
-    `directory`, the directory of the key (see `edge.submissions`). `runs` is the directory of all run directories. If the process
-    of another claim has died, and Slurm has no job of the other claim, the other claim is abandoned, and this process submits.
-    Raises StartError or OSError.
+    Each process that wants to submit the job makes a claim (see `edge.submissions`). Only the process of the first claim submits
+    the job. If the process of a claim has died, and Slurm has no job of the claim, another process abandons the claim and submits
+    the job. The job id in the result is "" if a job was submitted whose id can no longer be found. Raises StartError or OSError.
+
+    Args:
+        connection: The connection to the cluster.
+        directory: The directory on the cluster for the claims of the key.
+        runs: The directory on the cluster that has all run directories.
+        own: The handle for the submission by this process, with the key and without a job id.
+        start: A function that submits the job, and returns `own` with the job id.
+        log: The logger for messages.
     """
     mine = json.dumps({"handle": own.to_json(), "process": [socket.gethostname(), os.getpid()]})
     after = 0
@@ -165,7 +182,8 @@ def pipes_context_of(
 ) -> PipesContextData:
     """Returns the Pipes context of a payload that no step follows, with asset, partition, Dagster run id and extras.
 
-    Without `asset_key`, the asset is called `name`.
+    If `asset_key` is None, the asset is called `name`. `partition_key` and `extras` are None for a payload without partition or
+    extras. If `run_id` is None, no Dagster run submits the payload, and the run id in the context is `FROM_TERMINAL`.
     """
     context = {**pipes_context(asset_key or name), "partition_key": partition_key, "extras": dict(extras or {})}
     return {**context, "run_id": run_id or FROM_TERMINAL}  # type: ignore[typeddict-item]
@@ -177,7 +195,11 @@ def pipes_context_of(
 def reattaching(
     context: dg.OpExecutionContext, handle: RunHandle, backend: BatchBackend, resource: ComputeFields
 ) -> Steps[CompletedRun]:
-    """Follow the run of `handle` to its end; returns the result for the user's asset. Raises RunFailure if the run fails."""
+    """A generator that follows a submitted run to the end, and returns the result for the user's asset.
+
+    `handle` is the handle of the run. The generator yields the payload that the caller must follow. Raises RunFailure if the run
+    fails, or if the run or its job cannot be found.
+    """
     connection, run_dir = backend.connection, str(backend.layout.runs / handle.run)
     step_key = context.get_step_execution_context().step.key
     with start_errors():
@@ -208,7 +230,7 @@ def reattaching(
 
 
 def _submitted_plan(connection: Connection, run_dir: str, handle: RunHandle) -> tuple[Plan, RunHandle]:
-    """Returns the plan of a submitted run, read from the run's directory, and the handle with the job id.
+    """Returns the plan of a submitted run, read from the run directory, and a copy of `handle` that has the job id.
 
     Raises StartError if the run directory or the job is gone.
     """
@@ -241,12 +263,18 @@ class EndedRun:
 def look_for_ends(
     connection: Connection, base: str, known: Sequence[str], sensor: str, resource: ComputeFields
 ) -> tuple[list[EndedRun], list[str], int]:
-    """Find the submitted runs below `base` that have ended, and judge the runs. One remote call lists all runs, with one squeue.
+    """Find the submitted runs that have ended, and judge these runs. One remote call with one squeue lists all runs.
 
-    `known` has the names of the runs that were reported before. `sensor` is the name of the sensor that reports the ended runs.
-    Returns three values: the ended runs, which only this sensor reports from now on; the names in `known` whose run directories
-    still exist; and the number of runs that have not ended. Runs that another sensor reports are left out. Raises OSError if the
-    cluster or Slurm does not answer.
+    Returns three values: the runs that have ended, the names in `known` whose run directories still exist, and the number of runs
+    that have not ended. A run has one sensor that reports its end: the first sensor that finds the run ended. Runs of other
+    sensors are in none of the three values. Raises OSError if the cluster or Slurm does not answer.
+
+    Args:
+        connection: The connection to the cluster.
+        base: The base directory on the cluster.
+        known: The names of the runs whose ends this sensor has reported before.
+        sensor: The name of the sensor that reports the ends.
+        resource: The settings of the sensor's runs.
     """
     found = connection.call(
         submissions.listing, base, list(squeue_command()), _SQUEUE_TIMEOUT, list(known), repeat=True, timeout=_SQUEUE_TIMEOUT
@@ -266,9 +294,10 @@ def look_for_ends(
 
 
 def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | None:
-    """Returns the handle of a run if the run's job has ended or was never submitted; otherwise None.
+    """Returns the handle of a run, with the job id, if the run's job has ended or was never submitted; otherwise None.
 
-    `found` is the entry of the run in `edge.submissions.listing`. Returns None, too, if the handle cannot be read.
+    `found` is the entry of the run in `edge.submissions.listing`. `queue` is Slurm's queue, listed at the same time as the run.
+    If the handle in `found` cannot be read, the result is None.
     """
     try:
         handle = RunHandle.from_json(found["handle"])
@@ -283,10 +312,11 @@ def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | 
 
 
 def _judged(connection: Connection, run_dir: str, handle: RunHandle, queue: QueueSnapshot, resource: ComputeFields) -> EndedRun:
-    """Returns the verdict on a run that has ended, from the run's record and, if the record does not explain the end, from Slurm.
+    """Judge a submitted run that has ended, from the run's record and, if the record does not explain the end, from Slurm.
 
     Also removes the secrets from the run directory. If the run has no output files, the function marks the run as fetched, so
-    that a sweep may remove the run directory.
+    that a sweep may remove the run directory. Returns the run with the verdict and metadata. `handle` has the job id; the job id
+    is "" if no job was submitted. `queue` is Slurm's queue after the end of the run.
     """
     evidence, reader = Evidence(), LineReader()
     reported: dict[str, Any] = {}

@@ -74,7 +74,10 @@ class TerminalPipes:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a metadata value without the types that Pipes adds to values, at any depth of dictionaries."""
+    """Returns a metadata value of a Pipes message without type names: `{"type": T, "raw_value": V}` becomes `V`.
+
+    Values inside dictionaries are changed in the same way, at any depth.
+    """
     if isinstance(value, dict):
         return (
             _plain(value["raw_value"])
@@ -113,7 +116,7 @@ def _prepare(name: str, plan: Any, backend: Backend, resource: ComputeFields, lo
 def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Finished:
     """Run a plan, or plans by component, to the end; returns the result. Raises RunFailure only if no payload was started.
 
-    `name` becomes part of the name of the run directory.
+    If a payload was started and failed, the result has the failure. `name` becomes part of the name of the run directory.
     """
     run = _prepare(name, plan, backend, resource, log)
     failure = None
@@ -148,9 +151,11 @@ def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFiel
 
 
 def exit_code(end: Record | None) -> int:
-    """Returns the exit code of `rayslurm` for a payload whose record has the line `end`; None stands for a record without end.
+    """Returns the exit code of `rayslurm` for a payload whose record has the `end` record `end`.
 
-    The result is the payload's exit code, 128 + the number of the signal that ended the payload, TIMED_OUT, INTERRUPTED, or
+    If the payload's process exited, the result is the exit code of the process. If a signal ended the process, the result is 128
+    + the number of the signal. If the runtime ended the payload, the result is TIMED_OUT at the time limit, INTERRUPTED after a
+    cancellation, and NOT_THE_PAYLOAD for any other reason. If `end` is None, because the record has no end, the result is
     NOT_THE_PAYLOAD.
     """
     if end is None:

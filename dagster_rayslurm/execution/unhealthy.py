@@ -12,9 +12,10 @@ from ..failures import RunFailure
 
 
 def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str | None:
-    """Store unhealthy nodes for all runs of this user; returns None.
+    """Store nodes that failed a health check, so that later jobs of this user can avoid the nodes.
 
-    If the nodes cannot be stored, logs and returns the reason.
+    Returns None if the nodes are stored, if `nodes` is empty, or if the backend cannot avoid nodes. If the nodes cannot be
+    stored, logs and returns the reason.
     """
     if nodes and isinstance(backend, CanExclude):
         try:
@@ -27,10 +28,11 @@ def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str 
 
 
 def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, log: Any) -> bool:
-    """Stores the unhealthy nodes of a failed run; returns whether the run is to be started once more without these nodes.
+    """Store the unhealthy nodes of a failed run; returns whether the run is to be started once more without these nodes.
 
-    `policy` is the resource's `on_unhealthy`. If the result is True, the log says that the run is started again. If `policy` asks
-    for a second start that is not possible, the reason is added to the failure's description.
+    `failure` is the failure of the run. `policy` is `on_unhealthy` of the resource. If the result is True, the function logs that
+    the run is started again. If `policy` asks for a second start, but a second start is impossible, the function adds the reason
+    to the description of `failure`, and returns False.
     """
     nodes = failure.unhealthy
     problem = remember(nodes, backend, log)

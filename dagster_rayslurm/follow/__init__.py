@@ -1,4 +1,4 @@
-"""Reads the run record while the runtime writes it: messages and output go to Dagster, evidence is kept for the verdict."""
+"""Reads the run record of a running payload: passes messages and output to Dagster, and collects evidence for the verdict."""
 
 from .follower import Cadence, Follower, Following, ReattachState, follow_all
 from .forward import Evidence

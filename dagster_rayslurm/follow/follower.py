@@ -1,4 +1,4 @@
-"""Follow payloads: read their records while they grow, and pass output and messages to Dagster in the step's own thread."""
+"""Follows payloads: reads the run records while the records grow, and passes output and messages to Dagster."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ RuntimeExit = Callable[[Evidence], "str | None"]
 
 @dataclass(frozen=True)
 class Cadence:
-    """Seconds between two reads of a record.
+    """The seconds to wait between two reads of a record.
 
-    The pause is `busy` while data arrives, and then grows with the silence: up to `waiting` before the payload has started, and
-    up to `idle` afterwards.
+    The pause is `busy` while data arrives. While no data arrives, the pause grows: up to `waiting` before the payload has
+    started, and up to `idle` after the start.
     """
 
     busy: float
@@ -41,13 +41,13 @@ class Cadence:
     waiting: float
 
     def pause(self, silence: float, started: bool) -> float:
-        """Returns the seconds until the next read, after `silence` seconds without new data."""
+        """Returns the seconds to wait before the next read, after `silence` seconds without new data."""
         return min(max(self.busy, 0.1 * silence), self.idle if started else self.waiting)
 
 
 @dataclass(frozen=True)
 class ReattachState:
-    """The output and log lines of a payload that an earlier Dagster process showed before it died; empty for a new payload."""
+    """The part of a payload's output and log lines that an earlier Dagster process has shown; empty for a new payload."""
 
     offset: int = 0  # The byte of the recorded output at which to continue.
     # Level and text of log lines in Dagster's event log since the payload started, oldest first.
@@ -57,7 +57,10 @@ class ReattachState:
 
 @dataclass
 class RecordState:
-    """How far a payload's record was read, and the evidence from it. Pure: times are arguments, in seconds."""
+    """The state of reading one payload's record: how much was read, and the evidence so far.
+
+    The caller reads the files and the clock. The argument `now` of methods is a time of the monotonic clock.
+    """
 
     nonce: str  # An `end` with another nonce is ignored.
     loss_timeout: float  # Seconds for which the record may be unreachable.
@@ -69,7 +72,10 @@ class RecordState:
     unreachable_since: float | None = None
 
     def add(self, record: Record) -> bool:
-        """Add a line of the journal; returns whether it shows a requeue of the job, after which earlier evidence is dropped."""
+        """Add a record of the journal to the evidence; returns whether the record shows that Slurm has requeued the job.
+
+        After a requeue, the evidence so far is dropped, except the last output and `interrupted`.
+        """
         restarted = record.get("type") == "start" and record.get("attempt", 0) > self.restarts
         if restarted:
             self.restarts = record["attempt"]
@@ -79,9 +85,9 @@ class RecordState:
         return restarted
 
     def read_failed(self, error: OSError, now: float) -> bool:
-        """Record that a read failed; returns whether it is the first failure since a successful read.
+        """Note a failed read of the record; returns whether this failure is the first since a successful read.
 
-        After `loss_timeout` seconds of failures, the evidence says why the record is out of reach.
+        After more than `loss_timeout` seconds of failures, `error` becomes the evidence's reason why the record is unreachable.
         """
         first = self.unreachable_since is None
         self.unreachable_since = now if self.unreachable_since is None else self.unreachable_since
@@ -92,15 +98,16 @@ class RecordState:
 
     @property
     def missing_output(self) -> int:
-        """The number of bytes of output that were written before the `end` record and have not been read."""
+        """The number of bytes of output that were recorded before the `end` but not read yet; 0 until the `end` is read."""
         end = self.evidence.end
         return 0 if end is None else max(0, int(end.get("stdio_bytes", 0)) - self.output.offset)
 
     def next_read(self, size: int, exited: str | None, cadence: Cadence, now: float, overdue: bool) -> float | None:
-        """Returns the seconds until the next read; None if the record has ended, or nothing more will come.
+        """Returns the seconds to wait before the next read; None if no further read is needed. Called after each read.
 
-        `size` is the number of bytes of the last read. `exited` says how the runtime had ended before that read; None if it had
-        not. `overdue` says that the deadline has passed.
+        `size` is the number of bytes that the last read returned. `exited` says how the runtime had ended before the last read;
+        None if the runtime was alive then. `overdue` tells whether the deadline has passed. If data was
+        read, the evidence gets the time `now`; if not, the evidence gets `exited`.
         """
         evidence, end = self.evidence, self.evidence.end
         if size:
@@ -120,7 +127,7 @@ class RecordState:
 
 @dataclass
 class Follower:
-    """Follows one payload's record to its `end`: shows output, forwards messages, and collects evidence."""
+    """Reads one payload's record up to the `end`: shows output, forwards Pipes messages to Dagster, and collects evidence."""
 
     connection: Any
     run_dir: str
@@ -133,7 +140,7 @@ class Follower:
     component: str | None = None  # A prefix of output and log lines; None for a run with one payload.
     reattach: ReattachState = field(default_factory=ReattachState)
     fabric: str = "none"  # The launcher's preset for the network between the nodes.
-    further_reads: Callable[[], Sequence[Read]] = tuple  # Returns the reads of the next call of `RuntimeExit`.
+    further_reads: Callable[[], Sequence[Read]] = tuple  # Returns the reads that the next call of `RuntimeExit` does.
 
     def __post_init__(self) -> None:
         self.state = RecordState(self.nonce, self.loss_timeout, self.requeue, LineReader(), LineReader(self.reattach.offset))
@@ -148,7 +155,11 @@ class Follower:
         return self.state.evidence
 
     def poll(self, runtime_exit: RuntimeExit, deadline: float = float("inf")) -> float | None:
-        """Read new parts of the record once; returns the seconds until the next read, or None after the end or deadline."""
+        """Read the new part of the record once; returns the seconds to wait before the next poll, or None if no poll is needed.
+
+        `runtime_exit` returns how the runtime ended. `deadline` is a time of the monotonic clock. After the deadline, the result
+        is None as soon as all data that is already there has been read.
+        """
         # The runtime's end is checked before the read, so that the read finds all that a runtime wrote before its end.
         exited = runtime_exit(self.evidence)
         size = self.read_once()
@@ -156,13 +167,13 @@ class Follower:
         return self.state.next_read(size, exited, self.cadence, now, now > deadline)
 
     def next_reads(self) -> list[Read]:
-        """Returns the reads that the next `poll` will do, so that they can be done before, together with those of others."""
+        """Returns the reads of files that the next call of `poll` will do: of the output, of the journal, and `further_reads`."""
         offsets = (STDIO, self.state.output.next_read), (JOURNAL, self.state.journal.next_read)
         own = [(os.path.join(self.run_dir, name), offset, CHUNK) for name, offset in offsets]
         return [*own, *self.further_reads()]
 
     def read_once(self) -> int:
-        """Read new output and new lines of the journal, once each; returns the larger of both amounts, in bytes."""
+        """Do one read of the output and one of the journal, and process the new data; returns the bytes of the larger read."""
         state, note = self.state, self.reattach.note
         # Output is read first, so that a message about a result follows the output before it.
         output, size = self._read(STDIO, state.output)
@@ -182,7 +193,7 @@ class Follower:
         return max(size, journal_size)
 
     def finish(self) -> None:
-        """Forward results that were held back, and show unfinished lines of output; called after the last read."""
+        """Forward the results that were held back, and show unfinished lines of output. Called after the last read."""
         if self.state.missing_output and self.evidence.runtime_exit is not None:
             self._warn(f"{self.state.missing_output} bytes of the recorded output never came into sight")
         self.evidence.damaged_lines = self.state.journal.damaged
@@ -190,11 +201,14 @@ class Follower:
         self.flush_output()
 
     def flush_output(self) -> None:
-        """Show the last lines of output even if they have no line end."""
+        """Show the unfinished last line of each output stream."""
         self._output.finish()
 
     def _read(self, name: str, reader: LineReader) -> tuple[list[Record], int]:
-        """Read new data of the file `name` of the run record; returns the complete lines as records, and the number of bytes."""
+        """Read new data of the file `name` of the run record; returns the new complete lines as records, and the bytes read.
+
+        If the read fails, the result is ([], 0), and the first of several failures is logged.
+        """
         try:
             data = self.connection.read(os.path.join(self.run_dir, name), reader.next_read, CHUNK)
         except OSError as error:
@@ -205,7 +219,7 @@ class Follower:
         return reader.feed(data), len(data)
 
     def _add(self, record: Record) -> None:
-        """Add a line of the journal to the evidence, and pass a message or phase to Dagster."""
+        """Add a record of the journal to the evidence; a Pipes message or a phase is also passed to Dagster."""
         if self.state.add(record):
             held = len(self.messages.held)
             self.messages.held.clear()
@@ -228,10 +242,14 @@ class Following:
 
     followed: Sequence[tuple[Follower, RuntimeExit]]
     deadline: float = float("inf")  # A time of the monotonic clock.
-    hurry: Callable[[], object] = lambda: None  # Called if the caller is interrupted again while it follows.
+    hurry: Callable[[], object] = lambda: None  # Called if the caller is interrupted again during the following.
 
     def steps(self) -> Iterator[tuple[Follower, float]]:
-        """Yields the follower that is polled next, and when, by the monotonic clock; each `next` does the poll before."""
+        """Yields the follower to poll next, and the time for the poll by the monotonic clock.
+
+        The generator does the poll when the caller asks for the next item. When all payloads have ended or the deadline has
+        passed, the generator calls `finish` of all followers and ends.
+        """
         followed = self.followed
         for follower, _ in followed:
             follower.evidence.last_growth = time.monotonic()
@@ -255,6 +273,6 @@ class Following:
 
 
 def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float = float("inf")) -> None:
-    """Follow the records of several payloads at once, each at its own pace, until all have ended or the deadline has come."""
+    """Follow several payloads in this thread until all payloads have ended, or until `deadline` by the monotonic clock."""
     for _, due in Following(followed, deadline).steps():
         time.sleep(max(0.0, due - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Collect evidence about a payload from its record, and pass its Pipes messages, log lines and output to Dagster."""
+"""Collects evidence about a payload from the run record, and passes Pipes messages, log lines and output to Dagster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OUTPUT_CHUNK = 4096  # Most characters that are kept of each chunk of output; `
 
 @dataclass
 class Evidence:
-    """What is known about one payload so far; `outcome.judge` turns this into a verdict."""
+    """The facts about one payload that are known so far, from which `outcome.judge` makes the verdict."""
 
     end: Record | None = None  # The last record of the payload, which says how the payload ended.
     started_at: float | None = None  # When the runtime accepted the payload, by the clock of the runtime's node.
@@ -63,11 +63,14 @@ class Evidence:
 
     @property
     def end_or_partial(self) -> Record | None:
-        """The `end` record; before it exists, a dict with the context and usage so far, or None if there is no context either."""
+        """The `end` record; before the `end` is read, a record with the context and usage so far.
+
+        None if there is no context either.
+        """
         return self.end or ({"context": self.context, "usage": self.usage} if self.context else None)
 
     def add_record(self, record: Record, nonce: str) -> None:
-        """Add one record to the evidence; ignores an `end` record with a nonce other than `nonce`."""
+        """Add a record of the journal to the evidence; ignores an `end` record with a nonce other than `nonce`."""
         kind = record.get("type")
         if kind == "start":
             self.started_at = float(record["at"])
@@ -85,7 +88,10 @@ class Evidence:
             self.end = record
 
     def add_message(self, method: str, params: Mapping[str, Any]) -> None:
-        """Count a Pipes message that opens or closes the Pipes session; store the exception that a closing message reports."""
+        """Count the Pipes messages "opened" and "closed", and keep the first exception that a "closed" message reports.
+
+        `method` and `params` are the parts of one message. SystemExit is not kept.
+        """
         self.opened += method == "opened"
         self.closed += method == "closed"
         if method == "log" or method.startswith("report_"):
@@ -105,11 +111,11 @@ class Evidence:
         return tail_lines(without_colours("".join(text for _, text in self.last_output)))
 
     def last_errors(self) -> str:
-        """Returns the end of the payload's standard error."""
+        """Returns the last part of the payload's standard error."""
         return "".join(text for stream, text in self.last_output if stream == "stderr")
 
     def _add_usage(self, usage: dict[str, Any], memory: float) -> None:
-        """Store the usage so far, and append a point of the usage chart: seconds since the start, busy CPUs, bytes in use."""
+        """Store the usage so far, and append a point of the usage chart: seconds since the start, busy CPUs, bytes of memory."""
         before, points = self.usage, self.usage.get("points", [])
         elapsed = usage["elapsed"] - before.get("elapsed", 0.0)
         busy = (usage["cpu_seconds"] - before.get("cpu_seconds", 0.0)) / elapsed if elapsed > 0 else 0.0
@@ -117,7 +123,10 @@ class Evidence:
 
 
 class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
-    """Dagster's side of one run's Pipes session; the messages are read by `Follower`, and not by this class."""
+    """Dagster's side of the Pipes session of one run; `Follower` reads the messages, and passes the messages to `handler`.
+
+    `writers` is the number of payloads that report through the session.
+    """
 
     # Set within the session: what backends write into the run directory, and Dagster's handler of the payload's messages.
     pipes_context: PipesContextData
@@ -148,7 +157,8 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
     def session(self, extras: PipesExtras | None, uses_pipes: bool) -> Iterator[dg.PipesSession]:
         """Yields a Pipes session that is open inside the block.
 
-        Dagster's warning of missing messages is hidden if the run fails, or `uses_pipes` is False.
+        `extras` are values for the Pipes context of the payloads. Dagster's warning of missing messages is hidden if the block
+        raises an exception, or if `uses_pipes` is False.
         """
         quiet = not uses_pipes
 
@@ -166,7 +176,7 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
 
 def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
-    """Returns the Pipes context with partition range and time window, which Dagster 1.13 omits for several partitions."""
+    """Returns the Pipes context `data` with partition range and time window. Dagster 1.13 omits both for several partitions."""
     if data["partition_key_range"] is not None or not context.has_partition_key_range:
         return data
     keys = context.partition_key_range
@@ -179,7 +189,7 @@ def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext
 
 @dataclass
 class MessageForwarder:
-    """Forwards the messages of one payload to Dagster, each message once, and logs lines about the payload."""
+    """Forwards the Pipes messages of one payload to Dagster, each message once, and logs lines about the payload."""
 
     handler: Any
     logger: Any
@@ -191,7 +201,10 @@ class MessageForwarder:
     held: list[dict[str, Any]] = field(default_factory=list)
 
     def forward(self, line: str, evidence: Evidence) -> None:
-        """Forward one message, given as a line of JSON; if the message is refused, note that in the evidence."""
+        """Forward one Pipes message, given as a line of JSON, or hold the message back for `forward_held`.
+
+        If the message is malformed or Dagster refuses the message, the error is logged and noted in the evidence.
+        """
         try:
             message = json.loads(line)
             method, params = message["method"], message.get("params") or {}
@@ -217,14 +230,17 @@ class MessageForwarder:
                 self.refuse(error, evidence, json.dumps(message))
 
     def refuse(self, error: Exception, evidence: Evidence, line: str = "") -> None:
-        """Log that a Pipes message cannot be used, and note the first such message in the evidence."""
+        """Log that a Pipes message cannot be used because of `error`, and note the first such error in the evidence.
+
+        `line` is the message as JSON; "" if the message has no line of its own.
+        """
         why = f"{type(error).__name__}: {error}"
         shown = f"; the message was: {line[:500]}" if line else ""
         evidence.message_error = evidence.message_error or why + shown
         self.log(logging.ERROR, f"a Pipes message cannot be used: {why}")
 
     def log(self, level: int, text: str) -> None:
-        """Write a line to the Dagster log, unless an earlier Dagster process already wrote it."""
+        """Write a line to the Dagster log, unless an earlier Dagster process already wrote the same line."""
         if not self._is_logged(level, self.prefix + text):
             self.logger.log(level, self.prefix + text)
 
@@ -233,13 +249,13 @@ class MessageForwarder:
         return isinstance(level, int) and self._is_logged(level, params.get("message"))
 
     def _is_logged(self, level: int, text: Any) -> bool:
-        """Returns whether an earlier Dagster process already wrote this line; advances the iterator `logged` past the line."""
+        """Returns whether an earlier Dagster process already wrote the line `text`; advances `logged` behind the line."""
         # A line below Dagster's log level is never in the event log, so a search for it would exhaust the iterator.
         return self.logger.isEnabledFor(level) and (level, text) in self.logged
 
 
 def _without_colours(value: Any) -> Any:
-    """Returns a copy of an exception from Pipes without colour codes, which messages of Ray's exceptions contain."""
+    """Returns a copy of a JSON value without colour codes in texts. Messages of Ray's exceptions contain colour codes."""
     if isinstance(value, str):
         return without_colours(value)
     if isinstance(value, dict):
@@ -249,7 +265,7 @@ def _without_colours(value: Any) -> Any:
 
 @dataclass
 class OutputWriter:
-    """Writes a payload's output to Dagster's stdout and stderr; a lost terminal or a full disk is logged once."""
+    """Writes a payload's output to Dagster's stdout and stderr; logs the first write error, such as a full disk, and goes on."""
 
     prefix: str  # What each line begins with, so that several payloads can share a stream; "" shows the output as it is.
     warn: Callable[[str], None]
@@ -258,7 +274,7 @@ class OutputWriter:
     failed: bool = False
 
     def write(self, stream: str, text: str) -> None:
-        """Show some output of the payload; `stream` is "stdout" or "stderr"."""
+        """Write new output of the payload; `stream` is "stdout" or "stderr". With a prefix, unfinished lines are kept back."""
         if not self.prefix:
             return self._print(stream, text)
         text = self.partial.pop(stream, "") + text
@@ -274,7 +290,7 @@ class OutputWriter:
         self._guard(lambda: (sys.stdout.flush(), sys.stderr.flush()))
 
     def finish(self) -> None:
-        """Show the unfinished lines of both streams, each with a line end."""
+        """Write the unfinished lines of both streams, each with a line end."""
         while self.partial:
             stream, text = self.partial.popitem()
             self._print(stream, f"{self.prefix}{text.rstrip()}\n")

@@ -1,7 +1,7 @@
 """The hub of a cluster: one thread that follows the payloads of all asynchronous callers, and threads for blocking work.
 
-The hub reads the records of all payloads that are due at about the same time by one call on the edge node. `slurm.shared_queue`
-queries Slurm's queue once for all payloads.
+With one call on the edge node, the hub reads the records of all payloads that are due at about the same time.
+`slurm.shared_queue` queries Slurm's queue once for all payloads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INTERRUPT_INTERVAL = 1.0  # Seconds between two looks for an interrupt that Dag
 
 
 class Workers:
-    """At most `count` threads for blocking work; they start as work is submitted, and do not keep the process from exiting."""
+    """At most `count` threads for blocking work. The threads start as work is submitted, and never delay the process's exit."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
@@ -74,7 +74,8 @@ class Workers:
 class Followed:
     """The payloads of one run that a hub follows.
 
-    The future `ended` gets None when the payloads have ended, the exception of a poll, or an interrupt of the caller.
+    The future `ended` gets the result None when the payloads have ended. If a poll raises an exception, the future gets this
+    exception. If the caller is interrupted, the future gets Dagster's exception for interrupts.
     """
 
     following: Following
@@ -90,7 +91,7 @@ class Followed:
         self.ended.set_running_or_notify_cancel()  # Only the hub ends it.
 
     def advance(self) -> None:
-        """Poll `follower` once, unless the caller has left; `ended` gets the exception of the poll."""
+        """Poll `follower` once, unless `leave` was called; an exception of the poll becomes the exception of `ended`."""
         with self._lock:
             if self._left:
                 return
@@ -102,18 +103,21 @@ class Followed:
                 self.end(error)
 
     def end(self, error: BaseException | None) -> None:
-        """Complete the future `ended`, with `error` as its exception if there is one; only the first call has an effect."""
+        """Complete the future `ended`: with the exception `error`, or with the result None. Only the first call has an effect."""
         with suppress(InvalidStateError):
             self.ended.set_result(None) if error is None else self.ended.set_exception(error)
 
     def interrupt(self) -> None:
-        """Interrupt the caller; if the caller is already ending the payloads, tell it by `hurry` to end them at once."""
+        """Call `hurry` and, unless there is a deadline, give the future `ended` Dagster's exception for interrupts.
+
+        A deadline means that the caller is already ending the payloads; `hurry` then ends the payloads at once.
+        """
         self.following.hurry()
         if self.following.deadline == math.inf:
             self.end(dg.DagsterExecutionInterruptedError())
 
     def leave(self) -> None:
-        """Stop all further polls; returns when no poll is under way."""
+        """Prevent further polls, and complete the future `ended`. Waits for the end of a poll that is under way."""
         self._left = True
         with self._lock:
             self.end(None)
@@ -134,7 +138,7 @@ class Hub:
         self._interrupted_at = -math.inf
 
     def follow(self, following: Following, began: float) -> Followed:
-        """Begin to follow the payloads of a run; returns at once.
+        """Begin to follow the payloads of a run; returns the new `Followed` at once.
 
         `began` is the start of the run by the monotonic clock. A run that began before the last interrupt is interrupted at once,
         unless the caller is already ending the payloads.
@@ -157,7 +161,7 @@ class Hub:
         return followed
 
     def interrupt(self) -> None:
-        """Interrupt all runs that have begun, also those whose payloads are not followed yet."""
+        """Interrupt all runs that have begun. Runs whose payloads are not followed yet are interrupted by `follow`."""
         with self._change:
             self._interrupted_at = time.monotonic()
             for each in self._followed:
@@ -180,9 +184,10 @@ class Hub:
                 each.end(error)
 
     def _next_due(self) -> list[Followed] | None:
-        """Wait until payloads are due, for `_INTERRUPT_INTERVAL` seconds at most; returns the due ones, or [] if there are none.
+        """Wait until a poll is due, for `_INTERRUPT_INTERVAL` seconds at most; returns the items of `_followed` that are due.
 
-        Returns None, and marks the thread as ended, if there are no payloads to follow any more.
+        The list is empty if no poll is due by then. Returns None, and marks the thread as ended, if no payloads are followed any
+        more.
         """
         with self._change:
             while True:
@@ -203,7 +208,7 @@ _hubs: dict[int, Hub] = {}  # By the connection's id; 0 for this machine.
 
 
 def hub_of(connection: Connection) -> Hub:
-    """Returns the hub of a connection, which the first call creates; all connections to this machine share one hub."""
+    """Returns the hub of a connection; the first call creates the hub. All connections to this machine share one hub."""
     key = 0 if isinstance(connection, LocalConnection) else id(connection)  # The hub keeps the connection alive.
     with _lock:
         return _hubs.get(key) or _hubs.setdefault(key, Hub(connection))

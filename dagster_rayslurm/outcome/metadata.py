@@ -1,4 +1,4 @@
-"""Dagster metadata of results and failures, made from the evidence about a payload. Pure."""
+"""Dagster metadata of results and failures, made from the evidence about a payload. Nothing here has side effects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _IN_PLACE = 990  # Most characters of a text that Dagster shows in place; the ru
 
 
 def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
-    """Returns the metadata of a run, for results and failures alike, as far as the `end` record has the facts."""
+    """Returns the metadata that both results and failures of a run have; facts that the `end` record lacks are left out.
+
+    `mode` is the execution mode, and `cluster_id` is the id of the Ray cluster.
+    """
     metadata: Metadata = {"Execution mode": mode}
     if end is None:
         return metadata
@@ -67,9 +70,10 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
 
 
 def timeline_metadata(evidence: Evidence, mode: str, queue_wait: float | None) -> Metadata:
-    """Returns a picture of the phases of a payload that has ended, as metadata; {} if fewer than two phases took time.
+    """Returns metadata with a picture of a payload's phases; {} if there is no `end`, or if fewer than two phases took time.
 
-    `queue_wait` is the time in seconds for which the payload waited for its job or session; None if unknown.
+    `mode` is the execution mode. `queue_wait` is the time in seconds for which the payload waited for a job or session; None if
+    the time is unknown.
     """
     if evidence.end is None or evidence.started_at is None:
         return {}
@@ -86,7 +90,7 @@ def timeline_metadata(evidence: Evidence, mode: str, queue_wait: float | None) -
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     """Returns the metadata of a failure: the ends of output and logs, the exit code, and the state of the Slurm job.
 
-    `run_dir` is host and path of the run directory; with None, the metadata has no path, because the directory will be removed.
+    `run_dir` is host and path of the run directory. If `run_dir` is None, the metadata has no paths.
     """
     texts = {"Last output": evidence.output_tail()}
     texts.update((f"Log: {name}", text) for name, text in evidence.tails.items())
@@ -109,7 +113,7 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
 
 
 def ray_logs(evidence: Evidence, directory: str) -> Metadata:
-    """Returns the path of Ray's log archives as metadata; {} without archives. `directory` is the payload's run directory."""
+    """Returns metadata with the path of Ray's log archives; {} without archives. `directory` is the payload's run directory."""
     names = ((evidence.end or {}).get("context") or {}).get("ray_logs")
     name = names[0] if names and len(names) == 1 else "ray-logs-*.tar.gz"
     return {"Ray logs": dg.MetadataValue.path(f"{directory}/{name}")} if names else {}
@@ -152,7 +156,10 @@ def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], mode: 
 
 
 def _node_shares(elapsed: float, usage: NodeUsage, granted: Sequence[Node]) -> list[NodeShare]:
-    """Returns the CPU time and the peak memory of each measured node, as shares of the granted CPUs and memory."""
+    """Returns the CPU time and the peak memory of each node, as shares of what was granted on the node.
+
+    `elapsed` is the duration of the payload in seconds. Nodes without usage in `usage` are left out.
+    """
     pairs = [(node, _usage_of(usage, node)) for node in granted]
     return [
         (
@@ -166,9 +173,9 @@ def _node_shares(elapsed: float, usage: NodeUsage, granted: Sequence[Node]) -> l
 
 
 def _advice(usage: Mapping[str, Any], context: Mapping[str, Any], largest: Node) -> str:
-    """Returns how much memory to ask for next time, if much less than Slurm granted on the node `largest` would do; else "".
+    """Returns advice to ask for less memory next time if the run used much less than Slurm granted on the node `largest`.
 
-    There is no advice for a run that lacked memory: it spilled objects to disk, or a Ray worker was killed.
+    The result is "" without advice. A run that spilled objects to disk, or in which a Ray worker was killed, gets no advice.
     """
     enough = math.ceil(_HEADROOM * usage["peak_memory"] / 2**30)
     lacked = usage["spilled_bytes"] or context.get("workers_killed")
@@ -207,7 +214,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def cpus_of(context: Mapping[str, Any]) -> float:
-    """Returns the number of CPUs of a run on all nodes: granted by Slurm, else counted by Ray, at most the machine's CPUs."""
+    """Returns the number of CPUs of a run, added up over all nodes: granted by Slurm, or else counted by Ray.
+
+    The number that Ray counted is limited to the number of CPUs of the machine.
+    """
     if context.get("granted"):
         return float(sum(node["num_cpus"] for node in context["granted"]))
     nodes = context.get("nodes") or []
@@ -284,7 +294,7 @@ def _table(rows: Iterable[dict[str, Any]]) -> dg.TableMetadataValue:
 
 
 def _used(usage: NodeUsage, nodes: Sequence[Node]) -> dict[str, float]:
-    """Returns two columns of a table about some nodes: their total CPU time and highest peak of memory; {} without usage."""
+    """Returns two fields of a table row: the total CPU time and the highest memory peak of `nodes`; {} if `usage` is empty."""
     if not usage:
         return {}
     found = [_usage_of(usage, node) for node in nodes]
@@ -301,7 +311,7 @@ def _memory(context: Mapping[str, Any], node: Node) -> float:
 
 
 def _in_place(text: str) -> dg.TextMetadataValue:
-    """Returns the end of a text as plain text, cut so that Dagster shows it inside the table of metadata."""
+    """Returns a text as metadata without colour codes; a text longer than `_IN_PLACE` characters is cut to the last lines."""
     text = without_colours(text).rstrip()
     if len(text) > _IN_PLACE:
         text = "…\n" + text[-_IN_PLACE:].partition("\n")[2]

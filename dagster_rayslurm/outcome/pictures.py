@@ -1,4 +1,4 @@
-"""Pictures for Dagster metadata, as small SVG images inside Markdown: usage over time, phases, and nodes. Pure."""
+"""Pictures for Dagster metadata, as small SVG images inside Markdown: usage over time, phases, and nodes. No side effects."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NodeShare = tuple[str, float, float]
 def usage_chart(usage: Mapping[str, Any], cpus: float = 0.0, memory: float = 0.0) -> str:
     """Returns a chart as Markdown: the busy CPUs of all nodes, and the memory of the node that uses most memory.
 
-    `cpus` and `memory` (bytes) are the granted amounts; 0 if unknown. Each curve is drawn relative to its granted amount, so one
-    dashed line marks both amounts.
+    `usage` is the usage from the record of the payload. `cpus` and `memory` (bytes) are the granted amounts; 0 if unknown. The
+    curves are drawn relative to the granted amounts, so one dashed line marks both amounts.
     """
     points: list[Point] = usage["points"]
     drawings = (_draw(usage, _resample(points, columns), cpus, memory) for columns in _COLUMNS)
@@ -55,7 +55,7 @@ def _resample(points: Sequence[Point], columns: int) -> list[Point]:
 
 
 def _draw(usage: Mapping[str, Any], points: Sequence[Point], cpus: float, memory: float) -> str:
-    """Returns the points as an SVG image in Markdown; the other arguments are those of `usage_chart`."""
+    """Returns a chart of `points` as an SVG image in Markdown; for the other arguments see `usage_chart`."""
     last = points[-1][0] or 1.0
     peak = max(usage["peak_memory"], *(point[2] for point in points))
     busiest = max(point[1] for point in points)
@@ -89,7 +89,10 @@ def _draw(usage: Mapping[str, Any], points: Sequence[Point], cpus: float, memory
 
 
 def timeline(phases: Sequence[tuple[str, float]]) -> str:
-    """Returns a picture as Markdown: a bar for each phase, given as name and seconds, one after the other from left to right."""
+    """Returns a picture as Markdown: a row with a bar for each phase; each bar begins where the bar above ends.
+
+    A phase is a name and a duration in seconds.
+    """
     scale = (_WIDTH - _NAMES) / (sum(seconds for _, seconds in phases) or 1.0)
     rows, since = [], 0.0
     for row, (name, seconds) in enumerate(phases):
@@ -105,7 +108,7 @@ def timeline(phases: Sequence[tuple[str, float]]) -> str:
 
 
 def nodes_chart(nodes: Sequence[NodeShare]) -> str:
-    """Returns a bar chart as Markdown: CPU and memory of each node, the busiest first; of many nodes, an even selection."""
+    """Returns a bar chart as Markdown: CPU and memory of each node, the busiest node first; of many nodes, a selection."""
     ordered = sorted(nodes, key=lambda node: (-node[1], -node[2], node[0]))
     drawings = (_draw_nodes(ordered, columns) for columns in _NODE_COLUMNS)
     return next(drawing for drawing in drawings if len(drawing) < _LIMIT)
@@ -137,7 +140,10 @@ def _draw_nodes(ordered: Sequence[NodeShare], columns: int) -> str:
 
 
 def _markdown(name: str, height: int, drawing: str) -> str:
-    """Returns Markdown with an SVG image of `height` pixels; `name` is the text for readers without images."""
+    """Returns Markdown with an SVG image of `height` pixels that shows `drawing`, a text of SVG elements.
+
+    `name` is the text for readers without images.
+    """
     size = f'width="{_WIDTH + 4}" height="{height}"'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Arial" font-size="12">{drawing}</svg>'
     return f"![{name}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"

@@ -1,4 +1,4 @@
-"""The verdict on a payload from its evidence: success, or a kind of failure with a sentence for the user. Pure."""
+"""The verdict on a payload from its evidence: success, or a kind of failure with a sentence for the user. No side effects."""
 
 from __future__ import annotations
 
@@ -59,14 +59,17 @@ SUCCESS = Verdict(None, "the payload succeeded")
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdict on one payload, with the evidence that led to it."""
+    """The verdict on one payload, and the evidence from which the verdict was made."""
 
     verdict: Verdict
     evidence: Evidence
 
 
 def needs_job_facts(evidence: Evidence) -> bool:
-    """Returns whether Slurm may explain a payload's end better than the record: `end` is missing, or its cause was outside."""
+    """Returns whether Slurm's accounting may explain the end of a payload better than the payload's record does.
+
+    Slurm may know more if the record has no `end`, if a signal ended the payload, or if the nodes of a component were lost.
+    """
     end = evidence.end
     if end is None:
         return not evidence.interrupted and evidence.ended_unrecorded is None
@@ -83,7 +86,8 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
     """Returns the verdict on a payload from its evidence: success, or the kind of failure and a sentence.
 
     Success needs an `end` with exit code 0, a record without damaged lines, no exception reported through Pipes, and no message
-    that Dagster refused. With `uses_pipes` and `require_messages`, a payload that did not open and close Pipes has failed.
+    that Dagster refused. If both `uses_pipes` and `require_messages` are True, a payload that did not open and close Pipes has
+    failed.
     """
     end = evidence.end
     if needs_job_facts(evidence) and (by_slurm := judge_job(evidence)) is not None:
@@ -103,7 +107,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
 
 
 def unhealthy_nodes(rows: Sequence[Mapping[str, str]]) -> tuple[UnhealthyNode, ...]:
-    """Returns the nodes that failed a health check, from their rows in a run record or a session's announcement."""
+    """Returns the nodes that failed a health check; `rows` come from a run record or a session's announcement."""
     return tuple(UnhealthyNode(each["node"], each["check"], each["found"]) for each in rows)
 
 
@@ -170,7 +174,7 @@ def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
 
 
 def _exception(exception: Mapping[str, Any], evidence: Evidence) -> str:
-    """Returns the exception that the payload reported through Pipes, in one line."""
+    """Returns a clause about `exception`, the exception that the payload reported through Pipes."""
     found = read_traceback(traceback_of(exception))
     if not found or _NO_DETAIL in found[-1].text:
         found = read_traceback(evidence.last_errors()) or found
@@ -181,7 +185,7 @@ def _exception(exception: Mapping[str, Any], evidence: Evidence) -> str:
 
 
 def _exit_sentence(code: int, evidence: Evidence) -> str:
-    """Returns a sentence about the exit code, with the exception or the last line of standard error that may explain it."""
+    """Returns a sentence about the payload's exit code, with the exception or last line of standard error that may tell why."""
     errors = evidence.last_errors()
     found = read_traceback(errors)
     raised = exception_in_words(found, _nodes(evidence)) if found else ""
@@ -216,7 +220,7 @@ def signal_name(number: int) -> str:
 
 
 def with_hint(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Returns the verdict, with a hint after its sentence if the sentence contains an exception that is common in payloads."""
+    """Returns the verdict; if the sentence names an exception that is common in payloads, a hint on what to do is added."""
     context: Mapping[str, Any] = (evidence.end or {}).get("context") or {}
     for pattern, hint in _HINTS.items() if verdict.kind == FailureKind.PAYLOAD else ():
         if re.search(pattern, verdict.sentence):
@@ -284,16 +288,16 @@ _LONGEST = 400  # Most characters of an exception in a sentence.
 class Raised:
     """One exception, as read from the text of a traceback."""
 
-    link: str = ""  # How the exception before led to this exception: "cause", "context", or "" if it did not.
+    link: str = ""  # How the exception before led to this exception: "cause", "context", or "" if there is no link.
     harmless: bool = False  # Whether the process survived the exception.
-    task: str = ""  # The Ray task that raised it; "" for the payload's own process.
+    task: str = ""  # The Ray task that raised the exception; "" for the payload's own process.
     address: str = ""  # The IP address of the task's node.
     frames: list[tuple[str, int, str]] = field(default_factory=list)  # Path, line and function, the innermost frame last.
     text: str = ""  # The exception's name and the first line of its message.
     more: int = 0  # Number of lines of the message after the first line.
 
     def in_words(self, nodes: Mapping[str, str]) -> str:
-        """Returns the exception with its file, line, function and node; `nodes` has hostnames by IP address."""
+        """Returns the exception with file, line, function and node, as far as known; `nodes` has hostnames by IP address."""
         where = []
         if self.frames:
             # The innermost frame of the user's code, recognised by its path; else the innermost frame.
@@ -316,7 +320,7 @@ def shortened(text: str) -> str:
 
 
 def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
-    """Returns a clause about the last exception in `found`, and about its original cause if there is one."""
+    """Returns a clause about the last exception in `found`, and about the original cause of the exception if there is a cause."""
     last = cause = len(found) - 1
     while cause > 0 and found[cause].link == "cause":
         cause -= 1
@@ -334,7 +338,7 @@ def traceback_of(exception: Mapping[str, Any]) -> str:
 
 
 def read_traceback(text: str) -> list[Raised]:
-    """Returns the exceptions in the tracebacks of a text, in order, without those that the process survived."""
+    """Returns the exceptions in the tracebacks of a text, in order, without exceptions that the process survived."""
     found: list[Raised] = []
     link, harmless = "", False
     for line in without_colours(text).splitlines():
@@ -365,7 +369,7 @@ def read_traceback(text: str) -> list[Raised]:
 
 
 def _take_text(current: Raised, line: str) -> None:
-    """Add to an exception the text in a line after its traceback's frames: name and message, or the Ray actor that raised it."""
+    """Add the content of `line`, a line behind the frames of a traceback, to the exception: name, message, or Ray actor."""
     actor = _ACTOR.match(line)
     if actor and current.text:
         current.text = f"{current.text.rstrip('.')}, {actor[1]} {actor[2]}"

@@ -33,7 +33,7 @@ _ROLE = "part"  # The subcommand of the runtime for a component of a heterogeneo
 
 
 def check_components(components: Sequence[Component], plans: Plans) -> None:
-    """Raise ValueError, which names the component and the field, if no Slurm job can have these components with these plans."""
+    """Raise ValueError if no Slurm job can run these components with these plans; the text names the component and the field."""
     request_for(components, job_name="rayslurm", comment="")
     for each in components:
         try:
@@ -43,9 +43,10 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
 
 
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
-    """Returns, for the runtime of each component, how to reach the barrier that makes all payloads start together.
+    """Returns how the runtime of each component reaches the barrier, by the component's name.
 
-    The runtime of the first component is the barrier's host. All runtimes share `secret`, a hexadecimal number.
+    The payloads wait for each other at the barrier, and then start together. The runtime of the first component is the barrier's
+    host. All runtimes share `secret`, a hexadecimal number.
     """
     first = next(iter(plans.values())).ray
     ports = control_ports(first.port_range if first is not None else None)
@@ -58,7 +59,7 @@ def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
 
 
 def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """Returns the content of `runtime.json` for each component on this machine, with the requirements of all components."""
+    """Returns the content of `runtime.json` for each component by the name of the component, for a run on this machine."""
     barriers = barrier_specs(plans, secrets.token_hex(32))
     token = secrets.token_hex(32)
     requirements = [_requirements(each, plans[each.component_id]) for each in components]
@@ -76,7 +77,7 @@ def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) 
 
 
 def _requirements(component: Component, plan: Plan) -> ComponentSpec:
-    """Returns the CPUs and GPUs that a component requires on this machine: those of its launcher, else those of its queue."""
+    """Returns the CPUs and GPUs that a component requires on this machine: set by the launcher, or else by the queue."""
     ray = plan.ray
     cpus = component.queue.cpus_per_node if ray is None or ray.num_cpus is None else ray.num_cpus
     gpus = component.queue.gpus_per_node if ray is None or ray.num_gpus is None else ray.num_gpus
@@ -85,7 +86,7 @@ def _requirements(component: Component, plan: Plan) -> ComponentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateLocalBackend(ThisMachine):
-    """Runs the payloads of all components on this machine, each by a runtime process of its own."""
+    """Runs the payloads of all components on this machine, with one runtime process for each payload."""
 
     components: tuple[Component, ...]
 
@@ -201,9 +202,10 @@ class ComponentJob(BatchJob):
         evidence.tails = {**shared.tails, **evidence.tails}
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """Returns when the latest record of any component began, as Unix time; None before the first.
+        """Returns the Unix time at which the latest record of all components began; None if no component has a record yet.
 
-        From that time on, the whole job counts as started, so that a component that starts late does not get the job cancelled.
+        Once one component has a record, the whole job counts as started. Otherwise a component that starts late would get the job
+        cancelled.
         """
         self.shared.started_at = max(self.shared.started_at or 0.0, evidence.started_at or 0.0) or None
         return self.shared.started_at

@@ -1,4 +1,7 @@
-"""Merges the results of payloads that run together, one for each component, into one; a single payload has the component None."""
+"""Merges the results of the payloads of all components into one result of the run.
+
+A run without components has a single payload; the name of its component is None.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _TABLE_COLUMNS = (
 class ReportMerger:
     """Forwards the Pipes messages of several payloads to Dagster's one handler, and merges the payloads' results.
 
-    Results and `closed` messages wait until all payloads have ended. Reports are merged in the order of `components`.
+    Results and `closed` messages are stored until `hand_over` is called. Reports are merged in the order of `components`.
     """
 
     handler: Any
@@ -52,7 +55,7 @@ class ReportMerger:
         return SimpleNamespace(handle_message=lambda message: self._add(component, message))
 
     def _add(self, component: str, message: Message) -> None:
-        """Pass a message on to Dagster, or store it for `hand_over`; raises the error by which Dagster's handler refuses it."""
+        """Pass a message on to Dagster, or store the message for `hand_over`; raises Dagster's error for an invalid message."""
         if message["method"] not in _KEPT:
             self.handler.handle_message(message)
             return
@@ -61,9 +64,9 @@ class ReportMerger:
         self.results.setdefault(component, []).append(message)
 
     def hand_over(self) -> list[tuple[str, Exception]]:
-        """Merge the stored results of all components and pass them to Dagster; returns the errors of refused results.
+        """Merge the stored results of all components and pass the merged results to Dagster; returns the refusals.
 
-        Each error of Dagster's handler stands after the name of a component that reported the refused result.
+        A refusal is the name of a component that reported a refused result, and the error of the merge or of Dagster's handler.
         """
         refused: list[tuple[str, Exception]] = []
         reports: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}
@@ -84,8 +87,8 @@ class ReportMerger:
 def merge(reports: Reports) -> list[Any]:
     """Merge the components' reports on one asset or check; returns the `params` of each Pipes message to pass to Dagster.
 
-    The reports of a single component stay as they are. A check passed if it passed in all components; else it has the worst
-    severity of the components in which it failed. Raises ValueError for reports that contradict each other.
+    The reports of a single component are returned unchanged. A merged check has passed if the check has passed in all components;
+    otherwise the merged check has the worst severity of the failed checks. Raises ValueError if reports contradict each other.
     """
     by_component, names, first = dict(reports), [component for component, _ in reports], reports[0][1]
     if len(by_component) == 1:
@@ -115,8 +118,8 @@ def merge(reports: Reports) -> list[Any]:
 def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[str, list[Any]], bool]) -> dict[str, Any]:
     """Returns the metadata of all components as one dictionary; `own` has the metadata of each component.
 
-    `is_shared` is called with a key and the values of all components that have this key. If it returns True, the first value is
-    stored under the key; otherwise each value is stored under "key (component)".
+    `is_shared` is called with a key and the values of all components that have this key. If `is_shared` returns True, the first
+    value is stored under the key; otherwise each value is stored under "key (component)".
     """
     taken = {key for metadata in own.values() for key in metadata}
     merged: dict[str, Any] = {}
@@ -137,7 +140,8 @@ def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[st
 def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
     """Returns the verdict on the run: success, or the kind of the first failure with a sentence on each failure.
 
-    Failures that another component's failure caused are named, but get no sentence of their own.
+    A component that failed because of another component is named, but gets no sentence of its own. `judged` has the verdict and
+    evidence of each component.
     """
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     if not failed or None in failed:
@@ -161,7 +165,7 @@ def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
 
 
 def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
-    """Returns the failures that are the likeliest causes, the earliest first, without those that are likely consequences."""
+    """Returns the failures, by component, that no other failure seems to have caused; the likeliest cause of all comes first."""
 
     def rank(each: Judged) -> int:
         if each.evidence.end is None:
@@ -179,8 +183,8 @@ def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
 def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], mode: str, job_id: str | None) -> Metadata:
     """Returns the Dagster metadata of the run, for a success and a failure alike, with a table of all components.
 
-    `own` has the metadata of each component, and `job_id` is None without Slurm. A run with a single payload has no table: its
-    metadata is returned unchanged.
+    `own` has the metadata of each component. `mode` is the execution mode. `job_id` is None without Slurm. A run without
+    components gets no table, and the metadata of its single payload is returned unchanged.
     """
     if None in own:
         return own[None]
@@ -200,7 +204,7 @@ def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], m
 def failures_metadata(judged: Mapping[Any, Judged], run_dir: str | None) -> Metadata:
     """Returns the metadata of a failed run: last output and logs of each payload that failed by itself.
 
-    `run_dir` is the path of the run directory, which becomes part of the metadata; None if the directory was removed.
+    The metadata contains `run_dir`, the path of the run directory, unless `run_dir` is None.
     """
     if None in judged:
         return failure_metadata(judged[None].evidence, run_dir)

@@ -104,7 +104,11 @@ class JobFacts:
     component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
 
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
-        """Returns a copy of the job with the user's names for its components, in order; `self` if the numbers of both differ."""
+        """Returns a copy of a heterogeneous job in which each component has the user's name for the component.
+
+        `component_ids` has the names in the order of the components; None stands for no name. Returns `self` if the number of
+        names differs from the number of components.
+        """
         if len(self.components) != len(component_ids):
             return self
         pairs = zip(self.components, component_ids, strict=True)
@@ -112,9 +116,9 @@ class JobFacts:
 
     @property
     def final_state(self) -> str | None:
-        """The terminal state that the job has, or will have, as far as Slurm knows; None if this state is not known yet.
+        """The terminal state that the job has or, while it is COMPLETING, will have; None if Slurm does not show this state yet.
 
-        While an epilog runs, slurmctld shows COMPLETING, and only the reason tells the terminal state.
+        While a job is COMPLETING, Slurm's reason tells the terminal state.
         """
         if self.state in TERMINAL:
             return self.state
@@ -122,21 +126,27 @@ class JobFacts:
 
     @property
     def is_final(self) -> bool:
-        """Whether the final state of every component is known; only then is it clear which component explains the job's end."""
+        """Whether the final state of the job is known; for a heterogeneous job, the final state of every component.
+
+        Only then is it clear which component explains the job's end.
+        """
         return all(each.final_state is not None for each in self.components or (self,))
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether a memory limit ended the job, as far as Slurm tells; `memory_kill` finds kills in the job's output."""
+        """Whether Slurm's facts show that a memory limit ended the job or one of its steps.
+
+        The job's output may show further kills for memory, see `memory_kill`.
+        """
         said = self.state.startswith("OUT_OF_ME") or self.reason == "OutOfMemory"
         return said or self.signal == _OUT_OF_MEMORY_SIGNAL or self.step_out_of_memory
 
 
 def severity(component: JobFacts) -> int:
-    """Returns a rank for the end of a component: the component with the highest rank explains the end of its job.
+    """Returns a rank for the end of a component; the component with the highest rank explains the end of its heterogeneous job.
 
-    The end of a component that is cancelled or killed also ends the other components. The component with the batch script may
-    then show only FAILED.
+    If one component is cancelled or killed, the other components end too. The component with the batch script may then show only
+    FAILED.
     """
     final = component.final_state if component.final_state in _BY_SEVERITY else "UNKNOWN"
     return len(_BY_SEVERITY) if component.out_of_memory else _BY_SEVERITY.index(final or "UNKNOWN")
@@ -145,7 +155,8 @@ def severity(component: JobFacts) -> int:
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     """Queries slurmctld and the accounting for the facts of a job; returns None if neither of them knows the job.
 
-    Raises SlurmUnanswered if neither knows the job and one of them did not answer, and OSError for a failed connection.
+    A cluster without accounting is no error. Raises SlurmUnanswered if neither knows the job and one of them did not answer.
+    Raises OSError for a failed connection.
     """
     # A job in a hidden partition shows with --all only.
     show = ["scontrol", "--all", "show", "job", str(job_id)]
@@ -183,9 +194,9 @@ def parse_scontrol(text: str) -> JobFacts | None:
 
 
 def parse_sacct(text: str, job_id: int) -> JobFacts | None:
-    """Returns the facts of the job `job_id` after its last requeue; None if the job is not in `text`.
+    """Returns the facts of the job `job_id` from its last run, after the last requeue; None if the job is not in `text`.
 
-    `text` is the output of `sacct --duplicates` with `SACCT_FIELDS`.
+    `text` is the output of `sacct --duplicates` with the columns `SACCT_FIELDS`.
     """
     attempts: dict[int, list[list[dict[str, str]]]] = {}
     for line in text.splitlines():
@@ -206,8 +217,9 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
 def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tuple[int, int], JobFacts]:
     """Queries the accounting, in one call, for the facts of elements of job arrays.
 
-    `jobs` are the ids of arrays and elements, such as "12" and "13_7". Returns the facts by array id and element number; an empty
-    dict if sacct fails, as sacct does without accounting. Raises OSError for a failed connection.
+    `jobs` are the ids of arrays and elements, such as "12" and "13_7". Returns the facts by array id and element number, without
+    elements that the accounting does not know. Returns an empty dict if sacct fails, for instance on a cluster without
+    accounting. Raises OSError for a failed connection.
     """
     command = ["sacct", f"--jobs={','.join(jobs)}", "--noheader", "--parsable2", "--duplicates", f"--format={_SACCT_FORMAT}"]
     done = run_slurm(connection, ["env", "LC_ALL=C", *command], timeout=_TIMEOUT)
@@ -215,9 +227,9 @@ def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tup
 
 
 def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
-    """Returns the facts of all elements of arrays after their last requeue, by array id and element number.
+    """Returns the facts of each element of a job array from its last run, after the last requeue, by array id and element number.
 
-    `text` is the output of `sacct --duplicates` with `SACCT_FIELDS`.
+    `text` is the output of `sacct --duplicates` with the columns `SACCT_FIELDS`. Jobs in `text` that are no arrays are left out.
     """
     attempts: dict[str, list[list[dict[str, str]]]] = {}
     for line in text.splitlines():
@@ -240,10 +252,10 @@ def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
 
 
 def _from_sacct(number: int | str, attempts: list[list[dict[str, str]]]) -> JobFacts:
-    """Returns the facts of the last run of a job, component or element with the id `number`.
+    """Returns the facts of the last run of a job, component or element; the facts get the id `number`.
 
-    `attempts` has sacct's rows for each run, the first run and one run for each requeue. The rows of a run are the row of the
-    job, then the rows of the job's steps.
+    `attempts` has one item for each run: the first run, and the run after each requeue. An item has rows of sacct as dictionaries
+    by column. The first row of an item is that of the job, and the other rows are those of the job's steps.
     """
     job, *steps = attempts[-1]
     facts = _facts(number, job["State"], job["Reason"], job["ExitCode"], job["NodeList"], job["NNodes"])
@@ -259,9 +271,10 @@ def _from_sacct(number: int | str, attempts: list[list[dict[str, str]]]) -> JobF
 
 
 def _facts(number: int | str, state: str, reason: str, exit_code: str, nodes: str, num_nodes: str) -> JobFacts:
-    """Returns the facts in the fields that scontrol and sacct print in the same form.
+    """Returns facts from the five texts that scontrol and sacct print in the same form; all other facts are unknown.
 
-    After a node failure the facts have no exit code, because Slurm then shows a wrong exit code.
+    `number` is the id of the job, component or element, and `nodes` a text such as "node[1-3]". After a node failure the facts
+    have no exit code, because Slurm then shows a wrong exit code.
     """
     word, cancelled_by = state_word(state)
     ended = None if word == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", exit_code)
@@ -275,9 +288,10 @@ def _facts(number: int | str, state: str, reason: str, exit_code: str, nodes: st
 
 
 def combine(components: Sequence[JobFacts]) -> JobFacts:
-    """Returns the facts of a whole job, given the facts of its components.
+    """Returns the facts of a whole job, given the facts of its components; a single item in `components` is returned unchanged.
 
-    The result has the facts of the component that explains the job's end, but the job's id and all nodes.
+    The result has the id of the first component and the nodes of all components. The other facts are those of the component that
+    explains the job's end (see `severity`).
     """
     if len(components) == 1:
         return components[0]
@@ -315,7 +329,7 @@ def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
 
 
 def state_word(text: str) -> tuple[str, int | None]:
-    """Returns the bare state in a text of sacct, such as "CANCELLED by 1001" or "CANCELLED+", and the user id in the text.
+    """Returns the bare state and the user id in a state as sacct prints it, such as "CANCELLED by 1001" or "CANCELLED+".
 
     The user id is None if the text has no user id.
     """
@@ -333,15 +347,15 @@ def parse_size(text: str) -> int | None:
 
 
 def relevant_lines(log: str) -> list[str]:
-    """Returns the lines of a log without empty lines and without Slurm's comments on its own actions."""
+    """Returns the lines of a job's log without empty lines and without Slurm's reports of its own actions."""
     return [line for line in map(str.strip, log.splitlines()) if line and not _NOISE.match(line)]
 
 
 def failed_tasks(log: str) -> list[tuple[str, int, str]]:
-    """Returns the node, the number and the end of each task that srun reports as failed.
+    """Returns the node, the task number and the end of each task that srun reports as failed in the log of a job.
 
-    The end is srun's text, such as "Exited with exit code 3" or "Killed". Once a task has failed, srun ends the other tasks,
-    whose end is then "Terminated" or "Killed".
+    The end is srun's text, such as "Exited with exit code 3" or "Killed". Once a task has failed, srun ends the other tasks and
+    reports their end as "Terminated" or "Killed".
     """
     tasks = []
     for match in filter(None, map(_TASKS.fullmatch, map(str.strip, log.splitlines()))):
@@ -357,7 +371,7 @@ def failed_tasks(log: str) -> list[tuple[str, int, str]]:
 
 
 def memory_kill(output: str) -> str | None:
-    """Returns the line of a job's output in which slurmstepd reports a kill for memory; None without such a line."""
+    """Returns the first line of a job's output in which slurmstepd reports a kill for memory; None if there is no such line."""
     lines = (line.strip() for line in output.splitlines())
     return next((line for line in lines if "slurmstepd" in line and _MEMORY_KILL.search(line)), None)
 
@@ -366,7 +380,10 @@ def memory_kill(output: str) -> str | None:
 
 
 class JobVerdict(NamedTuple):
-    """The failure of a run that the end of its job explains; `retry` has the same meaning as in `RunFailure`."""
+    """What the end of a Slurm job says about the failure of its run: the kind of the failure, and a sentence for the user.
+
+    `retry` says whether a `RetryPolicy` may retry the step; None stands for the default of `kind`.
+    """
 
     kind: FailureKind
     sentence: str
@@ -374,11 +391,15 @@ class JobVerdict(NamedTuple):
 
 
 def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
-    """Returns the failure of a run as the facts of its job explain the failure.
+    """Returns the failure of a run that the facts of its Slurm job explain; None if the facts explain no failure.
 
-    The result is None if the facts explain nothing. A pure function. The record of the run has no end, or says that a signal from
-    outside ended the runtime; in the second case `terminated` is True. `log` is the output of batch script, slurmstepd and
-    runtime. `silent` is True if nothing was written into the run directory.
+    A pure function.
+
+    Args:
+        job: the facts of the job.
+        log: the output of the batch script, of slurmstepd and of the runtime.
+        terminated: whether the run record says that a signal from outside ended the runtime.
+        silent: whether the job wrote nothing into the run directory.
     """
     killed = memory_kill(log)
     part = _explaining_part(job, killed)
@@ -430,9 +451,10 @@ def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> 
 
 
 def _explaining_part(job: JobFacts, killed: str | None) -> JobFacts:
-    """Returns the facts of the component that explains the job's end, or of the whole job if all components ended alike.
+    """Returns the facts of the component that explains the end of `job`, or else `job` itself.
 
-    `killed` is the result of `memory_kill`.
+    The result is `job` if it has no components, or if all its components ended alike. `killed` is the line that `memory_kill`
+    found, or None. The component that this line names explains the end, however the other components ended.
     """
     if not job.components:
         return job

@@ -36,7 +36,11 @@ def waits(row: QueueRow) -> bool:
 
 
 def rows_by_element(rows: Iterable[QueueRow]) -> dict[tuple[int, int], QueueRow]:
-    """Returns the row of each element of all arrays, by array id and element number."""
+    """Returns the row of each element, by array id and element number; rows of jobs that are no arrays are left out.
+
+    An element that Slurm runs again may be in two rows: in the row of all waiting elements, and in a row of its own. The result
+    then has the element's own row.
+    """
     found: dict[tuple[int, int], QueueRow] = {}
     for row in rows:
         array, numbers = elements_of(row.label) or (0, [])
@@ -48,13 +52,13 @@ def rows_by_element(rows: Iterable[QueueRow]) -> dict[tuple[int, int], QueueRow]
 
 
 def count_jobs(rows: Iterable[QueueRow]) -> int:
-    """Returns the number of jobs in `rows` that are not over, as Slurm counts jobs for limits: each element is a job."""
+    """Returns the number of jobs in `rows` that are not over; each element of an array is one job, as in Slurm's limits."""
     alive = (row for row in rows if row.state not in TERMINAL)
     return sum(len((elements_of(row.label) or (0, [0]))[1]) for row in alive)
 
 
 def ranges(numbers: Collection[int]) -> list[list[int]]:
-    """Returns ranges that contain exactly the numbers `numbers`: a list [first, last] for each range, in order."""
+    """Returns the numbers as ranges in ascending order, each as a list [first, last]: [[1, 3], [7, 7]] for 1, 2, 3 and 7."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][1] == number - 1:
@@ -65,7 +69,10 @@ def ranges(numbers: Collection[int]) -> list[list[int]]:
 
 
 def parse_largest(config: str) -> int:
-    """Returns the largest number of elements that an array may have; `config` is the output of `scontrol show config`."""
+    """Returns the largest number of elements that an array may have; `config` is the output of `scontrol show config`.
+
+    If the output has no MaxArraySize, Slurm's default of 1001 counts.
+    """
     found = dict(re.findall(r"(?m)^(\w+)\s*= *(.*)$", config))
     sizes = [parse_count(found.get("MaxArraySize", "")) or _DEFAULT_SIZE]
     if match := re.search(r"max_array_tasks=([0-9]+)", found.get("SchedulerParameters", "")):
@@ -74,11 +81,12 @@ def parse_largest(config: str) -> int:
 
 
 def parse_submit_limit(associations: str, account: str | None, partition: str | None) -> int | None:
-    """Returns the largest number of jobs that a user may have in the queue at a time; None if there is no limit.
+    """Returns the largest number of jobs that a user may have in the queue at a time; None if no line sets a limit.
 
-    `associations` is output of sacctmgr with lines "ACCOUNT|PARTITION|LIMIT". `account` and `partition` are the account and the
-    partition of the next job. Lines for another account or partition are ignored; None as the account stands for all accounts.
-    Among the other lines, the largest limit counts.
+    Args:
+        associations: output of sacctmgr with lines "ACCOUNT|PARTITION|LIMIT". Of several limits, the largest counts.
+        account: the account of the next job. Lines for other accounts are ignored; None stands for all accounts.
+        partition: the partition of the next job. Lines for other partitions are ignored; a line without a partition counts.
     """
     limits = []
     for line in associations.splitlines():
@@ -91,7 +99,7 @@ def parse_submit_limit(associations: str, account: str | None, partition: str | 
 
 @dataclass(frozen=True)
 class Room:
-    """The number of job array elements that Slurm accepts at a time, as far as known.
+    """The number of elements that the next job array may have, as far as known from Slurm's limits and Slurm's answers.
 
     `refused` and `taken` return a copy that takes Slurm's answer to a submission into account.
     """
@@ -101,11 +109,15 @@ class Room:
     attempt: int | None = None  # Most elements of the next array, after a refusal; None before the first refusal.
 
     def next_size(self, waiting: int, own: int, all_jobs: int) -> int:
-        """Returns the number of elements for the next array, out of `waiting` elements; 0 if no array should be submitted now.
+        """Returns the number of elements for the next array; 0 if no array should be submitted now.
 
-        `own` is the number of this step's elements in the queue, and `all_jobs` the number of all jobs of this user in the queue.
-        Jobs that are over do not count. While elements of this step are in the queue, the result is 0 instead of a small number,
-        so that a step has few arrays.
+        If `own` is not 0 and the user's limit of jobs leaves room for only a small array, the result is 0, so that a step has few
+        arrays. An array is small if it has neither all waiting elements nor half as many elements as the limit.
+
+        Args:
+            waiting: the number of elements that this step has yet to submit.
+            own: the number of this step's elements in the queue that are not over.
+            all_jobs: the number of this user's jobs in the queue that are not over; each element counts as a job.
         """
         size = min(waiting, self.largest)
         if self.limit is not None:

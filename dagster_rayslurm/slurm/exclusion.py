@@ -23,15 +23,18 @@ Partitions = Mapping[str, Sequence[str]]  # The usable nodes of each partition; 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Nodes that failed a health check: nodes that a job excludes, and nodes that the job may get, with the reasons."""
+    """The result of `choose` for nodes that failed a health check: a job excludes `nodes`, and may still get the nodes in `kept`.
+
+    Each node in `kept` stands with the reason why the job may still get the node.
+    """
 
     nodes: tuple[UnhealthyNode, ...] = ()  # Excluded.
     kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Not excluded, with the reason.
 
     def problem(self, unhealthy: Sequence[UnhealthyNode]) -> str | None:
-        """Returns a sentence on why a new job may get one of the nodes `unhealthy` again.
+        """Returns a sentence that names the first of the nodes `unhealthy` that the job does not exclude, and says why not.
 
-        The result is None if the job excludes all these nodes.
+        The result is None if the job excludes all nodes in `unhealthy`.
         """
         excluded = {each.node for each in self.nodes}
         reasons = {each.node: why for each, why in self.kept}
@@ -43,9 +46,11 @@ class Exclusion:
 
 
 def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
-    """Returns the exclusion for a job: as many unhealthy nodes of the job's partitions as leave enough other nodes.
+    """Decides which of the nodes `unhealthy` a job excludes; returns the decision.
 
-    Nodes that the job itself asks for by `nodelist` are not excluded.
+    The function looks at the nodes in the given order, and excludes a node if the job's partitions still have enough usable nodes
+    then. A node that the job asks for by `nodelist` is not excluded. A node outside the job's partitions is in neither part of
+    the result. `partitions` has the usable nodes of each partition.
     """
     exclusion = Exclusion()
     for each in unhealthy:
@@ -76,7 +81,11 @@ def excluding(request: JobRequest, nodes: Sequence[str]) -> JobRequest:
 
 
 def parse_partitions(text: str) -> Partitions:
-    """Returns the usable nodes of each partition; `text` is output of sinfo in the format "%N|%P|%T" (node, partition, state)."""
+    """Returns the names of the nodes of each partition, without nodes that are down or drained.
+
+    `text` is output of `sinfo --Node` in the format "%N|%P|%T" (node, partition, state). The default partition is in the result
+    twice, also by the name "".
+    """
     partitions: dict[str, list[str]] = {}
     for line in text.splitlines():
         node, _, rest = line.strip().partition("|")
@@ -89,9 +98,10 @@ def parse_partitions(text: str) -> Partitions:
 
 
 def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: Partitions) -> str | None:
-    """Returns a sentence if the partitions of the component `part` have too few nodes without the nodes `out`; otherwise None.
+    """Returns a sentence if no partition of the component `part` has enough nodes besides the nodes `out`; otherwise None.
 
-    The nodes that all components want in one partition are added up, because Slurm gives each component nodes of its own.
+    Slurm gives each component nodes of its own. So components of `request` with the same partition need the sum of their nodes.
+    Returns None also if `partitions`, the usable nodes by partition, has none of the component's partitions.
     """
     wanted = sum(each.queue.num_nodes for each in request.components if each.queue.partition == part.queue.partition)
     out = out | set(listed(part.queue.exclude))
@@ -132,9 +142,9 @@ def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) 
 
 
 def exclusion_for(connection: Connection, base: str, request: JobRequest) -> Exclusion:
-    """Returns the exclusion for a job, chosen from the nodes that were recorded below `base` in the last `MEMORY` seconds.
+    """Returns the exclusion for a job, chosen from the nodes that `remember` recorded below `base` in the last `MEMORY` seconds.
 
-    Raises OSError if the cluster does not answer.
+    Raises OSError if the cluster or Slurm does not answer.
     """
     found = connection.call(known, base, MEMORY, repeat=True, timeout=_TIMEOUT)
     if not found:

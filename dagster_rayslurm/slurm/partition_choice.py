@@ -23,23 +23,24 @@ _SIMPLE = re.compile(r"[\w.-]+(&[\w.-]+)*")  # A constraint that is a list of fe
 
 @dataclass(frozen=True)
 class Placement:
-    """A job request with a partition in place of each "auto", and a sentence on each choice, for the log."""
+    """A job request in which a partition has replaced each "auto", and a sentence on each choice of a partition, for the log."""
 
     request: JobRequest
     reasons: tuple[str, ...]
 
 
 def is_auto(request: JobRequest) -> bool:
-    """Returns whether a job, or a component of the job, leaves the partition to `choose`."""
+    """Returns whether the partition of a job, or of a component of the job, is "auto", which `choose` replaces."""
     return any(each.queue.partition == AUTO for each in request.components)
 
 
 def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
-    """Returns the job request with the first partition that fits and has enough free nodes. A pure function.
+    """Replaces each partition "auto" in a job request by the first partition that fits and has enough free nodes.
 
-    The cluster's default partition comes first, and partitions with GPUs come last if the job requests no GPUs. If no partition
-    has enough free nodes, the job waits in all partitions that fit; a component of a heterogeneous job waits in the first of
-    these. Raises `ValueError` if no partition fits.
+    A partition fits if its settings and its nodes allow the job. The cluster's default partition is tried first. Partitions with
+    GPUs are tried last if the job requests no GPUs. If no partition has enough free nodes, a job waits in all partitions that
+    fit, and a component of a heterogeneous job waits in the first partition that fits. Raises `ValueError` if no partition fits.
+    A pure function.
     """
     taken: Counter[str] = Counter()  # Each component gets nodes of its own.
     reasons, parts = [], []
@@ -58,11 +59,17 @@ def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
 
 
 def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken: Counter[str], alone: bool) -> tuple[str, str]:
-    """Returns the name of the partition for a job or component, and a sentence with the reason.
+    """Returns the partition for a job or for one component, and a sentence with the reason for the choice.
 
-    If no partition has enough free nodes, and `alone` is True, the name lists all partitions that fit, separated by commas.
-    `taken` has the number of nodes that earlier components of the job take, by partition. Raises `ValueError` if no partition
-    fits.
+    The partition is the first partition that fits and has enough free nodes. If no partition has enough free nodes, the function
+    returns all partitions that fit, separated by commas, or only the first of these if `alone` is False. Raises `ValueError` if
+    no partition fits.
+
+    Args:
+        queue: the nodes that the job or component asks for.
+        partitions: the partitions of the cluster.
+        taken: the number of nodes that earlier components of the same job take, by partition.
+        alone: True for a job without components, which Slurm may place in any of several partitions; False for a component.
     """
     busy: dict[str, str] = {}
     passed_over: list[str] = []
@@ -87,9 +94,10 @@ def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken:
 
 
 def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfig, taken: int) -> str | None:
-    """Returns why a partition cannot run a job with this queue; None if the partition can.
+    """Returns why a partition cannot run a job or component with this queue; None if the partition can.
 
-    `nodes` are the partition's nodes that fit; earlier components of the job take `taken` of these nodes.
+    `nodes` are the partition's usable nodes that are large enough. Earlier components of the same job take `taken` of these
+    nodes.
     """
     objection = next(objections(partition, queue), None)
     if objection is not None:
@@ -106,7 +114,7 @@ def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfi
 
 
 def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
-    """Returns whether a node has the size and features that a queue asks for, and is not excluded by the queue."""
+    """Returns whether a node has the CPUs, memory, GPUs and features that a queue asks for, and is not in `queue.exclude`."""
     cpus = queue.cpus_per_node or 1
     memory = mebibytes(queue.mem) if queue.mem else mebibytes(queue.mem_per_cpu) * cpus if queue.mem_per_cpu else 0.0
     gpus = node.gpus[queue.gpu_type] if queue.gpu_type else node.gpus.total()
@@ -116,15 +124,15 @@ def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
 
 
 def _gpus(queue: SlurmQueueConfig) -> int:
-    """Returns the number of GPUs that a queue asks for on each node; 1 if `extra_sbatch` asks for an unknown number."""
+    """Returns the number of GPUs that a queue asks for on each node; 1 if only `extra_sbatch` asks for GPUs."""
     granted = granted_gpus(queue.model_dump())
     return 1 if granted is None else granted
 
 
 def _is_free(node: Node, queue: SlurmQueueConfig) -> bool:
-    """Returns whether a node could start the job now.
+    """Returns whether a node that fits could start the job now.
 
-    A node that runs other jobs counts as free only for jobs without GPUs, because sinfo shows idle CPUs of the node but no idle
+    A node that runs other jobs counts as free only for jobs without GPUs. For such a node, sinfo shows the idle CPUs but no idle
     GPUs.
     """
     shared = node.state.startswith("mix") and not queue.exclusive and not _gpus(queue)

@@ -81,9 +81,9 @@ class Partition:
         return most
 
     def limit(self, setting: str) -> float | None:
-        """Returns a setting as a number: seconds if the setting's name ends in "Time", else a count.
+        """Returns the limit in a setting such as "MaxTime" or "MaxNodes"; None if there is no limit.
 
-        The result is None if there is no limit.
+        The limit is in seconds if the setting's name ends in "Time", and otherwise a count.
         """
         text = self.settings.get(setting, "UNLIMITED")
         if setting.endswith("Time"):
@@ -96,7 +96,7 @@ class Partition:
         return [] if text in ("ALL", "(null)", "N/A", "") else text.split(",")
 
     def cells(self) -> list[str]:
-        """Returns the partition's row in a table with `COLUMNS`."""
+        """Returns the partition's row of a table with the columns `COLUMNS`."""
         name = self.name + ("*" if self.is_default else "")  # As sinfo shows it.
         numbers = (len(self.nodes), len(self.usable), sum(node.idle for node in self.nodes))
         gpus = ", ".join(f"{count} {kind or 'gpu'}" for kind, count in sorted(self.gpus.items()))

@@ -63,10 +63,11 @@ _TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time
 
 
 def impossible(reason: str, partition: str | None = None) -> str | None:
-    """Returns a sentence if a pending job can never start for this `reason` of Slurm; None if the job may start later.
+    """Returns a sentence if a job that waits for Slurm's `reason` can never start; None if the job may start later.
 
-    The reason is the text of squeue, or the text of scontrol, which has underscores. The result is also None if `partition` names
-    several partitions, separated by commas: the reason then concerns only the last partition that Slurm tried.
+    `reason` is the text of squeue, or the text of scontrol, which has underscores in place of spaces. `partition` is the
+    partition of the job. If `partition` has several names, separated by commas, the result is None. The reason then concerns only
+    the last partition that Slurm tried.
     """
     if partition is not None and "," in partition:
         return None
@@ -76,7 +77,10 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
 
 
 def over_limit(reason: str) -> str | None:
-    """Returns a sentence if Slurm's `reason` names a limit of the account or QOS on each job; None for any other reason."""
+    """Returns a sentence if a job breaks a limit that its account or QOS sets for each single job; None for any other reason.
+
+    `reason` is Slurm's reason why the job waits, or an error of sbatch.
+    """
     reason = reason.strip()
     limit = _LIMIT.fullmatch(reason)
     if not limit:

@@ -73,7 +73,7 @@ _ADVICE = (
 
 
 def explain(stderr: str) -> str:
-    """Returns a sentence on why sbatch failed, and what the user can do; `stderr` is the error output of sbatch."""
+    """Returns a sentence for the user on why sbatch failed and what to do; `stderr` is the error output of sbatch."""
     lines = [line for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
     # Lines that do not begin with "sbatch: " may come from the start-up files of a login shell.
     errors = [_PREFIX.sub("", line) for line in lines if line.startswith("sbatch: ")] or lines[-3:]
@@ -100,7 +100,7 @@ def _advice(stderr: str, errors: Sequence[str]) -> str:
 def is_temporary(stderr: str) -> bool:
     """Whether sbatch failed for a passing reason, so that the same request may succeed later; `stderr` is sbatch's error output.
 
-    Before a new submission, search for the job by its name: slurmctld may have accepted the job although the answer was lost.
+    The job may exist nevertheless, if slurmctld has accepted the job and only the answer was lost.
     """
     return bool(_TEMPORARY.search(stderr))
 
@@ -114,7 +114,11 @@ def lacks_room(stderr: str) -> bool:
 
 
 def with_requested_values(sentence: str, request: JobRequest) -> str:
-    """Returns the sentence, followed by the job's values of all fields that the sentence names, for each component."""
+    """Returns a sentence, and in parentheses the values that the job requests for the `SlurmQueueConfig` fields in the sentence.
+
+    For a heterogeneous job, the parentheses have the values of each component. Returns the sentence alone if it names no field
+    that has a value.
+    """
     heterogeneous = bool(request.further_components)
     values = [(_values(sentence, each), f" of {each.component_id!r}" if heterogeneous else "") for each in request.components]
     text = "; ".join(named + component for named, component in values if named)
@@ -138,7 +142,8 @@ def _values(sentence: str, request: JobRequest) -> str:
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
     """Returns the request for the component that a row of the queue shows; for a job without components, `request` itself.
 
-    For a component that `request` does not have, returns a request that has only the label and the partition of the row.
+    If `request` does not have the component, the result has only the label of the row as the component's id, and the row's
+    partition.
     """
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
@@ -149,16 +154,20 @@ def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
 
 
 def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
-    """Returns `reason`, Slurm's reason why a job waits, unless the job's components wait for different reasons.
+    """Returns Slurm's reason why a job waits, for a message to the user.
 
-    In that case, returns the reason and the name of the component that delays the job most.
+    The result is `reason` if all components of the job wait for the same reason. Otherwise, the result is the reason of the
+    component that delays the job most, with the name of this component. `rows` are the job's rows in the queue.
     """
     row = most_informative_row(rows)
     return reason if row is None else f"{row.reason or row.state} (component {component_request(row, request).component_id})"
 
 
 def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
-    """Returns a sentence if the job, or one of its components, can never start; None if all components may start."""
+    """Returns a sentence if a pending job, or one of its components, can never start; None if all components may start later.
+
+    `rows` are the job's rows in the queue.
+    """
     for row in rows:
         part = component_request(row, request)
         reason = impossible(row.reason, part.queue.partition)
@@ -169,10 +178,15 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
 
 
 def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Returns a sentence if a job requests more nodes of a partition than the partition has; None otherwise.
+    """Returns a sentence if a pending job requests more nodes of a partition than the partition has; None otherwise.
 
-    `sizes` has the number of nodes by partition. Slurm's own reason for a job without components is `PartitionNodeLimit`, which
-    also stands for nodes that are down.
+    The requests of all components for the same partition are added up. Slurm's own reason, `PartitionNodeLimit`, is not enough,
+    because this reason also stands for nodes that are down.
+
+    Args:
+        rows: the job's rows in the queue.
+        request: the request for the job.
+        sizes: the number of nodes of each partition. A partition that is not in `sizes` counts as large enough.
     """
     for partition in dict.fromkeys(row.partition for row in rows):
         here = [row for row in rows if row.partition == partition]

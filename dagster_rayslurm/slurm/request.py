@@ -35,7 +35,11 @@ class Inheritance(Enum):
 
 @dataclass(frozen=True)
 class SbatchField:
-    """The sbatch option of a field of `SlurmQueueConfig`, the inheritance of the option, and a comparison of two values."""
+    """How sbatch and this package treat one field of `SlurmQueueConfig`.
+
+    An object has the option of sbatch for the field, the value that later components of a heterogeneous job inherit, and a
+    function that tells whether the value of a session satisfies a payload.
+    """
 
     name: str
     # Called with the value that a payload wants and the value that a session was granted; returns whether the session satisfies
@@ -50,12 +54,15 @@ class SbatchField:
 
 
 def requests_gpus(option: str) -> bool:
-    """Whether an option of sbatch requests GPUs without `SlurmQueueConfig.gpus_per_node`."""
+    """Whether `option`, such as "--gres=gpu:2", requests GPUs; False for "--gpus-per-node", which has a field of its own."""
     return _GPUS.match(option) is not None
 
 
 def granted_gpus(queue: Mapping[str, Any]) -> int | None:
-    """Returns the number of GPUs on each node that a queue requests; None if the GPUs are requested by `extra_sbatch`."""
+    """Returns the number of GPUs that a queue asks for on each node, 0 for none; None if only `extra_sbatch` asks for GPUs.
+
+    `queue` has the fields of a `SlurmQueueConfig`.
+    """
     if queue["gpus_per_node"] is None and any(map(requests_gpus, queue["extra_sbatch"])):
         return None
     return queue["gpus_per_node"] or 0
@@ -63,9 +70,9 @@ def granted_gpus(queue: Mapping[str, Any]) -> int | None:
 
 # These functions are values of `SbatchField.granted`, where their arguments and results are described.
 def _at_most(wanted: int, granted: int | None) -> bool:
-    """Returns True if `granted` is at least the wanted amount, or if `granted` is None.
+    """Returns whether a payload that wants the amount `wanted` fits into a session that was granted the amount `granted`.
 
-    With None, only the session knows the amount.
+    None stands for an amount that only the running session knows; the result is True then.
     """
     return granted is None or wanted <= granted
 
@@ -159,7 +166,10 @@ _MAX_COMMENT = 500  # Most bytes of a job's comment; slurmctld refuses strings o
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The options of a job or, for a heterogeneous job, of its first component; `further_components` has the other components."""
+    """The options of a Slurm job; for a heterogeneous job, the options of the first component.
+
+    `further_components` has the requests of the other components.
+    """
 
     job_name: str
     comment: str
@@ -182,17 +192,24 @@ class JobRequest:
 
     @property
     def login_variables(self) -> list[str]:
-        """The `SBATCH_*` variables of the user that sbatch shall see, because no component sets the corresponding field."""
+        """The names of the user's `SBATCH_*` variables that sbatch shall see: the variables for fields that no component sets."""
         names = [each.name for each in SBATCH_FIELDS if each.login_variable]
         return [f"SBATCH_{name.upper()}" for name in names if all(getattr(each.queue, name) is None for each in self.components)]
 
 
 def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str, comment: str) -> JobRequest:
-    """Returns the request for a job on the nodes that `queue` describes; every `EnvVar` in `queue` must be resolved.
+    """Returns the request for a job on the nodes that `queue` describes.
 
-    `footprint` has the CPUs, GPUs and memory that the launcher wants on each node. For CPUs or GPUs that the queue leaves open,
-    the job requests the amounts in `footprint`. Raises a ValueError that names the fields if the queue contradicts itself, sets a
-    reserved option, or has less than the footprint.
+    Args:
+        queue: the user's configuration; every `EnvVar` in it must be resolved.
+        footprint: the CPUs, GPUs and memory that the launcher wants on each node. If the queue does not set the CPUs or GPUs, the
+            job requests the largest amount in `footprint`.
+        job_name: the name of the job in Slurm.
+        comment: the comment of the job in Slurm.
+
+    Raises:
+        ValueError: the queue contradicts itself, sets a reserved option, or grants less than the footprint wants. The message
+            names the fields.
     """
     check_queue(queue)
     cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)
@@ -206,10 +223,11 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
 
 
 def gibibytes_for_ray(mem: str | None, mem_per_cpu: str | None, cpus: int | None) -> float | None:
-    """Returns the part of a node's memory that Ray may use, in GiB; None if the amount is not known before the job starts.
+    """Returns the part of a node's memory that Ray may use, in GiB; None if the node's memory is not known before the job starts.
 
-    `mem`, `mem_per_cpu` and `cpus` are values of a `SlurmQueueConfig`. The amount is not known if Slurm chooses the memory, for
-    example with "0". The amount is also not known if only `mem_per_cpu` is given and `cpus` is None.
+    `mem` and `mem_per_cpu` are values of a `SlurmQueueConfig`, and `cpus` is the number of CPUs on each node. The memory is not
+    known if Slurm chooses it, for example with "0". The memory is also not known if only `mem_per_cpu` is given and `cpus` is
+    None.
     """
     memory = mebibytes(mem) if mem is not None else mebibytes(mem_per_cpu) * cpus if mem_per_cpu is not None and cpus else 0
     return memory * SHARE_FOR_RAY / 1024 or None
@@ -227,10 +245,16 @@ def _check_memory(queue: SlurmQueueConfig, cpus: int | None, footprint: Footprin
 
 
 def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) -> int | None:
-    """Returns the number of CPUs or GPUs to request on each node: `granted` or, if `granted` is None, the most in `footprint`.
+    """Returns the number of CPUs or GPUs that a job requests on each node; None if no number is wanted.
 
-    Returns None if neither has a number. Raises ValueError if the footprint has more than `granted`. `field` is the name of the
-    field for `granted`, and `unit` is "CPUs" or "GPUs".
+    The result is `granted` or, if `granted` is None, the largest amount that the footprint has for `unit`. Raises ValueError if
+    the footprint has a larger amount than `granted`.
+
+    Args:
+        granted: the number that the user's queue sets, or None.
+        field: the name of the queue's field with the number `granted`, for the error message.
+        unit: "CPUs" or "GPUs"; requirements with another unit are ignored.
+        footprint: the requirements of the launcher on each node.
     """
     wants = [want for want in footprint if want.unit == unit and want.amount]
     if granted is None:
@@ -245,7 +269,7 @@ def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) ->
 
 
 def check_queue(queue: SlurmQueueConfig) -> None:
-    """Raises a ValueError that names the fields if a queue contradicts itself or sets a reserved option."""
+    """Raises a ValueError that names the fields if a queue contradicts itself, or if `extra_sbatch` has a refused option."""
     if queue.mem is not None and queue.mem_per_cpu is not None:
         raise ValueError(
             f"SlurmQueueConfig.mem={queue.mem!r} and mem_per_cpu={queue.mem_per_cpu!r} exclude each other; set one of them"
@@ -262,7 +286,11 @@ def check_queue(queue: SlurmQueueConfig) -> None:
 
 
 def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
-    """Raises ValueError if an option of `extra_sbatch` has a field of its own, or would break runs."""
+    """Raises ValueError if `option`, an item of `queue.extra_sbatch`, is refused.
+
+    An option is refused if it is not written as --NAME or --NAME=VALUE, if `SlurmQueueConfig` has a field for it, or if runs
+    depend on it. An option that requests GPUs is also refused if `queue.gpus_per_node` is set.
+    """
     match = _LONG_OPTION.fullmatch(option)
     if not match:
         raise ValueError(f"SlurmQueueConfig.extra_sbatch: {option!r} is not written as --NAME or --NAME=VALUE")
@@ -281,17 +309,20 @@ def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
 
 
 def job_name(step_key: str, nonce: str) -> str:
-    """Returns a job name with the step and, at the end, the nonce, a random word by which the job is found again."""
+    """Returns a job name that contains the step's key and ends with `nonce`, a random word by which the job is found again."""
     return f"{_NAME_PREFIX}{_UNSAFE.sub('_', step_key)[:_MAX_STEP]}-{nonce}"
 
 
 def is_job_of(name: str, nonce: str) -> bool:
-    """Whether `job_name` made the job name `name` with this nonce."""
+    """Whether `name` is a job name that `job_name` made with this nonce."""
     return name.startswith(_NAME_PREFIX) and name.endswith(f"-{nonce}")
 
 
 def job_comment(run_id: str, step_key: str, partition_key: str | None) -> str:
-    """Returns a comment that names the Dagster run, step and partition of a job, in one line of at most 500 bytes."""
+    """Returns a comment that names the Dagster run, the step and, unless `partition_key` is None, the partition of a job.
+
+    The comment is one line of at most 500 bytes.
+    """
     words = ["rayslurm submit", step_key] if run_id == FROM_TERMINAL else ["dagster run", run_id, "step", step_key]
     if partition_key is not None:
         words += ["partition", partition_key]
@@ -375,7 +406,7 @@ def sbatch_quote(text: str) -> str:
 def escape_pattern(path: str) -> str:
     """Returns a path escaped for `--output`, so that sbatch replaces nothing in the path (sbatch(1), "filename pattern").
 
-    A backslash anywhere turns replacement off; the backslash disappears unless doubled.
+    In a path with a backslash, sbatch replaces no pattern, and drops each backslash that is not doubled.
     """
     return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
@@ -385,13 +416,19 @@ def render_script(
 ) -> str:
     """Returns the text of the batch script of a job.
 
-    `command` is the runtime, which srun starts once on each node. `site` has environment variables. `srun_options` are further
-    options of srun, such as the options of a plugin. Raises ValueError if a value contains a control character, or if a variable
-    cannot be set.
+    The script appends the exit code of srun to the file `exit` in the run directory (see `parse_exit`). Messages of Slurm go to
+    `slurm.log` in the run directory, and messages for element 7 of a job array to `7.log`. The output of each node's runtime goes
+    to `node-<number>.log`. A requeued job runs the script again and appends to the same files.
 
-    The script appends the exit code of srun to the file `exit` in the run directory `run_dir` (see `parse_exit`). Messages of
-    Slurm go to `slurm.log` in the run directory, and messages for element 7 of a job array to `7.log`. The output of each node's
-    runtime goes to `node-<number>.log`. A requeued job runs the script again and appends to the same files.
+    Args:
+        request: the options of the job.
+        command: the command of the runtime, which srun starts once on each node.
+        run_dir: the absolute path of the run directory; for a job array, the directory above the run directories of the elements.
+        site: environment variables that the script sets.
+        srun_options: further options of srun, such as the options of a plugin.
+
+    Raises:
+        ValueError: a value contains a control character, or `site` has an invalid or reserved name.
     """
     job_options = {
         "job-name": request.job_name,
@@ -436,7 +473,7 @@ def sbatch_options(request: JobRequest) -> Iterator[str]:
 
 
 def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
-    """Yields sbatch options that prevent a component from inheriting values from the preceding component, `before`."""
+    """Yields options of sbatch that reset what a component would inherit from the preceding component, `before`."""
     for each in SBATCH_FIELDS:
         inherits = getattr(before.queue, each.name) is not None and getattr(request.queue, each.name) is None
         if each.inheritance is Inheritance.RESETTABLE and inherits:
@@ -446,15 +483,16 @@ def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
 def _srun(request: JobRequest, command: Sequence[str], more: Sequence[str]) -> str:
     """Returns shell text that runs `command` with srun, as one task on each node; the task numbers follow the order of nodes.
 
-    `more` are further options of srun. The path of the log is relative, because srun replaces patterns in an absolute path, and
-    no escape works in all versions. In a heterogeneous job `--output` counts the tasks of each component from 0 (22.05), so a
-    shell chooses the log by SLURM_NODEID. Without --cpus-per-task the step gets all of the job's CPUs (22.05 and later, --exact).
-    The batch script's variables for devices and tasks hold for the first component only. srun would pass these variables to the
-    other components, or use them itself (24.11).
+    `more` are further options of srun.
     """
+    # Without --cpus-per-task the step gets all of the job's CPUs (22.05 and later, --exact).
     words, number, nodes = shlex.join(check_text(word) for word in command), len(request.components), request.queue.num_nodes
+    # The path of the log is relative, because srun replaces patterns in an absolute path, and no escape works in all versions.
     before, which, output = "", f"--nodes={nodes} --ntasks={nodes}", " --output=node-%t.log --open-mode=append"
     if number > 1:
+        # In a heterogeneous job `--output` counts the tasks of each component from 0 (22.05), so a shell chooses the log by
+        # SLURM_NODEID. The batch script's variables for devices and tasks hold for the first component only. srun would pass
+        # these variables to the other components, or use them itself (24.11).
         before, which, output = f"unset {_FIRST_COMPONENT_VARIABLES}\n", f"--het-group=0-{number - 1}", ""
         words = f"sh -c {shlex.quote(_TASK)} rayslurm \\\n    {words}"
     options = (

@@ -41,10 +41,7 @@ _FORMAT = _ROW + "".join(f"{_UNIT}%{column}" for column in _COLUMNS)
 
 
 class SlurmUnanswered(OSError):
-    """Raised when a command of Slurm gives no answer.
-
-    The exception says nothing about any job, and its message is one sentence.
-    """
+    """Raised when a command of Slurm gives no answer, so that the state of jobs is unknown; the message is one sentence."""
 
 
 def run_slurm(
@@ -59,8 +56,16 @@ def run_slurm(
     """Runs a command that calls a program of Slurm, and returns its exit code and output. Raises what `Connection.run` raises.
 
     The command does not see environment variables that stand for options of Slurm's programs, except the variables in `keep`.
-    `function` is the function of `edge` that runs the command; the arguments of `function` after the timeout are `keep` and
-    `options`.
+
+    Args:
+        connection: the machine on which the command runs.
+        command: the words of the command.
+        stdin: the command's standard input.
+        timeout: the seconds after which the command is killed; None for no limit.
+        keep: the names of the variables to keep.
+        function: the function of the package `edge` that runs the command. Its arguments are the command, the standard input, the
+            timeout, `keep` and the items of `options`.
+        options: the last arguments of `function`.
     """
     return connection.run(command, stdin, timeout, function, (list(keep), *options))
 
@@ -71,7 +76,10 @@ def stderr_of(done: Completed) -> str:
 
 
 def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
-    """Returns the exception to raise for a program of Slurm that failed with the result `done`; `place` names the host."""
+    """Returns the exception to raise for a program of Slurm that failed.
+
+    `place` names the host, `program` is a name such as "squeue", and `done` has the exit code and the output of the program.
+    """
     said = " ".join(stderr_of(done).split())[-500:]
     if done.returncode == 127:
         return SlurmUnanswered(f"{place}: {program} is not on the PATH that a non-interactive login has; add it there ({said})")
@@ -118,12 +126,12 @@ class QueueRow:
 
     @property
     def is_leader(self) -> bool:
-        """Whether the id in this row stands for a whole job: a job without components, or the first component of one."""
+        """Whether the id in this row stands for a whole job: for a job without components, or for a job's first component."""
         return self.label.partition("+")[2] in ("", "0")
 
     @property
     def leader_label(self) -> str:
-        """The beginning of the label, which all components of the job share."""
+        """The part of the label that all components of the job share: "12" for the label "12+1"."""
         return self.label.partition("+")[0]
 
 
@@ -150,7 +158,8 @@ class QueueSnapshot:
     def components(self, job_id: int) -> tuple[QueueRow, ...]:
         """The rows of a job's components, in order; for a job without components, the job's one row.
 
-        A component may be missing: Slurm forgets each component, also the first, at a different time.
+        The result is empty if the job is not in the queue. A single component may be missing, because Slurm forgets each
+        component, also the first, at a different time.
         """
         row = self.job(job_id)
         if row is not None and "+" not in row.label:
@@ -169,7 +178,11 @@ class QueueSnapshot:
 
 
 def listed_snapshot(place: str, code: int, out: str, error: str) -> QueueSnapshot:
-    """Returns the snapshot of the queue in the output of squeue on `place`; raises SlurmUnanswered if squeue did not answer."""
+    """Returns the snapshot of the queue in an answer of squeue; raises SlurmUnanswered if there is no such answer.
+
+    `code`, `out` and `error` are the exit code, the output and the error output of squeue, and `place` names the host. The answer
+    does not tell when squeue was called, so `began` is 0.
+    """
     if code != 0:
         said = " ".join(error.split())[-300:] or "it said nothing"
         raise SlurmUnanswered(f"{place}: squeue did not answer (exit code {code}): {said}")
@@ -180,7 +193,7 @@ def listed_snapshot(place: str, code: int, out: str, error: str) -> QueueSnapsho
 
 
 def parse_answer(data: bytes) -> QueueSnapshot:
-    """Returns the snapshot in `data`, the bytes that `edge.slurm.queue` answered; raises ValueError if `data` is malformed."""
+    """Returns the snapshot in `data`, an answer of `edge.slurm.queue` without its first line; raises ValueError if malformed."""
     times, _, text = data.partition(b"\n")
     began, ended = map(float, times.split())
     return QueueSnapshot(began, parse_squeue(text.decode("utf-8", "replace")), ended - began)
@@ -204,7 +217,7 @@ def _row(text: str) -> QueueRow:
 
 
 def parse_time(text: str) -> float | None:
-    """Returns a time that Slurm printed with `SLURM_TIME_FORMAT=%s`, in seconds; None for "N/A", "Unknown" and other text."""
+    """Returns a time that Slurm printed with `SLURM_TIME_FORMAT=%s`, in seconds of the epoch; None for other text."""
     return float(text) if re.fullmatch(r"[1-9][0-9]*", text) else None
 
 
@@ -237,10 +250,10 @@ class ClusterClock:
         return self.local() + self._offset
 
     def observe(self, stamp: float, asked: float, answered: float) -> float:
-        """Corrects this clock by `stamp`, a time that the edge node has reported.
+        """Corrects this clock by `stamp`, the time on the edge node, in seconds of the epoch, that the edge node has reported.
 
-        `asked` and `answered` are the times of `local()` before the request and after the answer. Returns the seconds to add to a
-        time of `local()` to get the time on the edge node.
+        `asked` and `answered` are the times of `local()` before the request and after the answer. Returns the offset of the edge
+        node's time: the seconds to add to a time of `local()`.
         """
         low, high = stamp - answered, stamp - asked
         before = (low + high) / 2 if self._offset is None else self._offset
@@ -275,7 +288,8 @@ class SharedQueue:
     def latest(self, now: float) -> QueueSnapshot | None:
         """Returns the newest known snapshot at once; None if there is no snapshot yet. `now` is the time on the cluster.
 
-        If the snapshot is too old, a query of the queue starts in the background, and a later call returns the new snapshot.
+        If the snapshot is older than `poll_interval` seconds, a query of the queue starts in the background, and a later call
+        returns the new snapshot. While Slurm answers slowly, snapshots are used for longer.
         """
         with self._lock:
             newest = self._snapshot
@@ -293,10 +307,10 @@ class SharedQueue:
         return self._snapshot
 
     def recent(self) -> QueueSnapshot | None:
-        """Returns a snapshot that this process itself has queried in the last `poll_interval` seconds.
+        """Returns a snapshot that this process has queried in the last `poll_interval` seconds; queries now if there is none.
 
-        Queries the queue if necessary. The snapshot has all jobs that were submitted before this process began. Returns None if
-        the cluster or Slurm does not answer.
+        The snapshot has all jobs that were submitted before this process began. Returns None if the cluster or Slurm does not
+        answer.
         """
         with self._recent, contextlib.suppress(OSError):
             if self._own is None or abs(self.clock.now() - self._own.began) >= self.poll_interval:
@@ -333,11 +347,11 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
 
 
 def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
-    """Returns the time on the cluster, and a snapshot of the queue.
+    """Returns the time on the cluster, in seconds of the epoch, and a snapshot of the queue.
 
-    In place of the snapshot, the result has None if the shared answer is unchanged. `shared` are the path, interval and time of
-    the shared answer, as for `edge.slurm.queue`; without these arguments squeue is run. Raises SlurmUnanswered or another
-    OSError.
+    Without `shared`, the function runs squeue. Otherwise `shared` are the last three arguments of `edge.slurm.queue`: the path of
+    the shared answer, the interval in seconds, and the time of the answer that is known. If there is no newer answer, the
+    function returns None in place of the snapshot. Raises SlurmUnanswered or another OSError.
     """
     try:
         done = run_slurm(connection, squeue_command(), timeout=_TIMEOUT, function=slurm.queue, options=shared)
@@ -358,7 +372,8 @@ _queues: weakref.WeakValueDictionary[tuple[int, int, str, float], SharedQueue] =
 def shared_queue(connection: Connection, directory: str, poll_interval: float) -> SharedQueue:
     """Returns the `SharedQueue` for a connection, directory and interval: the same object for each call in a process.
 
-    The function sends no command.
+    `directory` is the directory of the shared answer of squeue. An answer is renewed after `poll_interval` seconds. The function
+    sends no command.
     """
     # A queue keeps its connection alive, so no other connection has the same id. A forked child has no thread that renews.
     key = (os.getpid(), 0 if isinstance(connection, LocalConnection) else id(connection), directory, poll_interval)

@@ -87,7 +87,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token/token"
 
 
 def activate_prefix(prefix: str) -> str:
-    """Returns a bash command that activates the environment at the path `prefix` on the cluster."""
+    """Returns a bash command that activates the environment at the path `prefix` on the cluster; the path may begin with "~/"."""
     path = f'"$HOME"/{shlex.quote(prefix[2:])}' if prefix.startswith("~/") else shlex.quote(prefix)
     return f'if [ -e {path}/activate.sh ]; then . {path}/activate.sh; else export PATH={path}/bin:"$PATH"; fi'
 
@@ -103,9 +103,17 @@ def standalone_script(
 ) -> str:
     """Returns a batch script that runs `command` and needs only Slurm, bash and Ray.
 
-    The command runs in a Ray cluster unless `ray` is None. `commands` are shell commands that make Python and Ray available;
-    `variables` and `site` are environment variables. Raises ValueError for values with control characters, for a heterogeneous
-    job, and for partition="auto".
+    Args:
+        request: the options of the job.
+        command: the words of the command to run.
+        ray: the settings of the Ray cluster in which the command runs; None for no Ray cluster.
+        commands: shell commands that make Python and Ray available; the script ends if one of these commands fails.
+        variables: environment variables for this command. A variable in `variables` replaces a variable of `site`.
+        site: environment variables for every job at the site.
+
+    Raises:
+        ValueError: a value has control characters, a variable's name is invalid or reserved, the job is heterogeneous, or its
+            partition is "auto".
     """
     if request.further_components:
         raise ValueError("--standalone: a heterogeneous job needs this package; leave it out")
@@ -125,7 +133,7 @@ def standalone_script(
 
 
 def _cluster(ray: RaySpec) -> str:
-    """Returns the part of the script that starts the Ray cluster."""
+    """Returns the part of the batch script that starts the Ray cluster with the settings `ray`."""
     amounts = {"num-cpus": ray.num_cpus, "num-gpus": ray.num_gpus, "object-store-memory": ray.object_store_memory}
     options = [f"--{name}={value}" for name, value in amounts.items() if value is not None]
     if ray.num_cpus is None:

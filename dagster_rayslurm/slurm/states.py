@@ -92,10 +92,11 @@ class JobWatch:
         return self.reported
 
     def seen(self, at: float, row: QueueRow | None) -> JobWatch:
-        """Returns a copy that includes the queue snapshot begun at `at`; `row` is the job's row in the snapshot, or None.
+        """Returns a copy that takes a snapshot of the queue into account; `self` if the job is over already.
 
-        A snapshot that is not newer than the last snapshot changes nothing. A snapshot from before the submission, which may show
-        another job with the same id, changes nothing either.
+        `at` is the time when the snapshot began, and `row` the job's row in the snapshot; None if the job is not in the snapshot.
+        Returns `self` for a snapshot that is not newer than the last snapshot. Returns `self` also for a snapshot from before the
+        submission, which may show another job with the same id.
         """
         if self.final or at < self.submitted or at <= self.newest:
             return self
@@ -111,16 +112,17 @@ class JobWatch:
         return watch._absent(at) if row.state in TERMINAL else replace(watch, absent_since=None, absent_snapshots=0)
 
     def started(self, at: float) -> JobWatch:
-        """Returns a copy that includes the start of the run record at the time `at`.
+        """Returns a copy that takes into account that the job has started; `at` is the time when the run record began.
 
-        This start shows that the job has started.
+        Returns `self` if the job is over already.
         """
         return self if self.final else replace(self, started_at=min(at, self.started_at or math.inf))
 
     def exited(self, exit_code: int) -> JobWatch:
-        """Returns a copy with the exit code of `srun`, which the batch script has written.
+        """Returns a copy that takes into account the exit code of `srun`, which the batch script has written.
 
-        The job has then ended, unless Slurm may requeue the job. The exit code may arrive after Slurm has reported the end.
+        With an exit code, the job counts as ended, unless Slurm may requeue the job. The exit code may arrive after Slurm has
+        reported the job's end.
         """
         watch = replace(self, exit_code=exit_code)
         if self.final:

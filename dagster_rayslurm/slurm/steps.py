@@ -24,10 +24,10 @@ def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str
 
 
 def parse_exit(data: bytes, job_id: int) -> int | None:
-    """Returns the exit code of srun from `data`, the content of the file `exit` of a job; None if the job has no line in `data`.
+    """Returns the exit code of the srun in a job's batch script; None if `data` has no line of the job.
 
-    The batch script appends a line each time srun has ended; after a requeue, the last run with a line counts. Another job may
-    have written lines too, if a submission was repeated after a lost answer.
+    `data` is the content of the file `exit` in the run directory, to which the batch script appends a line each time srun has
+    ended. After a requeue, the last run that has a line counts. Lines of another job, left by a repeated submission, are ignored.
     """
     lines = map(_EXIT.fullmatch, data.split(b"\n")[:-1])
     ends = [(int(line[2]), int(line[3])) for line in lines if line and int(line[1]) == job_id]

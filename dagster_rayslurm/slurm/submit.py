@@ -72,9 +72,10 @@ class NextStep(Enum):
 
 
 def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
-    """Returns the action after an attempt to submit a job; `answer` is the result of the attempt. A pure function.
+    """Returns the action after an attempt to submit a job. A pure function.
 
-    `left` is the number of attempts left. `claim` is True if other processes may submit the same job.
+    `answer` has the exit code and the output of `edge.slurm.submit`, or is the exception that ended the attempt. `claim` is True
+    if other processes may submit the same job. `left` is the number of attempts left.
     """
     if not isinstance(answer, Completed):
         return NextStep.FIND_OR_REPEAT if isinstance(answer, ConnectionLost) and left else NextStep.FIND
@@ -99,18 +100,24 @@ def submit(
     claim: bool = False,
     patience: float = 0.0,
 ) -> SubmittedJob:
-    """Creates the run directory `run_dir` (absolute) with `files`, submits `job.sh` exactly once, and returns the job.
+    """Creates the run directory `run_dir` with `files`, submits the job exactly once, and returns the job.
 
-    `job.sh` is one of `files` and has the options of `request`, whose job name is unique. If `claim` is True, other processes may
-    create the same directory, and only one process submits. Once the job may exist, the search for the job goes on for `patience`
-    seconds while the edge node is out of reach. `warn` is called with a message if the answer to a submission was lost. The
-    answer corrects `clock`.
+    Args:
+        connection: the edge node.
+        run_dir: the absolute path of the run directory.
+        files: the content of each file in the run directory; the file `job.sh` is the batch script.
+        request: the options in the batch script, with a job name that no other job has.
+        clock: the clock that the time in sbatch's answer corrects.
+        warn: called with a message if the answer to a submission was lost.
+        claim: whether other processes may try to submit the same job to the same run directory; only one process submits the job.
+        patience: the seconds for which a search for a job that may have been submitted goes on while the edge node is out of
+            reach.
 
     Raises:
         ClaimTaken: another process has made the directory and submits the job.
         SubmissionRefused: Slurm refuses the job or does not answer, or the run directory cannot be made.
-        ConnectionFailed: the edge node cannot be reached, or a submission was cut off and the search for the job finds no job or
-            gets no answer.
+        ConnectionFailed: the edge node cannot be reached. Raised also if a submission was cut off, and the search for the job
+            finds no job or gets no answer.
     """
     name = request.job_name
     texts = {each: content.decode("latin-1") for each, content in files.items()}
@@ -154,7 +161,10 @@ def submit(
 
 
 def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, request: JobRequest) -> SubmissionRefused:
-    """Returns the exception that explains a failed submission, from the exit code and the output of the attempt."""
+    """Returns the exception that explains a failed submission to the user.
+
+    `answer` has the exit code and the output of `edge.slurm.submit`, or is the exception that ended the attempt.
+    """
     place, temporary = connection.place, False
     base = re.split("/(?:runs|sessions)/", run_dir)[0]
     if not isinstance(answer, Completed):
@@ -179,9 +189,9 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
 
 
 def find_job(connection: Connection, job_name: str, patience: float = 0.0) -> str | None:
-    """Searches twice for a job by its unique name, and returns the job's id; None if there is no such job.
+    """Searches for a job by its unique name, and returns the job's id; None if two searches, seconds apart, find no such job.
 
-    A search is repeated for up to `patience` seconds while the edge node is out of reach. Raises ConnectionFailed if the edge
+    Each search is repeated for up to `patience` seconds while the edge node is out of reach. Raises ConnectionFailed if the edge
     node or Slurm does not answer.
     """
     for attempt in range(2):
@@ -197,7 +207,7 @@ def find_job(connection: Connection, job_name: str, patience: float = 0.0) -> st
 
 
 def _named(connection: Connection, job_name: str) -> str:
-    """Returns a line "ID|STATE|REASON" for each job with the name `job_name`.
+    """Returns a line "ID|STATE|REASON" for each job with the name `job_name`; "" if there is no such job.
 
     The jobs come from the queue or, if the queue has no such job, from the accounting.
     """
@@ -209,10 +219,10 @@ def _named(connection: Connection, job_name: str) -> str:
 
 
 def parse_jobs_found(text: str) -> list[str]:
-    """Returns the ids of the jobs in lines "ID|STATE|REASON", without jobs that Slurm refused.
+    """Returns the ids of the jobs in the lines "ID|STATE|REASON" of `text`, each id once.
 
-    Components of a heterogeneous job count as one job, with the id of the first component. Elements of an array count as the
-    array.
+    A job that Slurm refused, and so has failed before its start, is left out. The components of a heterogeneous job count as one
+    job, with the id of the first component. The elements of an array count as one job, with the id of the array.
     """
     rows = [match for match in map(_FOUND.fullmatch, text.splitlines()) if match]
     refused = any(row["state"].startswith(_REFUSED) for row in rows)
@@ -221,11 +231,14 @@ def parse_jobs_found(text: str) -> list[str]:
 
 
 def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.0) -> bool:
-    """Cancels a job repeatedly until Slurm shows the job as over or no longer knows the job.
+    """Cancels a job, again and again, until Slurm shows the job as over or no longer knows the job; returns True then.
 
-    Returns False if this takes over a minute, else True. `job` is the id of a job, the label of one element of an array ("17_3"),
-    or the label of the elements that wait ("17_[3-5]"). The first cancellation follows after `patience` seconds, in which the job
-    may end by itself.
+    Returns False if the job is not gone after a minute, which includes `patience`.
+
+    Args:
+        connection: the edge node.
+        job: the id of a job, the label of one element of an array ("17_3"), or the label of the elements that wait ("17_[3-5]").
+        patience: the seconds before the first cancellation, in which the job may end by itself.
     """
     began = time.monotonic()
     pause = 0.1
@@ -243,7 +256,10 @@ def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.
 
 
 def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
-    """Returns the rows in which a job is not over, and the arguments of scancel that end the job."""
+    """Returns the rows in which a job is not over, and the arguments of a scancel that cancels the job.
+
+    `job` is an id or a label, as in `wait_until_gone`.
+    """
     number, _, element = job.partition("_")
     array = queue.elements(int(number))
     # The last element of an array has the number of the array, which stands for all elements (tried on 22.05).
@@ -260,10 +276,10 @@ def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
 
 
 def cancel_named(connection: Connection, name: str, log: Any) -> None:
-    """Cancels the job `name`, if there is such a job, and waits until Slurm confirms the job's end.
+    """Cancels the job with the name `name`, if there is such a job, and waits up to a minute until Slurm confirms the job's end.
 
-    If Slurm does not confirm the end, the function logs an error. The function is for use after an interrupted submission, when
-    the job's id is not known.
+    If Slurm does not confirm the end, the function logs an error to `log`, and raises nothing. The function is for use after an
+    interrupted submission, when the job's id is not known.
     """
     reason, began = "Slurm has not confirmed its end", time.monotonic()
     try:

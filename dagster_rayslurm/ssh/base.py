@@ -79,8 +79,9 @@ class Connection(ABC):
     All paths are absolute. All methods may be called from several threads at once.
 
     A connection logs in at its first use, and again after the login was lost. After a loss, a file operation is repeated for up
-    to `connect_timeout` seconds, and then raises `ConnectionFailed`. A command that may have run is never repeated. An error of
-    the machine itself, such as a missing permission, raises an `OSError` of the matching class.
+    to `connect_timeout` seconds (a field of the SSH configuration), and then raises `ConnectionFailed`. A command that may have
+    run is never repeated. An error of the machine itself, such as a missing permission, raises an `OSError` of the matching
+    class.
     """
 
     _ahead: dict[Read, bytes | OSError] | None = None  # The answers of `read_ahead`, inside its block.
@@ -94,16 +95,23 @@ class Connection(ABC):
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:
         """Call `operation`, which runs functions of the package `edge` on the machine, and return the result of `operation`.
 
-        `operation` gets a function that starts a function of `edge` (`Submit`). `doing` describes the operation in error
-        messages, such as "reading /a/b". After a lost connection the operation is called again if the machine did not carry out
-        the operation, or if `repeat` is True, until `deadline`, a value of `time.monotonic()`.
+        After a lost connection, `operation` is called again if the machine did not carry out the operation, or if `repeat` is
+        True. In any other case `ConnectionLost` is raised.
+
+        Args:
+            doing: the operation in error messages, such as "reading /a/b".
+            operation: a function whose argument is a function of the type `Submit`, which starts a function of `edge`.
+            repeat: whether an operation that the machine may have carried out can be carried out again.
+            deadline: the value of `time.monotonic()` at which calls end with `TimeoutError`, and after which nothing is repeated;
+                None for no deadline.
         """
 
     @abstractmethod
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
         """Returns a socket that is connected, by the machine, to `host:port`; `timeout` is the socket's timeout in seconds.
 
-        If nothing listens at `host:port`, the socket ends at once (by SSH), or `OSError` is raised (on this machine).
+        If nothing listens at `host:port`, a connection by SSH returns a socket that ends at once, and a connection to this
+        machine raises `OSError`.
         """
 
     @abstractmethod
@@ -111,8 +119,8 @@ class Connection(ABC):
         """Start a command, and return a socket that is connected to the command's standard input and output.
 
         No shell interprets the words of the command. The socket ends when the command ends, and may also carry the command's
-        standard error. If the command cannot be started, the socket ends at once (by SSH), or `OSError` is raised (on this
-        machine).
+        standard error. If the command cannot be started, a connection by SSH returns a socket that ends at once, and a connection
+        to this machine raises `OSError`.
         """
 
     @abstractmethod
@@ -122,11 +130,14 @@ class Connection(ABC):
     def call(self, function: Callable[..., T], *args: Any, repeat: bool = False, timeout: float | None = None) -> T:
         """Call a function of the package `edge` on the machine, and return the function's result.
 
-        If `repeat` is True, a function that may have been called is called again after a lost connection. Arguments and results
-        are bytes or JSON values; a result may also be a tuple of such values.
-
         Raises TimeoutError if the call took longer than `timeout` seconds; the call's commands were then killed. Raises
         ConnectionLost if the connection broke and the function may have been called. Raises any OSError of the function itself.
+
+        Args:
+            function: the function to call.
+            args: the arguments of `function`: bytes or JSON values. The result is such a value, or a tuple of such values.
+            repeat: whether `function` is called again after a lost connection although it may have been called already.
+            timeout: the seconds for the call; None for no limit.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]
@@ -141,13 +152,20 @@ class Connection(ABC):
     ) -> Completed:
         """Run a command, wait until the command ends, and return its exit code and output.
 
-        No shell interprets the words of the command. The exit code is 127 if the program does not exist, as in a shell. `run`
-        does not wait for background processes that the command leaves behind, and drops the output of these processes. `function`
-        is the function of `edge` that runs the command, as `processes.run` does, with `options` as further arguments.
+        The exit code is 127 if the program does not exist, as in a shell. `run` does not wait for background processes that the
+        command leaves behind, and drops the output of these processes.
 
         Raises TimeoutError if the command took longer than `timeout` seconds; the command and all processes that it started were
         then killed. Raises ConnectionLost if the connection broke, and the command may have run. Raises ConnectionFailed if no
         connection was possible, so that the command did not run.
+
+        Args:
+            command: the words of the command, which no shell interprets.
+            stdin: the command's standard input.
+            timeout: the seconds for the command; None for no limit.
+            function: the function of `edge` that runs the command. Its arguments are the command, the standard input, the seconds
+                left, and the items of `options`. Its result is like that of `processes.run`.
+            options: the last arguments of `function`.
         """
         if not command or any("\0" in word for word in command):
             raise ValueError("a command needs a word at least, and no NUL character")
@@ -166,9 +184,9 @@ class Connection(ABC):
         return Completed(code, out, err)
 
     def interact(self, command: Sequence[str]) -> int:
-        """Run a command with this process's terminal, or with its standard input and output; returns the command's exit code.
+        """Run a command with this process's terminal or, without a terminal, with this process's standard input and output.
 
-        Raises `OSError` if the connection has no terminals.
+        Returns the command's exit code. Raises `OSError` if this kind of connection cannot run such commands.
         """
         raise OSError(f"{self.place}: this connection has no terminals; {shlex.join(command)[:200]} cannot be run")
 
@@ -198,9 +216,11 @@ class Connection(ABC):
 
     @contextlib.contextmanager
     def read_ahead(self, reads: Sequence[Read]) -> Iterator[None]:
-        """Do all `reads` by one call; inside the block, `read` returns the answer to each of `reads` once, or raises its error.
+        """Read parts of several files by one call; inside the block, `read` returns these parts without a further call.
 
-        An answer may be shorter than the result of `read` without this block. Only one thread at a time may use this method.
+        Each item of `reads` has the path, offset and limit of a `read`. Only the first `read` with these arguments returns the
+        part; the next such `read` calls the machine again. A part may be shorter than the limit although the file goes on. If the
+        one call failed, the first `read` for each part raises the error. Only one thread at a time may use this method.
         """
         limit = min(max(_LEAST_READ, _READ_AHEAD // max(1, len(reads))), max((each[2] for each in reads), default=0))
         try:
@@ -245,7 +265,8 @@ class Connection(ABC):
     def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
         """Copy a file of this machine to `path`; the file at `path` is replaced atomically once the copy is complete.
 
-        After a lost connection the copy continues behind the bytes that have arrived. `mode` has the permissions of the new file.
+        After a lost connection the copy continues behind the bytes that have arrived. `progress` is called with the number of
+        bytes that have arrived and the number of bytes in the file. `mode` has the permissions of the new file.
         """
         temporary, done = files.temporary_name(path), 0
 
@@ -281,7 +302,8 @@ class Connection(ABC):
     def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
         """Copy a file to `local_path` on this machine; the directory of `local_path` is created if necessary.
 
-        After a lost connection the copy continues behind the bytes that have arrived.
+        After a lost connection the copy continues behind the bytes that have arrived. `progress` is called with the number of
+        bytes that have arrived and the number of bytes in the file.
         """
         files.make_dir(os.path.dirname(local_path))
         temporary = files.temporary_name(local_path)
@@ -312,7 +334,8 @@ class Connection(ABC):
 def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yields the results of calls in order, while up to `_WINDOW` calls are in progress.
 
-    `calls` is an iterator: taking an item starts a call, and the item is a function that waits for the result of this call.
+    `calls` starts a call when an item is taken; the item is a function that waits for the result of this call and returns the
+    result.
     """
     waiting = deque[Callable[[], T]]()
     try:
@@ -364,8 +387,8 @@ def expand_home(connection: Connection, path: str) -> str:
 class Backoff:
     """Computes the pauses between retries while a machine is out of reach.
 
-    Each pause is twice the last pause, up to a limit. The limit is a twentieth of the outage, but at least 1.5 s and at most 30
-    s. `since` is the start of the outage, as a value of `time.monotonic()`; by default now.
+    Each pause is twice the last pause, up to a limit. The limit is a twentieth of the outage so far, but at least 1.5 s and at
+    most 30 s. `since` is the start of the outage, as a value of `time.monotonic()`; None for now.
     """
 
     def __init__(self, since: float | None = None) -> None:

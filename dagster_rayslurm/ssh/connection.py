@@ -51,11 +51,11 @@ class Stream(Protocol):
     def recv(self, size: int) -> bytes: ...
 
     def close(self) -> None:
-        """End the channel, which ends the command's standard input."""
+        """End the connection to the command, which ends the command's standard input."""
         ...
 
     def failure(self, noise: str) -> Exception:
-        """Returns the exception to raise for a command that ended at once after the output `noise`."""
+        """Returns the exception to raise for a command that ended at once; `noise` is the output of the command."""
         ...
 
 
@@ -67,10 +67,11 @@ class Transport(Protocol):
         ...
 
     def start(self, command: str) -> Iterator[Stream]:
-        """Start a command in the login shell, and yield the command's stream.
+        """Start a command in the login shell, and yield a stream to the command.
 
-        If the server has refused the command, the caller may ask for the next item: an implementation that can open a further
-        connection then starts the command on the further connection. Raises `Refused` or `ConnectionFailed`.
+        Each item that the caller takes is a new attempt to start the command. The caller takes a further item only if the server
+        refused the command before. For a further item, an implementation opens a further connection, or the iterator ends. Raises
+        `Refused` if the server refuses the command, and `ConnectionFailed` for another failure.
         """
         ...
 
@@ -89,7 +90,10 @@ class Transport(Protocol):
 
 
 def agent_command(ssh: SSHLogin) -> tuple[str, bytes]:
-    """Returns the command that starts an agent, and the beginning of the agent's hello, the first line that the agent prints."""
+    """Returns the command that starts an agent, and the bytes with which the agent's output begins.
+
+    Output of the login's start-up files may stand before these bytes.
+    """
     word = secrets.token_hex(8)
     return command_line(ssh.python, word), f"\n{word}{word} ".encode()
 
@@ -100,9 +104,9 @@ def _program() -> bytes:
 
 
 class Answer:
-    """The result or the exception of a call; one thread sets the result or exception, and another thread waits for it.
+    """The result or the exception of a call; one thread sets the result or the exception, and another thread waits.
 
-    A `Future` is not used, because an interrupt in the main thread could leave the lock of the `Future` held; the other thread
+    This class is no `Future`, because an interrupt in the main thread could leave the lock of a `Future` held. The other thread
     would then wait for ever.
     """
 
@@ -118,7 +122,7 @@ class Answer:
         self._come.release()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until there is a result or an exception; raises `TimeoutError` after `timeout` seconds."""
+        """Wait until there is a result or an exception; raises `TimeoutError` after `timeout` seconds, None for no limit."""
         if not self._come.acquire(timeout=-1 if timeout is None else timeout):
             raise TimeoutError
         self._come.release()
@@ -133,8 +137,8 @@ class Answer:
 class AgentClient:
     """Calls functions of `edge` on a server, for many threads at once, by an agent that runs on the server.
 
-    The constructor starts the agent. `stream` is the stream of the command from `agent_command`, and `hello` the beginning of the
-    agent's hello. The constructor raises `Refused` or `ConnectionFailed` if the agent does not start; no function was called
+    The constructor starts the agent. `stream` is the stream of the command from `agent_command`, and `hello` are the bytes from
+    `agent_command`. The constructor raises `Refused` or `ConnectionFailed` if the agent does not start; no function was called
     then.
     """
 
@@ -194,9 +198,10 @@ class AgentClient:
         self._stream.close()
 
     def _skip_noise(self, hello: bytes) -> bytes:
-        """Read the output of start-up files and the agent's hello; returns the bytes that have arrived after the hello.
+        """Read the stream up to the end of the agent's first line; returns the bytes that have arrived after this line.
 
-        Raises `ConnectionFailed` or `Refused` if the hello does not come, or shows a Python that is too old.
+        The first line consists of `hello` and the version of Python. Output of start-up files before the line is dropped. Raises
+        `ConnectionFailed` or `Refused` if the line does not come, and `ConnectionFailed` if the version is too old.
         """
         received = b""
         pattern = re.compile(re.escape(hello) + rb"(\d+)\.(\d+)\n")
@@ -238,7 +243,10 @@ class AgentClient:
 
 
 def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception | None]:
-    """Returns the result of a call and None, or None and the exception that the call raised, from the agent's answer."""
+    """Converts an answer of the agent to the result of the call and None, or to None and the exception that the call raised.
+
+    `header` and `values` are the two parts of the answer, as `edge.agent.messages` yields them.
+    """
     if "failure" in header:
         return None, RuntimeError(f"{header['failure']} on the edge node: {values[0]}")
     if "errno" in header:
@@ -267,7 +275,7 @@ def _in_thread(work: Callable[[], T]) -> Answer:
 
 
 def _pump(client: socket.socket, channel: Stream) -> None:
-    """Copy bytes from `client` to the command until the client closes; then close the channel, which ends the command's input."""
+    """Copy bytes from `client` to a command until `client` ends, and then close `channel`, the command's input."""
     with contextlib.suppress(OSError, EOFError):
         while data := client.recv(_BUFFER):
             channel.sendall(data)
@@ -323,9 +331,10 @@ class SSHConnection(Connection):
             time.sleep(pause)
 
     def _named(self, error: OSError, doing: str) -> OSError:
-        """Returns a copy of an error from the edge node.
+        """Returns a copy of an error from the edge node, with a message that names the node and what failed.
 
-        The new message names the node and the operation `doing`, or the file.
+        What failed is `doing`, such as "reading /a/b" or, if `doing` is "", the file that the error names. A timeout of this
+        process is returned unchanged.
         """
         if isinstance(error, TimeoutError) and error.errno is None:
             return error
@@ -344,10 +353,10 @@ class SSHConnection(Connection):
         return answer.get()  # type: ignore[no-any-return]
 
     def _connect(self, called_at: float) -> AgentClient:
-        """Returns a running agent, as `_connected` does; one thread at a time logs in.
+        """Returns a running agent; logs in and starts an agent if none runs. Only one thread at a time logs in.
 
-        If another thread's attempt has failed since `called_at`, a value of `time.monotonic()`, raises the exception of this
-        attempt.
+        If the attempt of another thread has failed since `called_at`, a value of `time.monotonic()`, the function makes no
+        attempt of its own and raises the exception of the other attempt. Raises `Refused` or `ConnectionFailed`.
         """
         with self._lock:
             if self._agent is not None and not self._agent.lost:
@@ -363,7 +372,7 @@ class SSHConnection(Connection):
             return self._agent
 
     def _logged_in(self) -> Transport:
-        """Returns a login that works; logs in if there is no such login. The caller holds the lock."""
+        """Returns a login that works; logs in if there is no such login. The caller holds `_lock`. Raises `ConnectionFailed`."""
         if self._transport is None or not self._transport.alive():
             self._log_out()
             self._transport = self._log_in(self.ssh)

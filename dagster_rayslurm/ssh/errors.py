@@ -24,9 +24,10 @@ def failed(ssh: SSHLogin, sentence: str, temporary: bool = False, subject: str =
 def _failure(
     sentence: str, temporary: bool = False, kind: type[ConnectionFailed] = ConnectionFailed, subject: str = "network"
 ) -> Callable[..., ConnectionFailed]:
-    """Returns a function that returns an exception of the class `kind` with the message `sentence`.
+    """Returns a function that creates an exception of the class `kind`, with `sentence` as its message, for an SSH server.
 
-    The returned function replaces the names in braces in the sentence. `temporary` and `subject` have the same meaning as in
+    The returned function has the arguments `ssh`, the server, `detail` and further texts. It puts the values of these arguments
+    in place of the names in braces in `sentence`. `temporary` and `subject` are attributes of the exception, see
     `ConnectionFailed`.
     """
 
@@ -109,7 +110,10 @@ def unknown_host(ssh: SSHLogin, detail: str = "") -> ConnectionFailed:  # noqa: 
 
 
 def not_started(ssh: SSHLogin, code: int, said: str) -> ConnectionFailed:
-    """Returns the exception for a login shell that ended with exit code `code` and the output `said` before the agent ran."""
+    """Returns the exception for a login shell that ended before the agent ran.
+
+    `code` is the exit code of the login shell, and `said` is its output.
+    """
     reason = re.search(rf".*{re.escape(ssh.python)}: .*(not found|No such file|Permission denied).*|.*nknown option.*", said)
     if reason or code in (126, 127):
         return no_python(ssh, reason[0] if reason else said or f"exit code {code}")

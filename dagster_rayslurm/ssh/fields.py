@@ -18,16 +18,16 @@ _INTEGERS = ("port", "connect_timeout", "keepalive")  # Fields whose variables h
 
 
 def check_port(value: object) -> int:
-    """Validate a TCP port; returns the port."""
+    """Returns `value` if it is a TCP port, a number from 1 to 65535; raises ValueError for another value."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 65536:
         raise ValueError(f"{value!r} is not a port; write a number from 1 to 65535")
     return value
 
 
 def check_name(value: object) -> str:
-    """Validate a host or user name: one word that does not begin with "-", so that no program reads an option.
+    """Returns `value` if it can be the name of a host or user: one word that does not begin with "-". Else raises ValueError.
 
-    Returns the name.
+    A program would take a word that begins with "-" for an option.
     """
     text = check_text(value)
     if not text or text.startswith("-") or len(text.split()) != 1 or text != text.strip():
@@ -36,7 +36,7 @@ def check_name(value: object) -> str:
 
 
 def check_host(value: object) -> str:
-    """Validate a host name or address, which may not contain a user or port. Returns the host."""
+    """Returns `value` if it is a host name or address without a user or port; raises ValueError for another value."""
     text = check_name(value)
     if re.search(r"[@/[]|^[^:]*:\d+$", text):
         raise ValueError(f"{text!r} is more than a host; write the host alone, and `user` and `port` in fields of their own")
@@ -44,7 +44,7 @@ def check_host(value: object) -> str:
 
 
 def check_host_key(value: object) -> str:
-    """Validate a public host key in the format of a .pub file; returns the key without the comment."""
+    """Returns a public host key without its comment; raises ValueError if `value` is no key in the format of a .pub file."""
     fields = check_text(value).split()
     try:
         if len(fields) < 2 or fields[0].encode() not in base64.b64decode(fields[1], validate=True)[:64]:
@@ -57,7 +57,10 @@ def check_host_key(value: object) -> str:
 
 
 def check_python(value: object) -> str:
-    """Validate the name or path of a Python interpreter, which any login shell must read as one word; returns the text."""
+    """Returns `value` if it can be the name or path of a Python interpreter; raises ValueError for another value.
+
+    The name or path may have only characters that any login shell reads as part of one word.
+    """
     text = check_text(value)
     if not re.fullmatch(r"[\w~./+][\w~./+-]*", text, re.ASCII):
         raise ValueError(f"{text!r} is not a name or path of Python; write one such as python3 or /opt/python/bin/python3")
@@ -113,11 +116,11 @@ class SSHLogin(StrictModel):
 
 
 def read_variables(prefix: str, read: Callable[[str, bool], Any]) -> dict[str, Any]:
-    """Returns the fields of an SSH connection for which environment variables with the prefix `prefix` are set.
+    """Returns the values of the fields of an SSH connection for which environment variables are set.
 
-    The fields of a jump host are a dictionary in the field `jump_host`. `read` returns the value of a field. The arguments of
-    `read` are the variable's name, and whether the variable holds an integer. `read` is called for each variable that is set, and
-    always for the variable of `host`.
+    The names of the variables begin with `prefix`. The result always has a value for `host`, also if the variable is not set. The
+    fields of a jump host are a dictionary in the field `jump_host`. `read(variable, integer)` returns the value for a field;
+    `integer` is True if the environment variable `variable` holds an integer.
     """
     stem = prefix.rstrip("_") + "_"
     jump = f"{stem}JUMP_"
@@ -135,16 +138,16 @@ def _read(stem: str, read: Callable[[str, bool], Any]) -> dict[str, Any]:
 
 
 def _variables() -> dict[str, str]:
-    """Returns the names of the fields that have variables, by the ends of the variables' names, such as "KEY_PATH"."""
+    """Returns the name of the field for each variable; the keys are names of variables without the prefix, such as "KEY_PATH"."""
     names = [name for name in SSHLogin.model_fields if name not in ("jump_host", "require_existing_master")]
     return {"KEY": "key_path"} | {name.upper(): name for name in names}  # dagster-slurm says KEY.
 
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
-    """Warn about the environment variables that belong to no field; the same variables cause only one warning.
+    """Warn about the variables in `variables` that belong to no field; a second call with the same arguments does not warn again.
 
-    `variables` are the names of all variables with the prefix `stem`.
+    `variables` are the names of all environment variables that begin with `stem`, the prefix with its last underscore.
     """
     unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in _variables()]
     if unknown:
@@ -162,9 +165,10 @@ def key_path(ssh: SSHLogin) -> str | None:
 
 
 def certificate_path(ssh: SSHLogin) -> str | None:
-    """Returns the path of the configured certificate or, without one, of an existing file KEY-cert.pub beside the key.
+    """Returns the path of the certificate for the configured key; None if there is none.
 
-    Returns None if there is neither. OpenSSH chooses in the same way.
+    The path is the configured path or, if no path is configured, the path KEY-cert.pub beside the key, if this file exists.
+    OpenSSH chooses in the same way.
     """
     if ssh.certificate_path:
         return os.path.expanduser(ssh.certificate_path)

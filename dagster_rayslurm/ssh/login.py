@@ -61,11 +61,11 @@ def asks_password(prompt: str) -> bool:
 
 @dataclass
 class Prompts:
-    """Answers prompts of SSH servers, and prompts of `ssh` for passphrases.
+    """Answers the prompts of SSH servers for passwords, and the prompts of `ssh` for passphrases, with the configured secrets.
 
-    Each secret is given only once, because repeated wrong secrets lock accounts. A prompt names the login, as in "dev@edge's
-    password: " or "(dev@edge) Password: ". OpenSSH before 8.5 leaves the login out of a server's own prompt; if there is a single
-    server, such a prompt is answered too. `unanswered` is the first prompt that got no answer.
+    Each secret is given only once, because repeated wrong secrets lock accounts. A prompt for a password must name one of
+    `servers`, as in "dev@edge's password: " or "(dev@edge) Password: ". OpenSSH before 8.5 does not name the server in some
+    prompts. Such a prompt is answered only if `servers` has a single server. `unanswered` is the first prompt that got no answer.
     """
 
     servers: Sequence[SSHLogin]
@@ -73,7 +73,7 @@ class Prompts:
     _given: set[tuple[int, str]] = field(default_factory=set)
 
     def answer(self, prompt: str) -> str | None:
-        """Returns the configured secret for a prompt; None if no secret fits, or if an earlier prompt got the same secret."""
+        """Returns the configured secret for a prompt; None if no secret fits, or if the secret was given to an earlier prompt."""
         for number, ssh in enumerate(self.servers):
             if secret := self._secret(ssh, prompt):
                 if (number, secret) not in self._given:
@@ -139,10 +139,10 @@ def _text(path: str, size: int = -1) -> str:
 
 
 def load_key(ssh: SSHLogin, path: str) -> Any | None:
-    """Returns a private key with its certificate as a key object of paramiko; None if paramiko does not know this kind of key.
+    """Returns a private key with its certificate, as a key object of paramiko; None if paramiko does not know this kind of key.
 
-    If the key is locked and no passphrase is configured, the agent's key object is returned, if the agent holds the key. Raises
-    `ConnectionFailed` if the key or the certificate cannot be used.
+    For a locked key without a configured passphrase, the result is the same key from the agent. Raises `ConnectionFailed` if the
+    agent lacks this key, if the passphrase is wrong, if the file is no private key, or if the certificate cannot be used.
     """
     key = _unlock(ssh, path, ssh.key_passphrase)
     certificate = certificate_path(ssh) if ssh.key_path else None
@@ -189,7 +189,7 @@ def _unlock(ssh: SSHLogin, path: str, passphrase: str | None) -> Any | None:
 def check_keys(ssh: SSHLogin) -> None:
     """Raise `ConnectionFailed` if the private key for the server or for a jump host cannot be used.
 
-    To be called before the `ssh` program is started, because `ssh` says little about the cause.
+    The check says more than `ssh` says about the cause.
     """
     for hop in ssh.hops():
         path = key_path(hop)
@@ -255,7 +255,7 @@ def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
 def _matches(patterns: str, name: str) -> bool:
     """Returns True if `patterns`, the host field of a line in a known hosts file, includes the host `name`.
 
-    The host field has patterns, separated by commas, or a hash.
+    The host field has patterns, separated by commas, or a hash. `name` is in lower case, as "edge" or "[edge]:2222".
     """
     if patterns.startswith("|1|"):
         with contextlib.suppress(ValueError, AssertionError):
@@ -269,8 +269,9 @@ def _matches(patterns: str, name: str) -> bool:
 def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
     """Compares the key that a host shows with `keys`, the known keys of the host; returns the result.
 
-    If all known keys are of other types, the key counts as changed. Otherwise an attacker in the middle would only need to show a
-    key of a new type.
+    `key` is in base64, and `key_type` is a type such as "ssh-ed25519". If no key is known, the key counts as new. If all known
+    keys are of other types, the key counts as changed. If such a key counted as new, an attacker in the middle would only need to
+    show a key of a new type.
     """
     same = [known.revoked for known in keys if (known.key_type, known.key) == (key_type, key)]
     if same:
@@ -281,7 +282,7 @@ def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
 def expected_keys(ssh: SSHLogin) -> list[KnownKey]:
     """Returns the known host keys of a server: the configured `host_key`, or else the server's keys in the files of known hosts.
 
-    Raises `ConnectionFailed` if a file of known hosts cannot be read.
+    The list is empty if there is no known key. Raises `ConnectionFailed` if a file of known hosts cannot be read.
     """
     if ssh.host_key:
         key_type, key = ssh.host_key.split()
@@ -302,7 +303,8 @@ def expected_keys(ssh: SSHLogin) -> list[KnownKey]:
 def check_host_key(ssh: SSHLogin, key_type: str, key: str) -> None:
     """Check the key that a server shows; raises `ConnectionFailed` if the configuration does not trust the key.
 
-    With host_key_checking "accept-new", the key of an unknown host is added to the file of known hosts.
+    `key` is in base64, and `key_type` is a type such as "ssh-ed25519". With host_key_checking "accept-new", the key of an unknown
+    host is added to the file of known hosts.
     """
     shown = f"{key_type} {key}"
     with locked("known-hosts"):  # Another process may be about to add this key.
@@ -321,7 +323,10 @@ def check_host_key(ssh: SSHLogin, key_type: str, key: str) -> None:
 
 
 def _learn(ssh: SSHLogin, shown: str) -> None:
-    """Add a host's key to the file of known hosts; raises `ConnectionFailed` if the file cannot be written."""
+    """Add the key `shown`, "TYPE BASE64", of a host to the file of known hosts.
+
+    Raises `ConnectionFailed` if the file cannot be written.
+    """
     path = known_hosts_path(ssh)
     try:
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)

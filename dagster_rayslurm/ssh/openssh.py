@@ -69,7 +69,7 @@ def log_in(ssh: SSHLogin) -> OpenSSHTransport:
 
 
 class OpenSSHStream:
-    """A remote command, run by an `ssh` process as a multiplexing client."""
+    """The standard input and output of a remote command; an `ssh` process that uses a running master runs the command."""
 
     def __init__(self, ssh: SSHLogin, path: str, command: str) -> None:
         self._ssh = ssh
@@ -94,13 +94,23 @@ class OpenSSHStream:
 
 
 def _start(path: str, arguments: tuple[str, ...], stream: socket.socket, stderr: Any) -> subprocess.Popen[bytes]:
-    """Start an `ssh` process that uses the master with the control socket `path`, and return the process."""
+    """Start an `ssh` process that runs over the login of a running master, and return the process.
+
+    Args:
+        path: the path of the master's control socket.
+        arguments: the words after the options for the master, such as ("-T", "--", "host", "uname").
+        stream: a socket that becomes the standard input and output of the process.
+        stderr: a file for the error output of the process.
+    """
     command, fd = multiplexed(path, *arguments), stream.fileno()
     return subprocess.Popen(command, stdin=fd, stdout=fd, stderr=stderr, start_new_session=True)
 
 
 def _start_failure(ssh: SSHLogin, said: str) -> Exception | None:
-    """Returns the exception for a multiplexing client whose error output shows that it started nothing; None otherwise."""
+    """Returns the exception for an `ssh` process that a master did not serve; None if the process may have started something.
+
+    `said` is the error output of the process.
+    """
     if _REFUSED.search(said):
         return Refused()
     return errors.gone(ssh) if _NO_MASTER.search(said) else None
@@ -151,11 +161,11 @@ class OpenSSHTransport:
 
 
 def options(ssh: SSHLogin, scratch: str = "") -> list[str]:
-    """Returns the `-o` options of `ssh` for a server and its jump hosts.
+    """Returns the `-o` options of `ssh` for a login to a server through its jump hosts.
 
-    `scratch` is a directory that has a known hosts file for each configured `host_key`. The `ssh` processes for the jump hosts
-    write their log into `scratch`, because `ssh` with ControlPersist hides their messages. Without `scratch`, the result has only
-    the options that a person has to type.
+    `scratch` is a directory with a known hosts file for each configured `host_key`. The `ssh` processes for the jump hosts write
+    their error output to a file in `scratch`, because `ssh` with ControlPersist hides this output. If `scratch` is "", the result
+    has only the options that a person has to type.
     """
     values = {
         # TCP repeats a lost packet later and later, so a new attempt succeeds earlier.
@@ -220,7 +230,7 @@ def _file(path: str) -> str:
 def control_path(ssh: SSHLogin, number: int = 0) -> str:
     """Returns the path of the control socket of a master; equal SSH configurations give equal paths in all processes.
 
-    The paths of several masters to one server differ by `number`.
+    `number` tells the masters to one server apart: 0 for the first master, and 1, 2 and so on for further masters.
     """
     # Timeouts do not count, so that a change of a timeout does not lose a login that a person made.
     fields = ("host", "port", "user", "key_path", "certificate_path", "host_key", "host_key_checking", "known_hosts_file")
@@ -229,7 +239,10 @@ def control_path(ssh: SSHLogin, number: int = 0) -> str:
 
 
 def multiplexed(path: str, *words: str) -> list[str]:
-    """Returns a command line of `ssh` that uses the master with the control socket `path` and never connects by itself."""
+    """Returns a command line of `ssh` that uses the master with the control socket `path`, and fails without this master.
+
+    `words` are the further words of the command line.
+    """
     guard = ["-o", "ControlMaster=no", "-o", "ProxyCommand=false", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
     return ["ssh", "-F", "none", "-S", path, *guard, *words]
 
@@ -262,10 +275,7 @@ def _master_runs(path: str) -> bool:
 
 
 def _ask(command: list[str]) -> str | None:
-    """Run an `ssh` command that only asks for information, such as `ssh -O check`.
-
-    Returns the output, or None after a failure.
-    """
+    """Run an `ssh` command that only asks for information, such as `ssh -O check`; returns the output, None after a failure."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_QUESTION_TIMEOUT)
         return None if done.returncode else done.stdout
@@ -273,9 +283,9 @@ def _ask(command: list[str]) -> str | None:
 
 
 def ensure_master(ssh: SSHLogin, path: str) -> None:
-    """Open a master with the control socket `path`, unless this master runs already. Raises `ConnectionFailed`.
+    """Open a master with the control socket `path`, unless this master runs already.
 
-    Other processes that need the same master wait until the master is open.
+    Raises `ConnectionFailed` if the login fails. Other processes that need the same master wait until the master is open.
     """
     with locked(os.path.basename(path)):
         if not _master_runs(path):
@@ -318,7 +328,10 @@ def _open_master(ssh: SSHLogin, path: str, scratch: str) -> None:
 
 
 def _pipe(scratch: str, name: str) -> Any:
-    """Returns a new named pipe in the directory `scratch`, opened for reading and writing, so that a read never finds its end."""
+    """Returns a new named pipe `name` in the directory `scratch`, opened for reading and writing without blocking.
+
+    The pipe has no end of file as long as it is open, because this process can write to it.
+    """
     path = os.path.join(scratch, name)
     os.mkfifo(path, 0o600)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)
@@ -330,7 +343,7 @@ def _write(path: str, text: str, mode: int = 0o600) -> None:
 
 
 def explain(ssh: SSHLogin, output: str) -> Exception:
-    """Returns the exception for a failed login; `output` is the output of ssh(1) in the C locale."""
+    """Returns the exception for a failed login to the server `ssh`; `output` is the output of `ssh` in the C locale."""
     hops = ssh.hops()
     # The server or jump host that failed: the ssh of the first one prints its message first, with the name of its host.
     hop = next((hop for hop in hops if re.search(rf"(?<![\w.-]){re.escape(hop.host)}(?![\w-]).*?\b{hop.port}\b", output)), None)

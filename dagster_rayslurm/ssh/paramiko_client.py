@@ -42,7 +42,7 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 def log_in(ssh: SSHLogin) -> ParamikoTransport:
     """Log in to a server through its jump hosts, and return the login to the server. Raises `ConnectionFailed`.
 
-    Each host on the way has a `connect_timeout` of its own.
+    The login to each host on the way may take the `connect_timeout` of this host.
     """
     login.check_files(ssh)
     transport: ParamikoTransport | None = None
@@ -129,9 +129,9 @@ def _explain(ssh: SSHLogin, error: Exception, deadline: float) -> ConnectionFail
 
 
 def _prefer_known_types(transport: Any, ssh: SSHLogin) -> None:
-    """Make the transport prefer host keys of the types that are known for the server.
+    """Make `transport` prefer host keys of the types for which a key of the server is known.
 
-    A key of another type, which a host with several keys may have, would look like a changed key.
+    A server may have keys of several types. A key of a type that is not known would look like a changed key.
     """
     types = [key.key_type for key in login.expected_keys(ssh) if not key.revoked]
     known = [name for each in types for name in _SIGNATURES.get(each, (each,))]
@@ -145,14 +145,18 @@ def _prefer_known_types(transport: Any, ssh: SSHLogin) -> None:
 def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
     """Authenticate by keys, then by password, as OpenSSH does; by several methods if the server requires more than one.
 
-    Raises `ConnectionFailed` if the server does not accept the login.
+    `transport` is the transport of paramiko, and `user` the user name on the server. Raises `ConnectionFailed` if the server does
+    not accept the login.
     """
     tried: list[str] = []
     offered: list[str] = []  # The methods that the server takes next; empty after an accepted one if the login is complete.
     prompts = login.Prompts([ssh])
 
     def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
-        """Try a method to authenticate: True if the server accepts, False if not, None if the server does not offer it."""
+        """Try to authenticate by `method`, a method of the transport; returns whether the server accepts.
+
+        The result is None if the server does not offer this method.
+        """
         nonlocal offered
         try:
             offered = method(user, *arguments)
@@ -222,7 +226,7 @@ def _keys(ssh: SSHLogin) -> Iterator[tuple[str, Any]]:
 
 
 class ParamikoStream:
-    """A remote command, run on a channel of paramiko."""
+    """The standard input and output of a remote command, which runs on a channel of paramiko."""
 
     def __init__(self, transport: ParamikoTransport, channel: Any) -> None:
         self._transport, self._channel = transport, channel
@@ -256,9 +260,10 @@ class ParamikoTransport:
         return bool(self._transport.is_active())
 
     def settled_alive(self) -> bool:
-        """Returns True if the login still works `_SETTLE` seconds after a channel ended.
+        """Wait up to `_SETTLE` seconds for the end of this login; returns True if the login still works then.
 
-        When a login ends, paramiko ends the channels first and the transport a moment later.
+        The wait is necessary after the end of a channel: when a login ends, paramiko ends the channels first and the transport
+        later.
         """
         self._transport.join(_SETTLE)
         return self.alive()
@@ -301,9 +306,9 @@ class ParamikoTransport:
             raise errors.gone(self.ssh, str(error)) from None
 
     def open_tcp(self, target: SSHLogin) -> Any:
-        """Returns a channel through this jump host to `target`, the SSH server behind the jump host.
+        """Returns a channel through this login, the login to a jump host, to the SSH server `target`.
 
-        Raises `ConnectionFailed`.
+        Raises `ConnectionFailed` if the jump host cannot reach `target`.
         """
         try:
             return self._open("direct-tcpip", (target.host, target.port), ("127.0.0.1", 0), target.connect_timeout)
@@ -334,7 +339,7 @@ class ParamikoTransport:
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
 
     def _keep_alive(self) -> None:
-        """Send keepalive requests, and close the transport once the server was silent for two keepalive intervals.
+        """Request an answer after `keepalive` seconds of the server's silence, and close the transport after twice this time.
 
         TCP does not notice a loss behind a jump host. paramiko's own `set_keepalive` requests no answer; `global_request` does.
         """

@@ -35,7 +35,10 @@ def connection_to(ssh: SSHLogin | None) -> Connection:
 
 
 def connect_early(ssh: SSHLogin | None) -> None:
-    """Log in to an edge node in a background thread. A failed login is reported only at the first use of the connection."""
+    """Log in to an edge node in a background thread, unless `ssh` is None, which stands for this machine.
+
+    A failed login is reported only at the first use of the connection.
+    """
 
     def log_in() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -66,7 +69,7 @@ atexit.register(close_connections)
 
 
 def _forget_all() -> None:
-    """Forget the connections, which belong to the parent process, and create a new lock. Called in each forked child."""
+    """Forget the connections of the parent process, which this forked child cannot use, and create a new lock."""
     global _lock
     _lock = threading.Lock()
     _connections.clear()

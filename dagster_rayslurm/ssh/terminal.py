@@ -24,7 +24,7 @@ def has_terminal() -> bool:
 
 
 def relay(channel: Any, command: str) -> int:
-    """Run a command on a new paramiko channel, and return the command's exit code.
+    """Run a command on a new paramiko channel with this process's input and output, and return the command's exit code.
 
     If this process has a terminal, the command gets a remote terminal.
     """

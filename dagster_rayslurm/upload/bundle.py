@@ -1,7 +1,7 @@
-"""Bundles: files of this machine that become directories on the cluster, never changed there, and named by their content.
+"""Makes bundles: sets of files of this machine. Each bundle becomes a directory on the cluster, named by a hash of the content.
 
-A scan lists a directory and reads only its ignore files; it leaves out the files that Ray leaves out of a `runtime_env`
-working_dir, and files that no cluster needs, such as caches and environments. The other files are read when the bundle is named.
+A scan lists a directory and reads only ignore files. The scan leaves out the files that Ray leaves out of a `runtime_env`
+working_dir, and files that no cluster needs, such as caches and environments. The other files are read when the name is computed.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Entry:
     source: str  # The path on this machine, with links resolved except the entry itself; "" for a directory only in the bundle.
     executable: bool = False  # Whether the file's owner may execute the file; no other mode bit is kept.
     size: int = 0
-    target: str = ""  # Target of a link; relative to the link if it is in the bundle.
+    target: str = ""  # Target of a link; relative to the link if the target is in the bundle.
     stamp: tuple[int, ...] = ()  # Stat fields of a file, some of which change whenever the file changes.
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The entries of a bundle, sorted by the bytes of their names, before their content is read."""
+    """The entries of a bundle, sorted by the bytes of the names; the content of files is not read yet."""
 
     argument: str  # The argument of `run()` or the launcher that named the files, for error messages.
     entries: tuple[Entry, ...]
@@ -84,9 +84,9 @@ class Manifest:
 
 
 def scan(directory: str) -> Manifest:
-    """Return the manifest of a directory, without the files that its ignore files exclude or that no cluster needs.
+    """Return the manifest of a directory, without entries that ignore files exclude and without entries that no cluster needs.
 
-    A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces the link, as in Ray.
+    A link stays a link if the target is in the bundle, or does not exist; otherwise the target replaces the link, as in Ray.
     Virtual and conda environments below the directory, and links to environments, are left out. Raises ValueError if the files
     exceed the limits, or a file cannot be read or copied; the message says what to do.
     """
@@ -99,8 +99,9 @@ def scan(directory: str) -> Manifest:
 def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Manifest:
     """Return the manifest of single files and directories; `files` maps paths in the bundle to paths on this machine.
 
-    Ignore files are not read; `__pycache__`, `.git` and the like are left out. Raises ValueError like `scan`, and if a path in
-    the bundle is absolute, not normalized, or below another path in `files`.
+    `argument` is the name of the user's argument, for error messages. Ignore files are not read; `__pycache__`, `.git` and the
+    like are left out. Raises ValueError like `scan`, and if a path in the bundle is absolute, not normalized, or below another
+    path in `files`.
     """
     found = _Scan(argument)
     for name, path in sorted(files.items()):
@@ -120,8 +121,9 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Ma
 def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
     """Return True if a fixed rule, the .gitignore files or the .rayignore files exclude the entry `name`.
 
-    `rules` are the ignore files that count for the entry's directory. Of those of one kind that match, the deepest decides.
-    `is_dir` is True also for a link to a directory, which Ray treats as a directory.
+    `rules` are the ignore files that count for the entry's directory. If several .gitignore files have a pattern for the entry,
+    the file in the deepest directory decides; the same holds for .rayignore files. `is_dir` is True also for a link to a
+    directory, because Ray treats such a link as a directory.
     """
     base = posixpath.basename(name)
     if base in _LEFT_OUT or base.endswith(".pyc"):
@@ -136,17 +138,17 @@ def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
 
 @dataclass
 class _Scan:
-    """Collects the entries of one bundle; raises `ValueError` if they exceed the limits."""
+    """Collects the entries of one bundle; raises `ValueError` if the entries exceed the limits."""
 
     argument: str
     remedy: str = "leave it out"
     root: str = "the files"
     _entries: dict[str, Entry] = field(default_factory=dict)
-    _places: dict[str, str] = field(default_factory=dict)  # Names in the bundle by path on this machine, without links.
+    _places: dict[str, str] = field(default_factory=dict)  # Names in the bundle by path on this machine, with links resolved.
     _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)  # Path, name; rules of the directory.
 
     def manifest(self, root: str | None) -> Manifest:
-        """Return the manifest of all entries that were added; decides first how to include each symbolic link."""
+        """Decide how to include each symbolic link, and return the manifest; `root` is the bundled directory or None."""
         if root is not None:
             self._places[root] = ""
         while self._links:
@@ -164,9 +166,9 @@ class _Scan:
             self._check_limits()
 
     def walk(self, top: str, name: str, rules: _Rules | None) -> None:
-        """Add the directory `top` as `name`, and its entries except ignored ones and environments; `manifest` adds links later.
+        """Add the directory `top` as `name`, with all entries below except ignored entries and environments.
 
-        `rules` are the ignore files of the directories above; with None, no ignore file is read.
+        Links are noted for `manifest`. `rules` are the ignore files of the directories above; if None, no ignore file is read.
         """
         waiting = [(top, name, rules)]
         while waiting:
@@ -193,7 +195,10 @@ class _Scan:
                     self._add_file(item.path, full)
 
     def follow(self, path: str, name: str, rules: _Rules | None) -> None:
-        """Add as `name` the file or directory to which `path` leads; raises `ValueError` if that directory contains the link."""
+        """Add the file or directory to which `path` leads, with the name `name` in the bundle; for `rules` see `walk`.
+
+        Raises ValueError if `path` is a link to a directory that contains the link.
+        """
         real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(os.path.abspath(path)))
         if not os.path.isdir(real):
             return self._add_file(real, name)
@@ -225,7 +230,7 @@ class _Scan:
         self.add(Entry(name, EntryKind.LINK, path, target=target))
 
     def _ignore_file(self, kind: str, directory: str, path: str) -> tuple[str, str, GitIgnoreSpec]:
-        """Read the ignore file `kind` of the directory `path`; returns `kind`, `directory` and the patterns.
+        """Read the ignore file `kind` of the directory `path`; return `kind`, `directory` and the patterns.
 
         `directory` is the name of the directory in the bundle. Raises ValueError if a pattern is invalid.
         """
@@ -280,7 +285,7 @@ class _Scan:
 
 
 def _largest(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Add up sizes by the first two parts of paths; returns the five paths with the largest sums, each with its sum."""
+    """Add up the sizes of all paths that begin with the same two parts; return the five largest sums, each with the two parts."""
     sums: Counter[str] = Counter()
     for name, size in sizes:
         parts = name.split("/")
@@ -324,7 +329,7 @@ class Bundle:
         return self.manifest.size
 
     def name_of(self, path: str) -> str | None:
-        """Return the name in the bundle of a path on this machine; "" for the bundled directory, None for a path outside it."""
+        """Return the name in the bundle of a path on this machine; "" for the bundled directory, None for a path outside."""
         path = os.path.abspath(path)
         if self.manifest.root == os.path.realpath(path):
             return ""
@@ -354,7 +359,7 @@ class Bundle:
 
 
 def make_bundle(manifest: Manifest) -> Bundle:
-    """Read the files of a manifest and return their bundle; raises `ValueError` if a file is unreadable or its size has changed.
+    """Read the files of a manifest and return the bundle; raises `ValueError` if a file is unreadable or has another size now.
 
     Files that did not change since this process last read them are not read again.
     """
@@ -378,7 +383,7 @@ def bundle_files(files: Mapping[str, str], *, argument: str = "extra_files") -> 
 
 
 def _digest(argument: str, entry: Entry) -> str:
-    """Return the SHA-256 of a file, from `_digests` if the file did not change since it was read."""
+    """Return the SHA-256 of a file. A file that did not change since the last read is not read again."""
     stamp, known = _digests.get(entry.source, ((), ""))
     if stamp == entry.stamp:
         return known
@@ -392,7 +397,7 @@ def _digest(argument: str, entry: Entry) -> str:
 
 
 def _content(argument: str, entry: Entry) -> Iterator[bytes]:
-    """Yield the content of a file in blocks; raises `ValueError` if it cannot be read, or its size changed since the scan."""
+    """Yield the content of a file in blocks; raises `ValueError` if the file is unreadable, or if the size has changed."""
     try:
         with open(entry.source, "rb", buffering=0) as file:
             left = entry.size

@@ -1,7 +1,7 @@
 """Install bundles and the runtime on the Slurm cluster.
 
-Each bundle, and the runtime, is sent once, and later found by its name. The name does not exist on the cluster before the content
-is complete.
+A bundle or the runtime is sent once, and later found on the cluster by name. The name appears on the cluster when the content is
+complete.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def install(
     progress: Progress | None = None,
     warn: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Install bundles and the runtime on the cluster if they are missing there; only their owner can read them.
+    """Install the runtime and bundles on the cluster, except what is there already; only this user can read the installed files.
 
     `base` is the absolute path of the base directory. `progress` is called during the upload of each large bundle, with the bytes
     sent and the size. `warn` is called with a sentence if a group may write to the base directory.
 
-    If nothing is missing, the function makes one small remote call. Several processes may install at the same time: the processes
-    of one machine send a large bundle once, and those of several machines at most once for each machine.
+    If nothing is missing, the function makes one small remote call. Several processes may install at the same time; then each
+    machine sends a large bundle at most once.
 
     Raises ValueError if a file changed since its bundle was named, and OSError if a file cannot be written on this machine or the
     cluster, or another user owns or can change the base directory.
@@ -83,10 +83,10 @@ def install(
 
 
 def send_files(connection: Connection, base: str, files: Mapping[str, str], progress: Progress) -> None:
-    """Send files to the cluster, where only this user can read them; `files` maps paths there to paths on this machine.
+    """Send files to the cluster, readable for this user only; `files` maps paths on the cluster to paths on this machine.
 
-    `progress` is called with the bytes that have arrived, and with the bytes of all files. Raises `OSError` if a file cannot be
-    read, sent or written.
+    `progress` is called with the number of bytes that have arrived, and the size of all files. Raises `OSError` if a file
+    cannot be read, sent or written.
     """
     sizes = {path: os.path.getsize(local) for path, local in files.items()}
     arrived = dict.fromkeys(files, 0)
@@ -118,7 +118,7 @@ def log_progress(log: Any) -> Progress:
 
 
 def missing(connection: Connection, base: str, paths: Sequence[str], warn: Callable[[str], object] = lambda _: None) -> list[str]:
-    """Return which of `paths` do not exist on the cluster, and mark the others as used now.
+    """Return the items of `paths` that do not exist on the cluster, and mark the existing items as used now.
 
     `paths` are absolute and below the base directory `base`. `warn` is called with a sentence if a group may write to the base
     directory. Raises PermissionError if another user owns or can change the base directory.
@@ -140,7 +140,7 @@ def missing(connection: Connection, base: str, paths: Sequence[str], warn: Calla
 
 
 def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Progress | None) -> str:
-    """Upload the archive of a bundle into a directory on the cluster; returns the name of the archive there."""
+    """Upload the archive of a bundle into a directory on the cluster; return the file name of the archive."""
     name = f".rs-{secrets.token_hex(8)}.tgz"
     with tempfile.NamedTemporaryFile(prefix="rayslurm-") as archive:
         try:
@@ -158,8 +158,8 @@ def _make(
 ) -> None:
     """Create the runtime or a bundle at `path` on the cluster, by `function` of the module `base_directory`.
 
-    `function` gets the directory and the name in `path`, and then `content`; `more` seconds are added to the call's timeout.
-    Raises `OSError` if the call fails.
+    `function` is called with the directory of `path`, the last part of `path`, and `content`. `more` is added to the timeout
+    of the call. Raises `OSError` if the call fails.
     """
     try:
         _call(connection, base, f"making {path}", _UNPACK_TIMEOUT + more, function, *posixpath.split(path), *content)

@@ -105,10 +105,16 @@ class Site:
         """Upload the bundles that are missing on the cluster. In local mode, do nothing."""
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
-        """Claim generation `number` by creating its directory, and start its allocation; False if another process was faster.
+        """Claim generation `number` of a session by creating the generation's directory, and start the generation's allocation.
 
-        `target` has the settings with which the session is created. `hold` is called with the allocation before an interrupt can
-        come.
+        Returns False if another process has claimed the generation before; then nothing is started. Otherwise returns True.
+
+        Args:
+            registry: The registry of the session.
+            target: Has the settings with which the session is created.
+            number: The number of the generation.
+            hold: A function that is called with the allocation as soon as the allocation is known, so that the caller can
+                cancel the allocation after an interrupt.
         """
         raise NotImplementedError
 
@@ -133,7 +139,10 @@ class Site:
         raise NotImplementedError
 
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to a session, and return the session's answer; raises the errors of `send_request`."""
+        """Send a request to a session, and return the session's answer.
+
+        Raises Unreachable, AnswerLost or ConnectionFailed (see `send_request`).
+        """
         raise NotImplementedError
 
     def running(self, session: LiveSession, reused: bool) -> RunningPayload:
@@ -182,7 +191,7 @@ class AcquiredSession:
 class SessionAcquisition:
     """Finds, joins or creates a session for one step, and waits until the session accepts requests.
 
-    `acquire` may be called again.
+    If the session then refuses the payload, the step may call `acquire` again to get another session.
     """
 
     site: Site
@@ -244,11 +253,15 @@ class SessionAcquisition:
         return None
 
     def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
-        """Raise RunFailure if the session of a generation has refused the payload for good, and never accepted any payload.
+        """Raise RunFailure if the session of a generation has refused the payload for good, and has never accepted any payload.
 
-        Returns if this step did not wait for the session, or if the session accepted a payload before. `number` is the number of
-        the generation. `reason` is the session's answer. `unhealthy` are the nodes whose failed health checks led to the refusal.
-        A new session would fail like the session that never accepted a payload.
+        A new session would fail like this session. The function returns without an error in two cases: this step did not wait
+        for the session, or the session accepted a payload before.
+
+        Args:
+            number: The number of the generation.
+            reason: The session's answer, in words.
+            unhealthy: The nodes whose failed health checks led to the refusal; empty if there are none.
         """
         job = self._jobs.get(number)
         if job is None:
@@ -269,9 +282,10 @@ class SessionAcquisition:
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
         """Wait until the session of generation `number` accepts requests; returns the session, or None.
 
-        None means that the step needs another generation: the session closes, or the job was submitted by another process and had
-        ended before this step first checked the job. `created` says whether this step submitted the job. Raises RunFailure if the
-        session does not start.
+        Returns None if the step needs another generation. There are three such cases: the session closes; the generation was
+        abandoned, or is no longer the newest generation; another process submitted the job, and the job had ended before this
+        step first checked the job. `job` is the allocation of the generation. `created` says whether this step submitted the
+        job. Raises RunFailure if the session does not start, or if the job waits for longer than the queue timeout.
         """
         began = time.monotonic()
         touched = -TOUCH_INTERVAL
@@ -313,12 +327,16 @@ class SessionAcquisition:
     def _retry(self, action: Callable[[], T]) -> T:
         """Call `action` and return its result.
 
-        While the cluster does not answer, repeat the call for up to `patience` seconds.
+        While the cluster does not answer, the function repeats the call for up to `site.patience` seconds, and then raises the
+        OSError of the last call.
         """
         return ask_patiently(action, self.site.patience, True, self._log.warning)
 
     def _stop_waiting(self, number: int, job: Allocation) -> None:
-        """Record that this step no longer waits for a session. If no other process waits, cancel the session's job."""
+        """Record that this step no longer waits for the session of generation `number`. If the job has ended, do nothing.
+
+        `job` is the job or process of the generation. If no other process waits for the session, the function cancels the job.
+        """
         if job.status.over:
             return
         name = f"{self.site.noun} {job.job_id}"

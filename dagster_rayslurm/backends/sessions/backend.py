@@ -258,8 +258,9 @@ class SessionBackend(batch.ClusterBackend):
     def misfit(self, plan: Plan) -> str | None:
         """Returns a sentence that says why the payload does not fit the default session; None if the payload fits.
 
-        Raises ValueError if the settings of the default session contradict each other. If the run has components of its own, and
-        `num_nodes` of the session is not set, the contradiction is the returned sentence instead.
+        If the settings of the default session contradict each other, there are two cases. If this run configures components,
+        and `num_nodes` of the session is not set, the function returns a sentence about the contradiction. Otherwise the
+        function raises ValueError.
         """
         required = self.required(plan)
         try:
@@ -297,8 +298,8 @@ class SessionBackend(batch.ClusterBackend):
     def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
         """Returns the content of `runtime.json`, with which the runtime of a session starts.
 
-        `required` has the settings of the session, `request` is the request for the session's job, and `plan` is the first
-        payload's plan.
+        `cluster_id` is the id that the session's Ray cluster gets. `required` has the settings of the session, `request` is the
+        request for the session's job, and `plan` is the first payload's plan.
         """
         return replace(
             batch.runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),

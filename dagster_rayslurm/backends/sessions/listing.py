@@ -35,7 +35,10 @@ _log = logging.getLogger("rayslurm")
 
 
 def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None:
-    """Ask the sessions that belong to a Dagster run to end. A session that cannot be reached ends after its idle timeout."""
+    """Ask the sessions that belong to a Dagster run to end. A session that cannot be reached ends after its idle timeout.
+
+    Raises OSError if the cluster is out of reach.
+    """
     for each in list_generations(connection, base, f"*{run_suffix(run_id)}"):
         if each.announcement is not None and each.announcement.closing is None and not each.ended:
             with contextlib.suppress(Unreachable, AnswerLost):
@@ -100,9 +103,10 @@ class IdleSessions:
                 return
 
     def _yields(self, generation: Generation, nodes: str) -> bool:
-        """Ask an idle session to end; returns whether the session ends. A session that has got a payload in the meantime refuses.
+        """Ask an idle session to end; returns whether the session ends.
 
-        `nodes` names the nodes of the session, for messages.
+        Returns False if the session refuses, for instance because a payload has come to the session in the meantime. `nodes`
+        names the nodes of the session, for messages.
         """
         answer = send_request(self.connection, generation, {"op": Operation.YIELD})
         if answer.get("ok"):

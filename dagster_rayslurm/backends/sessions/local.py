@@ -162,7 +162,11 @@ class LocalSite(Site):
 
 
 class LocalSessionPayload(SessionPayload):
-    """A payload in a session on this machine. The session ends the payload when this process releases the lock or ends."""
+    """A payload in a session on this machine.
+
+    This process holds a lock on a file in the payload's run directory. The session ends the payload when this process releases
+    the lock or ends.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -67,7 +67,10 @@ class Requirements:
         return replace(self, queue=self.queue.having(time_limit=time_limit), components=components)
 
     def job_request(self, name: str = "rayslurm", comment: str = "") -> JobRequest:
-        """Returns the request for a session's Slurm job; raises ValueError if queue and launcher contradict each other."""
+        """Returns the request for a session's Slurm job with the job name `name` and the comment `comment`.
+
+        The request never allows a requeue. Raises ValueError if the settings of queue and launcher contradict each other.
+        """
         if self.components:
             request = request_for(self.components, job_name=name, comment=comment)
         else:
@@ -147,9 +150,15 @@ class Choice:
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:
     """Returns the name of a session's directory: the session's name, and a hash of the settings in which sessions differ.
 
-    The hash always covers `what`. The hash covers `created_with` and the limits in `config`, too, if the session has no
-    configured name, or if `apart` is True: the session is separate, for a payload that does not fit the shared session. If the
-    session belongs to a Dagster run, the name also has a hash of `run_id`.
+    The hash always covers `what`. The hash also covers `created_with`, and the limits on payloads and idle time in `config`, in
+    two cases: if the session has no configured name, and if `apart` is True.
+
+    Args:
+        config: The configuration of the session.
+        run_id: The id of the Dagster run. If the session is for this Dagster run alone, the name ends with a hash of the id.
+        what: Settings by name, such as the environment. If these settings differ, the sessions are always separate.
+        created_with: The settings with which the session is created.
+        apart: Whether the session is separate, for a payload that does not fit the shared session.
     """
     told_apart: list[Any] = [what]
     if config.name is None or apart:
@@ -182,7 +191,8 @@ def _as_text(value: Any) -> str:
 def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | None) -> str | None:
     """Returns the name of the component in which a payload must run; None if the head component of any session will do.
 
-    `own_components` are the components that the run configures; None if the run configures none.
+    The component is the one that `launcher` names, or else the head among `own_components`. `own_components` are the components
+    that the run configures; None if the run configures none.
     """
     if isinstance(launcher, RayLauncher) and launcher.component_id is not None:
         return launcher.component_id
@@ -203,11 +213,13 @@ def misfit_error(problem: str) -> str:
 
 
 def adapted(payload: PayloadSpec, ray: RaySpec | None, required: Requirements, capacity: Capacity) -> PayloadSpec:
-    """Returns the payload with the Ray cluster, the reserved CPUs and GPUs, and the time limit for a run inside a session.
+    """Returns a copy of the payload, completed for a run inside a session with the capacity `capacity`.
 
-    The payload gets the Ray cluster `ray`, or none if all payloads share the session's Ray cluster. The payload reserves CPUs and
-    GPUs, unless Ray divides the nodes of the session. The payload gets a time limit if its own limit is shorter than the
-    session's limit.
+    - The Ray cluster is `ray`; None if all payloads share the session's Ray cluster.
+    - The reserved CPUs and GPUs of each node are those in `required`. Nothing is reserved if the payload takes the session's
+      Ray cluster as it is, or needs a Ray cluster with components.
+    - The time limit is the payload's own time limit, in seconds; None if the payload has no time limit of its own, or if the
+      session's time limit is not longer.
     """
     if not capacity.reuse and ray is not None and None not in capacity.queues:
         # Its own cluster on the session's nodes includes components that the payload does not name.

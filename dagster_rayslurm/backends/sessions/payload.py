@@ -152,9 +152,10 @@ class SessionPayload(RunningPayload):
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Kill a payload that was neither followed nor cancelled. Called when this step is done with the payload.
+        """Kill the payload if the payload's end is not recorded, and neither `poll` nor `cancel` was called before.
 
-        Logs a warning if the payload left something alive in the session's Ray cluster.
+        Called when this step is done with the payload. Logs a warning if the payload left something alive in the session's Ray
+        cluster.
         """
         if leaks := _leaks(evidence):
             self._log.warning(f"[rayslurm] the payload left on the session's cluster: {leaks}")

@@ -105,7 +105,11 @@ class Generation:
 
     @property
     def live(self) -> LiveSession | None:
-        """This generation as a live session; None if it does not accept requests in this process's protocol version."""
+        """This generation as a live session.
+
+        None if the session has not announced itself, is closing, has no readable manifest, or has another protocol version than
+        this process.
+        """
         said, manifest = self.announcement, self.manifest
         if manifest is None or said is None or said.protocol != PROTOCOL_VERSION or said.closing is not None:
             return None
@@ -113,11 +117,11 @@ class Generation:
 
 
 def list_generations(connection: Connection, base: str, key: str = "*", newest: bool = False) -> list[Generation]:
-    """Returns the generations of sessions below a base directory, sorted by session and number.
+    """Returns the generations of sessions below the base directory `base`, sorted by session and number.
 
-    `key` is a pattern for the names of sessions' directories. If `newest` is True, `key` is the name of a single session's
-    directory, and only the newest generation of the session is returned. Raises OSError if the cluster cannot be reached, or a
-    directory belongs to another user.
+    `key` is a pattern with wildcards for the names of sessions' directories. If `newest` is True, `key` is instead the name of
+    one session's directory, and the function returns only the newest generation of this session. Raises OSError if the cluster
+    cannot be reached, or if a directory belongs to another user.
     """
     try:
         found = connection.call(sessions.generations, base, key, newest, repeat=True, timeout=_TIMEOUT)
@@ -185,17 +189,18 @@ class SessionRegistry:
         return parse_announcement(self.connection.read(os.path.join(self.generation_dir(number), SESSION), 0, MOST_BYTES))
 
     def wait_for(self, number: int, waiter: str) -> None:
-        """Record that the process `waiter` waits for a generation to start.
+        """Record that the process `waiter` waits for generation `number` to start.
 
-        The record is valid for three times `TOUCH_INTERVAL`.
+        The record is valid for three times `TOUCH_INTERVAL` seconds, so a process that waits longer calls the function
+        repeatedly.
         """
         self.connection.call(sessions.wait_for, self.generation_dir(number), waiter, repeat=True, timeout=_TIMEOUT)
 
     def stop_waiting(self, number: int, waiter: str) -> bool:
-        """Record that the process `waiter` no longer waits for a generation; returns whether the caller must cancel the job.
+        """Record that the process `waiter` no longer waits for generation `number`; returns whether to cancel the job.
 
-        The result is True if no process waits any more, and the session has not announced itself. Then the generation is marked
-        as abandoned.
+        If no process waits any more, and the session has not announced itself, the function marks the generation as abandoned
+        and returns True: the caller must cancel the generation's job. Otherwise the function returns False.
         """
         arguments = self.generation_dir(number), waiter, 3 * TOUCH_INTERVAL
         return self.connection.call(sessions.stop_waiting, *arguments, repeat=True, timeout=_TIMEOUT)

@@ -49,7 +49,10 @@ class Unreachable(OSError):
 def send_request(
     connection: Connection, session: LiveSession | Generation, request: Mapping[str, Any], carrier: str = "auto"
 ) -> dict[str, Any]:
-    """Send a request to a session and return the session's answer; for `carrier` see `SessionConfig`.
+    """Send a request to a session and return the session's answer.
+
+    `carrier` says how the request gets to the session: "direct" by TCP from the edge node, "srun" by an `srun` in the session's
+    allocation, "auto" by TCP and, if TCP fails, by `srun`.
 
     Raises:
         Unreachable: the session did not receive the request.
@@ -123,12 +126,16 @@ class RunRequest:
     _problem: str = field(default="", init=False)  # Why the last try failed.
 
     def submit(self, session: LiveSession, files: Mapping[str, str]) -> dict[str, Any]:
-        """Ask a session to run the payload; returns the session's answer.
+        """Ask a session to run the payload, again and again until the session answers; returns the session's answer.
 
-        `files` has the contents of new files of the payload's run directory, by name. The answer is {"ok": True} also if an
-        earlier session had accepted the payload. The answer has the error "gone" if this session has ended. Raises StartError if
-        the session does not answer, cannot write the run directory, or does not see the uploaded files. Raises OSError if the
-        edge node cannot be reached or written to, and no session got the request.
+        `files` has the contents of new files of the payload's run directory, by name. If this session, or a session that was
+        asked before, has accepted the payload, the answer is {"ok": True}. Otherwise the answer has the reason of the refusal
+        as `error`. The `error` is "gone" if this session has ended.
+
+        Raises:
+            StartError: the session does not answer, cannot write the run directory, or does not see the uploaded files.
+            OSError: a file cannot be sent; or the edge node cannot be reached, and certainly no session has accepted the
+                payload.
         """
         site, needs = self.site, list(self.site.needs)
         if self.secrets:
@@ -176,9 +183,10 @@ class RunRequest:
             time.sleep(next(pauses, _PAUSES[-1]))
 
     def withdraw(self) -> None:
-        """Withdraw an unsettled request. If a session has accepted the payload after all, `on_accepted` is called.
+        """Tell the session that was asked last not to run the payload. Called while `unsettled` is True.
 
-        Logs an error if it remains unknown whether a session has accepted the payload.
+        If a session has accepted the payload after all, the function calls `on_accepted`. Logs an error if it remains unknown
+        whether a session has accepted the payload.
         """
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
@@ -252,19 +260,20 @@ class RunRequest:
         return {"ok": True}
 
     def _acceptor(self) -> LiveSession | None:
-        """Returns the session that has accepted the payload, according to the payload's journal; None if none has.
+        """Returns the session that has accepted the payload, according to the payload's journal.
 
-        Raises OSError.
+        Returns None if the journal names no session that this request was sent to. Raises OSError if the journal cannot be
+        read.
         """
         data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
         starts = [record for record in LineReader().feed(data) if record.get("type") == "start"]
         return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool:
-        """Returns whether a session may still live.
+        """Returns False if a session has certainly ended, otherwise True.
 
-        Returns False if the session has certainly ended. If `unreachable` is True, returns False also if the session has
-        announced that it closes. Raises ConnectionFailed if the edge node cannot be reached.
+        `unreachable` says whether the last request did not reach the session. In that case the function returns False also if
+        the session has announced that the session closes. Raises ConnectionFailed if the edge node cannot be reached.
         """
         try:
             if unreachable:  # A session in reach may still answer, even if it announces that it is closing.

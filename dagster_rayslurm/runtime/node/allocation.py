@@ -30,7 +30,7 @@ class Component(NamedTuple):
 
 @dataclass(frozen=True)
 class Allocation:
-    """The Slurm job of this task: ids, the names of the step's nodes, and the index of this task's node among these nodes.
+    """The Slurm job of this task: the job's id, the names of the nodes of the task's step, and the index of this node among them.
 
     The step has one task on each node.
     """
@@ -47,16 +47,16 @@ class Allocation:
     first: int = 0  # Index in the step of the first of `nodes`; not 0 only if `nodes` are those of a later component.
 
     def group_of(self, node_id: int) -> int:
-        """Index in `components` of the component that contains the node with this index; 0 if there are no components."""
+        """Index in `components` of the component that contains the node `nodes[node_id]`; 0 if there are no components."""
         ends = itertools.accumulate(len(component.nodes) for component in self.components)
         return next((group for group, end in enumerate(ends) if node_id < end), 0)
 
     def component_of(self, node_id: int) -> Optional[str]:
-        """Name of the component that contains the node with the index `node_id`; None if the job has no named components."""
+        """Name of the component that contains the node `nodes[node_id]`; None if the job has no named components."""
         return self.components[self.group_of(node_id)].name if self.components else None
 
     def of_own_group(self) -> "Allocation":
-        """A copy of the allocation with only the nodes of this task's own component; with all nodes in an ordinary job.
+        """A copy of the allocation that has only the nodes of this task's own component, or all nodes in an ordinary job.
 
         The copy has no `components`.
         """
@@ -115,8 +115,9 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
 def head_address(allocation: Allocation) -> str:
     """The address by which other nodes reach the head node; this function may only be called on the head node.
 
-    The result is the first of `head_addresses` if Slurm reports an address, or if the job has a single node. Otherwise the result
-    is the head's own address on the network towards another node or, without such an address, the head's name.
+    If `allocation.head_addresses` begins with an address and not with the head's name, the result is this address. The same holds
+    if the job has a single node. Otherwise the result is the head's own address on the route to another node, or else on the
+    default route. Loopback addresses do not count. Without any such address, the result is the head's name.
     """
     known, *_ = allocation.head_addresses
     name, *others = allocation.nodes
@@ -129,9 +130,12 @@ def head_address(allocation: Allocation) -> str:
 def select_component(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
     """A copy of the allocation `here` whose components have the names `component_ids`; `here` itself if there are no names.
 
-    In a heterogeneous job, this function also sets the variables of the task's own component in `environ`, the task's
-    environment. Raises ValueError if the number of names differs from the number of components. Slurm sets the variables of the
-    first or the last component in every task (srun(1); tried on Slurm 22.05 and 24.11).
+    In a heterogeneous job, this function also corrects `environ`, the environment of this task. The variables for the partition
+    and the memory get the values of the task's own component. If this node has no GPUs, the variables for visible GPUs are
+    removed. The reason is that Slurm sets all these variables for the first or the last component in every task (srun(1); tried
+    on Slurm 22.05 and 24.11).
+
+    Raises ValueError if the number of names differs from the number of components. An ordinary job counts as one component.
     """
     if here.components:
         group = here.group_of(here.node_id)

@@ -24,7 +24,10 @@ def is_measured(config: Optional[str]) -> bool:
 
 
 def parse_joules(text: Optional[str]) -> Optional[int]:
-    """Return the joules in the output of `sstat --format=ConsumedEnergyRaw` for one step; None without a measurement."""
+    """Return the joules in `text`, the output of `sstat --format=ConsumedEnergyRaw` for one step.
+
+    The result is None if `text` has no measurement, or if `text` is None because sstat failed.
+    """
     match = re.fullmatch(r"\s*([0-9]+)\s*", text or "")
     return int(match.group(1)) if match is not None and int(match.group(1)) not in _NO_VALUES else None
 

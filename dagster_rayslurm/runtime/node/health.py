@@ -30,7 +30,7 @@ _PORT_STATE = re.compile(r"[0-9]+: ")  # Before the word in the file `state` of 
 
 @dataclass(frozen=True)
 class Order:
-    """The input of the process that runs the health checks: names of the checks, and facts that the checks need."""
+    """The input of the process that runs the health checks: the names and values of the checks, and facts that checks need."""
 
     checks: List[str]
     gpus: Optional[int] = None  # GPUs that the node must have; None where they are simulated.
@@ -53,7 +53,10 @@ def name_of(check: str) -> str:
 
 
 def value_error(check: str) -> Optional[str]:
-    """An error text if the value of a built-in check is invalid, as in "clock=soon"; None if the value is valid or missing."""
+    """An error text if a built-in check has an invalid value, as in "clock=soon"; None if the value is valid.
+
+    A value is also invalid if the check takes no values. A check without "=" has no value, and the result is None.
+    """
     name, equals, value = check.partition("=")
     if not equals:
         return None
@@ -108,7 +111,10 @@ def _rows(text: str) -> List[List[str]]:
 
 
 class Disk(NamedTuple):
-    """The size and the free space of the file system that contains `path`, without the space that is reserved for root."""
+    """The size, the free space and the inodes of the file system that contains `path`.
+
+    Free space and free inodes do not include what is reserved for root.
+    """
 
     path: str
     total: int  # Bytes.
@@ -120,7 +126,7 @@ class Disk(NamedTuple):
 def disk_space_problem(disk: Disk, wanted: Optional[int]) -> Optional[str]:
     """An error text if a file system has fewer than `wanted` free bytes, or no free inodes; None otherwise.
 
-    If `wanted` is None, the file system needs free bytes of 5 % of its size.
+    If `wanted` is None, 5 % of the file system must be free.
     """
     least = int(disk.total * _LEAST_FREE) if wanted is None else wanted
     if disk.free < least:
@@ -156,7 +162,7 @@ class Interface(NamedTuple):
 
 
 def interface_problem(interfaces: Sequence[Interface], known: Sequence[str]) -> Optional[str]:
-    """An error text about the first of the `interfaces` that is missing, down or without address; None if all are usable.
+    """An error text about the first of the `interfaces` that is missing, is down or has no address; None if all are usable.
 
     If `interfaces` is empty, the error text says that the node has no InfiniBand port. `known` has the names of all network
     interfaces of the node, for the error text.
@@ -182,7 +188,10 @@ class _NoAnswer(Exception):
 
 
 def _ask(*command: str) -> str:
-    """Run a program and return its output, stripped; raises _NoAnswer if the program is missing, fails or exceeds `_TIMEOUT`."""
+    """Run a program and return its output, error output included, without white space at the ends.
+
+    Raises _NoAnswer if the program is missing, fails, or runs longer than `_TIMEOUT` seconds.
+    """
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:

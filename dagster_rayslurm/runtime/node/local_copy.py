@@ -33,10 +33,11 @@ remark: Optional[Tuple[str, str]] = None
 
 
 def enter(arguments: Sequence[str]) -> None:
-    """Make this node's copy of the environment, and start this program anew with the copy's Python.
+    """Make this node's copy of the Python environment, and replace this program by the same program with the copy's Python.
 
-    `arguments` are the command-line arguments of this program. The function returns only if the environment's recipe asks for no
-    copies, or if making the copy fails. This program then goes on in the shared environment.
+    `arguments` are the command-line arguments for the new program. The function returns only if this program is to go on in its
+    present environment. This is so in three cases: the environment's recipe asks for no copies, the copy cannot be made, or the
+    environment is the copy already.
     """
     global remark
     scratch.inherit()
@@ -73,7 +74,10 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def _find(python: str) -> Tuple[str, Dict[str, Any]]:
-    """The directory of the environment of the executable `python`, and the environment's recipe; {} without a recipe."""
+    """The directory of the Python environment that contains the executable `python`, and the recipe in this directory.
+
+    If the environment has no readable recipe, {} stands for the recipe.
+    """
     prefix = os.path.dirname(os.path.dirname(python))
     for path in (prefix, os.path.dirname(prefix)):  # pixi-pack makes `env/bin/python`.
         try:
@@ -85,9 +89,10 @@ def _find(python: str) -> Tuple[str, Dict[str, Any]]:
 
 
 def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: str) -> None:
-    """Run the `commands` that make the environment at the path `copy`, and then the copy's executable `python` once as a test.
+    """Make a copy of the environment at the path `copy`, which must not exist, and run the copy's executable `python` as a test.
 
-    `temporary` is the directory for temporary files. Raises OSError if a command fails or runs longer than `_TIMEOUT`.
+    `commands` are the commands that make the copy; "{prefix}" stands for the path `copy` in them. `temporary` is the directory
+    for temporary files. Raises OSError if `copy` cannot be created, or if a command fails or runs longer than `_TIMEOUT` seconds.
     """
     os.mkdir(copy)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
@@ -107,10 +112,10 @@ def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: 
 
 
 def _moved(environ: Mapping[str, str], prefix: str, copy: str) -> Dict[str, str]:
-    """The variables of `environ`, with the path `copy` in place of `prefix`, the path of the shared environment.
+    """A copy of the variables `environ`, in which the path of this node's copy replaces the path of the shared environment.
 
-    The target of `prefix`, which is a symbolic link, is replaced as well: files of the environment contain the path of the
-    target. The activation of the environment has put these paths into variables.
+    `prefix` is the path of the shared environment, and `copy` is the path of this node's copy. If `prefix` is a symbolic link,
+    the path that the link points to is replaced as well. The activation of the environment has put both paths into variables.
     """
     target = os.path.join(os.path.dirname(prefix), os.path.basename(os.path.realpath(prefix)))
     moved = {}

@@ -18,7 +18,7 @@ LEFT_OUT = "LEFT_OUT.txt"  # Lists the logs that are missing in the archive, or 
 
 
 class Log(NamedTuple):
-    """A log file: the path relative to the directory of logs, the size in bytes, and the time of the last change."""
+    """A log file: its path below the directory of logs, its size in bytes, and the time of its last change (Unix time)."""
 
     name: str
     size: int
@@ -48,9 +48,9 @@ def select(logs: List[Log], most_of_file: int = _MOST_OF_FILE, most: int = _MOST
 
 
 def main(argv: List[str]) -> int:
-    """Write the archive of a directory of logs; `argv` has the directory and the archive's path. Returns the exit code 0.
+    """Write the archive of a directory of logs, and return the exit code 0.
 
-    Raises OSError if the archive cannot be written.
+    `argv` has the path of the directory and the path of the archive. Raises OSError if the archive cannot be written.
     """
     directory, target = argv
     kept, left_out = select(list(_logs(directory)))

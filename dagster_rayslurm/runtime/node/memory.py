@@ -54,7 +54,7 @@ class Group(NamedTuple):
 class Sample(NamedTuple):
     """One measurement on a node: the memory that the job uses and the job's limit, both in bytes, and the groups of processes.
 
-    `groups` is empty unless memory use is near the limit.
+    `groups` is empty if the job uses less than the share `WARN` of the limit.
     """
 
     used: int
@@ -84,8 +84,9 @@ class Action(NamedTuple):
 def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, Optional[Action]]:
     """The state for the next sample of a node, and the warning or kill that this sample requires.
 
-    The second part is None if the sample requires neither. `node` is the node's name for messages, and `now` is in seconds of a
-    monotonic clock. `may_kill` is False if neither Slurm nor the kernel enforces the limit.
+    The second part is None if the sample requires neither a warning nor a kill. If `may_kill` is False, no kill is required:
+    neither Slurm nor the kernel then enforces the limit. `node` is the node's name for messages. `now` is the time of the sample,
+    in seconds of a monotonic clock.
     """
     share = sample.used / sample.limit
     if share < _REARM:
@@ -146,9 +147,10 @@ _JOB = re.compile(r"/job_\d+(/|$)")  # The directory in a cgroup's path that Slu
 
 
 def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
-    """How slurmd counts shared memory, and whether slurmd ends a job whose processes together exceed the memory limit.
+    """How slurmd counts shared memory, and whether slurmd ends a job whose processes together exceed the job's memory limit.
 
-    `config` is the output of `scontrol show config`. None, for no output, counts as a configuration that does not enforce limits.
+    `config` is the output of `scontrol show config`, or None without output. If slurmd ends no jobs, or if `config` is None, the
+    result is `Shared.NEVER` and False.
     """
     values: Dict[str, str] = dict(re.findall(r"^(\w+)\s*= (.*)$", config or "", re.MULTILINE))
     params = values.get("JobAcctGatherParams", "").lower()
@@ -175,7 +177,7 @@ def fullest(cgroups: Iterable[Tuple[str, int]]) -> Optional[Tuple[int, int]]:
 
 
 def _cgroup_use(directory: str) -> Optional[int]:
-    """Bytes of memory that a cgroup uses, without memory that the kernel can free; None if its files cannot be read."""
+    """Bytes of memory that a cgroup uses, without memory that the kernel can free; None if the cgroup's files cannot be read."""
     for name, reclaimable in _RECLAIMABLE.items():
         with contextlib.suppress(OSError, ValueError):
             with open(os.path.join(directory, name)) as file:
@@ -187,10 +189,14 @@ def _cgroup_use(directory: str) -> Optional[int]:
 
 
 def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_pids: Iterable[int]) -> List[Group]:
-    """The groups into which this process and all processes below it are divided, each group with its memory.
+    """This process and all processes below this process, divided into groups; each group has the memory of its processes.
 
-    Each Ray worker below one of `ray_pids` forms a group with the processes below the worker. Each of `payload_pids` forms such a
-    group too. Each other process is a group of its own. `table` has all processes of this machine by process id.
+    Args:
+        table: All processes of this machine, by process id.
+        ray_pids: Processes below which Ray's workers run. Each worker forms a group with all processes below the worker.
+        payload_pids: The payloads' own processes. Each of these forms a group with all processes below this one process.
+
+    Every other process is a group of its own.
     """
     leaders = {pid: GroupKind.DRIVER for pid in payload_pids}
     for root in ray_pids:
@@ -219,7 +225,10 @@ def _is_worker(process: Process) -> bool:
 
 
 def _title(pid: int) -> str:
-    """The first argument in a process's command line; a Ray worker writes the name of its task or actor there."""
+    """The first argument in a process's command line, cut off after 200 bytes; "" if the process is gone.
+
+    A Ray worker writes the name of its task or actor there.
+    """
     return command_line(pid)[:200].split(b"\0")[0].decode("utf-8", "replace")
 
 
@@ -263,7 +272,10 @@ class MemoryWatch:
         self.loop.call_later(max(delay, _PAUSE_FACTOR * (self.loop.now() - began)), self._sample_and_repeat)
 
     def _sample(self) -> float:
-        """Take one sample, and warn or kill a Ray worker as `decide` says; returns the seconds until the next sample."""
+        """Take one sample, carry out what `decide` returns for the sample, and return the seconds until the next sample.
+
+        Until Slurm has told whether it enforces the memory limit, the sample causes neither a warning nor a kill.
+        """
         used, limit = fullest(self._cgroups) or (self._memory_of_processes(), self._limit or 2**62)
         if self._enforced is None:
             if used >= _QUERY_SHARE * limit and not self._queried:
@@ -287,7 +299,7 @@ class MemoryWatch:
         return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], self._shared)
 
     def _query_slurm(self) -> None:
-        """Start `scontrol show config` and return at once; `_answered` is called with the program's output."""
+        """Start `scontrol show config`; `_answered` gets the program's output, or None if the program fails or is missing."""
         self._queried = True
         try:
             query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)

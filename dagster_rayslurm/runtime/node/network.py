@@ -45,7 +45,7 @@ _chance = random.SystemRandom()
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads back to its own machine, as 127.0.0.1 does; False for a host name."""
+    """Whether an IP address leads back to its own machine, as 127.0.0.1 does; False if `address` is a host name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -73,7 +73,10 @@ def interface_address(interface: str) -> str:
 
 
 def route_address(host: str) -> Optional[str]:
-    """This node's own address on the network by which this node reaches `host`; None if there is no route to `host`."""
+    """This node's own address on the network by which this node reaches `host`, a host name or an IP address.
+
+    The result is None if `host` cannot be resolved, or if there is no route to `host`.
+    """
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -89,7 +92,10 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def split_host_port(address: str) -> Tuple[str, int]:
-    """The host and the port of an address "HOST:PORT"; an IPv6 address is returned without brackets."""
+    """The host and the port of an address "HOST:PORT"; an IPv6 address is returned without brackets.
+
+    Raises ValueError if the port is not a number.
+    """
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -128,10 +134,11 @@ def parse_range(text: str) -> Tuple[int, int]:
 
 
 def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
-    """Up to `count` ports, in random order, that the head's RPC server tries one after another.
+    """Up to `count` ports, in random order, on which the runtime of the head node tries to listen, one after another.
 
-    With a `port_range` ("LOW-HIGH"), each port is the last port of a block: Ray uses the last ports for workers, not for
-    services. The ports are chosen before the head's node is known, so a port may be in use there.
+    If `port_range` ("LOW-HIGH") is None, the ports are from 10000 to 32767. Otherwise each port is the last port of a block of
+    `BLOCK` ports in the range: Ray uses the last ports of a block for workers, not for services. The ports are chosen before the
+    head node is known, so a port may be in use there. Raises ValueError if `port_range` is not valid.
     """
     if port_range:
         low, high = parse_range(port_range)

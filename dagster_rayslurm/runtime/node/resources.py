@@ -43,8 +43,9 @@ def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
 def payload_footprint(spec: PayloadSpec) -> Footprint:
     """The requirements, for each node, of a payload that shares its nodes with other payloads.
 
-    If the payload has a Ray cluster of its own, the requirements of this Ray cluster come first. The payload's `num_cpus` count
-    only if this Ray cluster requires no CPUs, and `num_gpus` only if this Ray cluster requires no GPUs.
+    If the payload has a Ray cluster of its own, the result begins with the requirements of this Ray cluster. The payload's
+    setting `num_cpus` is left out if this Ray cluster requires a number of CPUs. The setting `num_gpus` is left out if this Ray
+    cluster requires a number of GPUs.
     """
     own = node_footprint(spec.ray) if spec.ray is not None else ()
     units = {requirement.unit for requirement in own if requirement.amount is not None}
@@ -55,7 +56,7 @@ def payload_footprint(spec: PayloadSpec) -> Footprint:
 def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
     """The requirements of a runtime for each node: what was requested of Slurm, and what the Ray cluster requires.
 
-    With a `component_id`, the result has the requirements for the nodes of this component.
+    `component_id` names a component, whose nodes the requirements are for; None in a runtime without components.
     """
     asked = next((each for each in spec.components if each.component_id == component_id), spec)
     return (
@@ -201,10 +202,10 @@ _LIST_TIMEOUT = 20.0
 def count_gpus(environ: Mapping[str, str]) -> int:
     """Number of GPUs granted to this process.
 
-    Slurm sets `CUDA_VISIBLE_DEVICES`, `ROCR_VISIBLE_DEVICES` or `ZE_AFFINITY_MASK`, by vendor (gres.conf(5)), and always
-    `SLURM_GPUS_ON_NODE` and `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). Without any of these variables, the GPUs that the driver
-    lists may belong to other jobs. Listed GPUs count only if the job has the whole node, as at sites whose Slurm does not manage
-    GPUs.
+    Variables in `environ` give the number: first a variable for visible GPUs, such as `CUDA_VISIBLE_DEVICES` (gres.conf(5)), then
+    `SLURM_GPUS_ON_NODE`, then `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). If none of these is set, the result is the number of GPUs
+    that the driver lists. But the result is 0 in a Slurm job that does not have all CPUs of the node, because the listed GPUs may
+    then belong to other jobs.
     """
     visible, number = _visible(environ), _number(environ, "SLURM_GPUS_ON_NODE")
     if visible is None and number is not None:
@@ -214,7 +215,10 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
-    """Indices or UUIDs of the GPUs granted to this process; None if all GPUs that the driver lists are granted."""
+    """Indices or UUIDs of the GPUs granted to this process according to `environ`; empty if no GPU is granted.
+
+    The result is None if all GPUs that the driver lists are granted.
+    """
     visible = _visible(environ)
     if visible is not None:
         return visible[1]
@@ -260,7 +264,10 @@ def _devices(visible: str) -> List[str]:
 
 
 def list_gpus() -> List[str]:
-    """The names of the GPUs that `nvidia-smi` lists; empty if `nvidia-smi` is missing, fails or exceeds `_LIST_TIMEOUT`."""
+    """The names of the GPUs that `nvidia-smi` lists.
+
+    The list is empty if `nvidia-smi` is missing, fails, or runs longer than `_LIST_TIMEOUT` seconds.
+    """
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -302,9 +309,9 @@ def simulated_shares(spec: RuntimeSpec, here: NodeResources) -> List[Share]:
 def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Share]:
     """The share of this machine that each component gets, in the order of the components in the start record. A pure function.
 
-    Each component may use all CPUs unless the component requests fewer, because simulated components are rarely busy at the same
-    time. GPUs are assigned in the order of the components. If too few GPUs are left for a component, Ray counts simulated GPUs.
-    `here` has the resources of this machine, and `visible` is the result of `visible_gpus`.
+    Each component may use all CPUs unless the component requests another number, because simulated components are rarely busy at
+    the same time. GPUs are assigned in the order of the components. If too few GPUs are left for a component, Ray counts
+    simulated GPUs. `here` has the resources of this machine, and `visible` is the result of `visible_gpus`.
     """
     variable, left = visible[0], list(visible[1])
     nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}
@@ -339,9 +346,10 @@ def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str
 
 
 def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
-    """The environment variables by which a process sees only the GPUs with the ids `own`, and simulated GPUs.
+    """The environment variables that limit a process to the GPUs with the ids `own`.
 
-    `variable` is the variable that names the GPUs. If `own` has fewer ids than `gpus`, ids without a device stand for the rest.
+    `variable` is the variable that names the visible GPUs. `gpus` is the number of GPUs that Ray counts. If `own` has fewer ids,
+    ids of devices that do not exist stand for the others. A variable with the value None must be unset.
     """
     missing = [str(_FIRST_MISSING_DEVICE + index) for index in range(gpus - len(own))]
     # Ray refuses a number of GPUs that contradicts any of these variables. HIP's would number the devices visible before.
@@ -350,7 +358,10 @@ def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
 
 
 def _remark(cpus: int, gpus: int, has_cpus: int, has_gpus: int) -> str:
-    """A sentence for the Dagster log about CPUs and GPUs that Ray counts but this machine lacks; "" if there are none."""
+    """A sentence for the Dagster log about CPUs and GPUs that Ray counts but this machine lacks; "" if there are none.
+
+    Ray counts `cpus` and `gpus`; this machine has `has_cpus` and `has_gpus`.
+    """
     units = [("CPU", cpus, has_cpus), ("GPU", gpus, has_gpus)]
     short = [(_count(counted, unit), _count(has, unit)) for unit, counted, has in units if counted > has]
     if not short:

@@ -41,7 +41,7 @@ _AMD = ("rocm-smi", "--showuniqueid", "--showuse", "--showmeminfo", "vram", "--j
 
 
 class Gpu(NamedTuple):
-    """The utilization and the used memory of one GPU."""
+    """A GPU's index and UUID, the GPU's utilization in percent, and the bytes of the GPU's memory in use."""
 
     number: str  # The index that the vendor's program gives the GPU.
     uuid: str
@@ -61,7 +61,7 @@ class GpuMonitor:
     def query_if_due(self) -> None:
         """Start a query of the GPUs, unless a query is under way or the last query ended a short time ago.
 
-        To be called periodically.
+        To be called periodically; `figures` gets the answer later. No query is started for Intel GPUs, or if no GPU is granted.
         """
         if self._loop.now() >= self._due:
             self._due = float("inf")
@@ -156,10 +156,9 @@ def logs_of(ray_temp_dir: str) -> str:
 
 
 def started_ahead(log_dir: str) -> Tuple[int, Set[int]]:
-    """The number of workers that Ray started on this node without a job, and the process ids of the workers still without a job.
+    """The number of workers that Ray started on this node ahead of a job, and the ids of the processes that still wait for a job.
 
-    The number includes workers that have ended; the process ids do not. A running worker has a command line that begins with
-    `ray::`.
+    The number also includes the workers that have ended or got a job. `log_dir` is the directory of Ray's logs on this node.
     """
     ahead = [(pid, path) for pid, job, path in _logs(log_dir, _WORKER_LOG) if job == _NO_JOB]
     return len(ahead), {pid for pid, path in ahead if command_line(pid).startswith(b"ray::") and not _logged_job(path)}
@@ -210,7 +209,7 @@ class RayJobs:
     def _jobs_of_workers(self, ray: Collection[int]) -> Dict[int, str]:
         """The Ray job id of each Ray worker that has a job, by the worker's process id.
 
-        `ray` has the ids of all processes of Ray.
+        `ray` has the ids of all processes of Ray on this node; only workers among these processes are in the result.
         """
         jobs: Dict[int, str] = {}
         for pid, named, path in _logs(self.log_dir, _WORKER_LOG):
@@ -223,7 +222,7 @@ class RayJobs:
 def _logs(log_dir: str, pattern: "re.Pattern[str]") -> Iterator[Tuple[int, str, str]]:
     """Yields process id, job id and path of each log in `log_dir` whose name matches `pattern`.
 
-    Yields nothing before Ray has made the directory.
+    The groups of `pattern` are the job id and the process id. Yields nothing before Ray has made the directory.
     """
     with contextlib.suppress(OSError):
         for name in os.listdir(log_dir):
@@ -304,7 +303,10 @@ class UsageMeter:
         self._add_point(at, memory)
 
     def add_ended(self, at: float, pid: int, cpu_seconds: float) -> None:
-        """Add the CPU time that the kernel reports for the ended process `pid` and the children that this process waited for."""
+        """Add the CPU time that the kernel reports for the ended process `pid`, and let the payload's elapsed time end at `at`.
+
+        `cpu_seconds` includes the CPU time of the children that this process waited for. `at` is a time of `time.monotonic`.
+        """
         self._cpu[pid] = max(cpu_seconds, self._cpu.get(pid, 0.0))
         self._add_point(at, 0)
 
@@ -323,7 +325,11 @@ class UsageMeter:
         return asdict(self.usage)
 
     def _add_point(self, at: float, memory: int) -> None:
-        """Update the totals, and append a point to `Usage.points` unless the last point is very recent."""
+        """Update the elapsed time, the CPU time and the peak memory of `usage`, and append a point to the points of `usage`.
+
+        `at` is the time of the sample (`time.monotonic`), and `memory` is the number of bytes in use at this time. No point is
+        appended if the last point is very recent.
+        """
         usage = self.usage
         usage.cpu_seconds = sum(used for pid, used in self._cpu.items() if pid not in self._shared)
         usage.peak_memory = max(usage.peak_memory, memory)
@@ -376,7 +382,7 @@ class UsageSampler:
         return self.meter.summary()
 
     def cancel(self) -> None:
-        """Stop sampling."""
+        """Stop sampling, without a last sample."""
         self._timer.cancel()
 
     def _sample_and_repeat(self) -> None:
@@ -405,7 +411,10 @@ class UsageSampler:
             self.meter.add_gpus(gpus)
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
-        """The processes below the processes `roots`, without `excluded` and all processes below `excluded`."""
+        """The processes of `table` below the processes `self.roots`, or below this process if `self.roots` is None.
+
+        The processes `self.excluded` and all processes below them are left out.
+        """
         others = list(self.excluded())
         excluded = {*others, *(process.pid for root in others for process in descendants(root, table))}
         roots = [os.getpid()] if self.roots is None else self.roots()
@@ -419,10 +428,10 @@ _PEAKS = ("peak_memory", "gpu_utilization_max", "gpu_memory_max", "shared_peak_m
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
     """Merge the usage of one payload on several nodes into one dictionary; `usages` has the usage by name of node, head first.
 
-    Each usage is a dictionary with the fields of `Usage`. Elapsed time and the times of the points come from the head. CPU time
-    and spilled bytes are sums over the nodes. Peak memory, peak GPU utilization and peak GPU memory are the largest values of one
-    node. Mean GPU utilization is the mean of the nodes that have GPUs. The key `nodes` of the result has the CPU time and peak
-    memory of each node.
+    Each usage is a dictionary with the fields of `Usage`. Elapsed time and the times of the points come from the head. CPU times
+    and spilled bytes are sums over the nodes. Each peak (of memory, shared memory, GPU utilization and GPU memory) is the largest
+    value of any node. Mean GPU utilization is the mean of the nodes that have GPUs. The result also has the key `nodes`: a
+    dictionary with the CPU time and the peak memory of each node, by name of node.
     """
     head, *others = usages.values()
 
@@ -445,8 +454,8 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
 def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[float]:
     """A point of the head's usage chart, combined with each other node's latest point that is not newer than the head's point.
 
-    The merged point has the sum of the busy CPUs, and the memory of the node that uses most. `others` has the points of each
-    other node, in the order of time.
+    A point has seconds since the start, busy CPUs and bytes of memory. The merged point has the sum of the busy CPUs, and the
+    memory of the node that uses most. `others` has the points of each other node, in the order of time.
     """
     at = point[0]
     latest = [point, *(other for points in others for other in [each for each in points if each[0] <= at][-1:])]

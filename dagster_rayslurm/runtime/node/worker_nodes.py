@@ -92,8 +92,8 @@ class WorkerNode:
 class WorkerNodes(Listener):
     """All worker nodes of an allocation: sends commands to the nodes, and passes events of the nodes to `on_event`.
 
-    A node that reconnects gets all commands again that still hold; the node's agent ignores commands that the agent has carried
-    out.
+    A node that reconnects gets all commands again that have not been undone. The node's agent ignores commands that the agent has
+    carried out.
     """
 
     loop: Loop
@@ -123,8 +123,10 @@ class WorkerNodes(Listener):
     def send_command(self, places: Iterable[int], **command: Any) -> None:
         """Send a command to the worker nodes with the ids `places`.
 
-        A node that is not connected gets the command when it connects. The command replaces an earlier command on the same
-        subject. A command that ends something is kept until the node has confirmed the command.
+        `command` has the fields of the command: `op`, and often the Ray cluster or payload that the command concerns. A node that
+        is not connected gets the command when the node connects. The new command replaces an earlier command about the same Ray
+        cluster or payload if both have the same `op`, or if one undoes the other. A command that ends something is kept until the
+        node has confirmed the command.
         """
         op = NodeCommand(command["op"])
         subject = _subject(op, command.get("cluster") or command.get("id") or "")
@@ -164,11 +166,11 @@ class WorkerNodes(Listener):
             node.send(op=NodeCommand.STOP)
 
     def wait_gone(self, patience: float) -> None:
-        """Block until all worker nodes have disconnected, or until a time limit is over.
+        """Block until all worker nodes have disconnected, or until time limits are over.
 
-        Nodes that never connected first get `patience` seconds to connect, because only this runtime can tell these nodes to end.
-        Nodes disconnect after their cleanup. Without the wait, the end of this runtime could end the nodes' runtimes before the
-        cleanup.
+        If a node has never connected, this function first waits up to `patience` seconds until all nodes have connected, because
+        only this runtime can tell these nodes to end. All nodes then have `_STOP_TIMEOUT` seconds to clean up and disconnect.
+        Without this wait, the end of this runtime could end the nodes' runtimes before the cleanup.
         """
         if patience > 0 and not self._all_joined():
             self.loop.resume(patience)
@@ -180,7 +182,10 @@ class WorkerNodes(Listener):
                 node.channel.wait_closed(deadline)
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Handle a message of a connection: the first message tells which node has connected, later messages are its events."""
+        """Handle a message of a connection.
+
+        The first message tells which node has connected. Each later message is an event of this node.
+        """
         node = self._node_of_channel.get(channel)
         if node is None:
             self._introduce(channel, message)
@@ -198,7 +203,10 @@ class WorkerNodes(Listener):
             self.on_event(node, message)
 
     def closed(self, channel: Channel, why: str) -> None:
-        """Handle the end of a connection: report the event LOST, and later GONE if the node does not reconnect in time."""
+        """Handle the end of a node's connection for the reason `why`: pass the event LOST to `on_event`.
+
+        If the node does not reconnect in time, the event GONE follows.
+        """
         node = self._node_of_channel.pop(channel, None)
         if node is not None:
             node.channel = None
@@ -215,7 +223,8 @@ class WorkerNodes(Listener):
     def _introduce(self, channel: Channel, message: Message) -> None:
         """Assign a new connection to the node that the first message names, and send this node its pending commands.
 
-        A connection whose first message is invalid is closed. After `dismiss`, the node gets only the command to end.
+        If the first message is invalid, the connection is closed. After a call of `dismiss`, the node gets only the command to
+        end.
         """
         try:
             machine = from_fields(NodeResources, message.get("machine"), "what a node tells of itself")

@@ -27,12 +27,12 @@ Environment = Dict[str, str]  # Environment variables of a process, by name.
 
 
 def pipes_param(params: Dict[str, Any]) -> str:
-    """Returns a bootstrap parameter of Dagster Pipes as `dagster_pipes.encode_param` encodes it: base64 of zlib of JSON."""
+    """Returns `params` as a bootstrap parameter of Dagster Pipes: base64 of zlib of JSON, like `dagster_pipes.encode_param`."""
     return base64.b64encode(zlib.compress(json.dumps(params).encode("utf-8"))).decode("ascii")
 
 
 def shared_variables(spec: PayloadSpec) -> Environment:
-    """Returns the environment variables that all payloads of a session share.
+    """Returns the environment variables that all payloads of a session share: the data directory in `spec`, or {} without one.
 
     Ray's daemons pass the variables to every Ray worker.
     """
@@ -80,7 +80,7 @@ def payload_environment(
 def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
     """Returns the variables of the network fabric's preset that are neither in the payload's configuration nor in `taken`.
 
-    `taken` has the payload's other variables.
+    `taken` has the variables that the payload inherits.
     """
     return {name: value for name, value in spec.default_env.items() if name not in taken and name not in spec.env}
 
@@ -88,7 +88,7 @@ def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
 def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
     """Returns text for the Dagster log: which variables the network fabric's preset sets, and which variables stay unchanged.
 
-    Without a preset, the text is empty. `taken` has the payload's other variables.
+    Without a preset, the text is empty. `taken` has the variables that the payload inherits.
     """
     chosen = chosen_defaults(spec, taken)
     kept = sorted(name for name in spec.default_env if name not in chosen)
@@ -99,10 +99,11 @@ def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
 def job_config(nonce: str, env: Mapping[str, str]) -> str:
     """Returns the configuration of a payload's Ray job, as JSON for the environment variable `JOB_CONFIG`.
 
-    The metadata contains `nonce`, the payload's random id, by which the payload's Ray jobs are found. `env` should have only the
-    variables that Ray's workers lack. Workers inherit the environment of the raylet that starts them, not the environment of the
-    driver. A job's `runtime_env` changes the workers' environment, but then Ray starts new workers. Without a `runtime_env` Ray
-    uses idle workers, which takes half the time (Ray 2.60).
+    `nonce` is the payload's random id. The configuration contains the nonce as metadata, by which the payload's Ray jobs are
+    found.
+
+    `env` has environment variables for the Ray workers of the job, beyond those of the raylet. If `env` is not empty, Ray starts
+    new workers for the job. If `env` is empty, Ray uses idle workers, which takes half the time (Ray 2.60).
     """
     job: Dict[str, Any] = {"metadata": {JOB_MARK: nonce}}
     if env:
@@ -111,11 +112,11 @@ def job_config(nonce: str, env: Mapping[str, str]) -> str:
 
 
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
-    """Create a payload's data directory, and its working directory with links to the payload's input files.
+    """Create a payload's data directory, and the working directory `work_dir` with links to the payload's input files.
 
     The input files are the entries of the directory `spec.working_dir`, and `spec.extra_files`. An extra file replaces an entry
     of the same name. Because of the links nothing is copied, and new files of the payload do not land among the source files in
-    `spec.working_dir`.
+    `spec.working_dir`. Raises OSError if a directory or link cannot be created.
     """
     os.makedirs(work_dir, exist_ok=True)
     if spec.data_dir is not None:
@@ -131,11 +132,15 @@ def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
 
 
 def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: float) -> Optional[str]:
-    """Returns a warning about a Ray cluster that a payload has started itself.
+    """Returns a warning about a Ray cluster that a payload has started itself; None without such a cluster or without a problem.
 
-    The result is None if there is no such cluster, or if no warning is needed. The cluster's raylet is found by the payload's run
-    directory, in a process table that is at most `max_age` seconds old. `has_cluster` tells whether the launcher gave the payload
-    another Ray cluster.
+    The cluster's raylet is found by the payload's run directory, which is in the environment of the raylet.
+
+    Args:
+        run_dir: The payload's run directory.
+        node: The resources that are granted on this node.
+        has_cluster: Whether the launcher gave the payload another Ray cluster.
+        max_age: The greatest age, in seconds, of the process table in which the function looks for the raylet.
     """
     for process in processes.descendants(os.getpid(), processes.recent_table(max_age)[1]):
         if process.name == "raylet" and processes.has_environment(process.pid, "RAYSLURM_RUN_DIR=" + run_dir):
@@ -161,8 +166,12 @@ def raylet_resources(command: bytes) -> Dict[str, float]:
 def own_ray_warning(resources: Dict[str, float], node: NodeResources, has_cluster: bool) -> Optional[str]:
     """Returns a warning about a Ray cluster that a payload has started itself; None if no warning is needed.
 
-    `resources` has the amounts of resources of this Ray cluster. `node` has the resources granted on the node. `has_cluster`
-    tells whether the launcher gave the payload another Ray cluster, which idles now.
+    A warning is needed if the Ray cluster counts more resources than `node` grants, or if the launcher's Ray cluster idles.
+
+    Args:
+        resources: The amounts of the Ray cluster's resources, by name; memory in bytes.
+        node: The resources that are granted on the node.
+        has_cluster: Whether the launcher gave the payload another Ray cluster, which idles now.
     """
     excess = []
     if resources.get("CPU", 0.0) > node.num_cpus:

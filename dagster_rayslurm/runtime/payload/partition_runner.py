@@ -52,7 +52,11 @@ class Runner:
         self._stopping = False
 
     def run(self) -> Optional[Dict[str, str]]:
-        """Run all partitions; returns None when all have ended. In a forked process, returns the environment for the command."""
+        """Run all partitions, each in a forked process; returns None when all partitions have ended.
+
+        Also returns in each forked process, with the environment variables for the command of the partition. After SIGTERM, the
+        method starts no more partitions, and returns None when the running partitions have ended.
+        """
         signal.signal(signal.SIGTERM, self._stop)
         self._send("opened", {"extras": {}})
         pending = list(self._windows)[::-1]
@@ -72,7 +76,7 @@ class Runner:
 
     @property
     def stopped(self) -> bool:
-        """Whether this program received SIGTERM before the last partition had ended."""
+        """Whether this program has received SIGTERM since `run` began."""
         return self._stopping
 
     def _stop(self, *_: Any) -> None:
@@ -83,7 +87,7 @@ class Runner:
     def _start(self, key: str) -> Optional[Dict[str, str]]:
         """Fork a process for the partition `key`.
 
-        Returns None in this process, and the command's environment in the forked process.
+        Returns None in this process. In the forked process, returns the environment variables for the command of the partition.
         """
         self._started += 1
         files = os.path.join(self._directory, "%d-" % self._started)
@@ -111,7 +115,11 @@ class Runner:
         return env
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
-        """Show the output of a partition whose process has ended, and send Dagster's side a message about this end."""
+        """Write the output of a partition whose process has ended to stdout and stderr, and report the end in a Pipes message.
+
+        The arguments are the results of `os.wait3` for the process. A partition that did not succeed is not reported after
+        SIGTERM.
+        """
         key, files, started = self._running.pop(pid)
         _signal_group(pid, signal.SIGKILL)  # What it has left behind.
         ended, by_signal = time.time(), os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
@@ -143,18 +151,19 @@ class Runner:
 
 
 def context_of(context: Dict[str, Any], key: str, window: Optional[Dict[str, str]]) -> Dict[str, Any]:
-    """The Pipes context of the partition `key`; `context` is the Pipes context that all partitions share.
+    """Returns the Pipes context of the partition `key`; `context` is the Pipes context that all partitions share.
 
-    `window` is the partition's time window, or None.
+    `window` is the partition's time window; None for a partition without a time window.
     """
     own = {"partition_key": key, "partition_key_range": {"start": key, "end": key}, "partition_time_window": window}
     return {**context, **own}
 
 
 def _show(path: str, number: int, title: str) -> str:
-    """Copy a file with output to a file descriptor, below the title `title`; returns the end of the output.
+    """Copy the output in the file `path` to the file descriptor `number`, below the title `title`.
 
-    If there is no output, nothing is written, and the result is "".
+    Returns the last `_TAIL` bytes of the output, as text. If the file is missing or empty, nothing is written, and the result is
+    "".
     """
     if not os.path.exists(path) or not os.path.getsize(path):
         return ""
@@ -169,9 +178,11 @@ def _show(path: str, number: int, title: str) -> str:
 
 
 def granted_cpus(directory: str) -> int:
-    """Returns how many CPUs this payload may use on this node: the CPUs reserved in a session, or else the CPUs that are granted.
+    """Returns how many CPUs of this node the payload may use.
 
-    `directory` is the run directory. If Slurm does not bind processes to CPUs, only SLURM_CPUS_ON_NODE has the number (srun(1)).
+    In a session, the result is the number of CPUs reserved for the payload. This number is in the payload's run directory
+    `directory`. Otherwise the result is the number of CPUs to which this process is bound, but not more than SLURM_CPUS_ON_NODE.
+    If Slurm does not bind processes to CPUs, only SLURM_CPUS_ON_NODE has the number (srun(1)).
     """
     with contextlib.suppress(OSError), open(os.path.join(directory, "payload.json"), encoding="utf-8") as file:
         reserved = json.load(file).get("want_cpus")
@@ -191,14 +202,18 @@ def _signal_group(pid: int, signum: int) -> None:
 
 
 def _parameter(value: Dict[str, Any]) -> str:
-    """Returns a bootstrap parameter of Dagster Pipes, encoded as `dagster_pipes.encode_param` does."""
+    """Returns `value`, a bootstrap parameter of Dagster Pipes, as `dagster_pipes.encode_param` encodes it."""
     return base64.b64encode(zlib.compress(json.dumps(value).encode("utf-8"))).decode("ascii")
 
 
 def become(command: List[str], env: Dict[str, str], parent: int) -> None:
-    """Run a partition's command in this forked process; returns only after a Python script or module has run in this process.
+    """Run a partition's command in this forked process.
 
-    `parent` is the id of the process that forked this process. A command that cannot be started ends this process with code 127.
+    If the command runs a Python script or module, this process runs the script or module itself, if possible; then the function
+    returns at the end of the script or module. Any other command replaces this process, so that the function never returns.
+
+    `env` is the environment for the command. `parent` is the id of the process that forked this process. If the command cannot be
+    started, this process exits with the code 127.
     """
     preload_child: Any = sys.modules["preload_child"]
     is_python = command[0] == sys.executable and len(command) > 1 and not command[1].endswith(".pyc")
@@ -221,7 +236,10 @@ def become(command: List[str], env: Dict[str, str], parent: int) -> None:
 
 
 def main() -> int:
-    """Run the partitions that the Pipes context names, and return the exit code. In a forked process, run one partition."""
+    """Run the partitions that the Pipes context names, and return the exit code. In a forked process, run one partition.
+
+    The exit code is 0 when all partitions have ended, even if partitions have failed. After SIGTERM, the exit code is 143.
+    """
     __import__("preload_child")
     del sys.path[0]  # The directory of this file.
     with contextlib.suppress(ImportError):

@@ -78,7 +78,7 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Life:
-    """The state of a payload, immutable; for each event, a method returns the next state and the actions to take."""
+    """The immutable state of a payload. For each event, a method returns the next state and the actions to take."""
 
     phase: Phase = Phase.QUEUED
     exit: Optional[End] = None  # How the payload's process ended; None as long as it runs.
@@ -104,7 +104,10 @@ class Life:
 
     @property
     def exit_code(self) -> int:
-        """The exit code that a shell would report for the payload's process; 1 if the runtime ended the payload."""
+        """The exit code that a shell would report for the payload's process.
+
+        The result is 1 if the runtime ended the payload, or if the process has not exited.
+        """
         if self.forced is not None or self.exit is None:
             return 1
         return 128 + self.exit.signal if self.exit.signal is not None else int(self.exit.exit_code or 0)
@@ -130,17 +133,17 @@ class Life:
     def exited(self, end: End, awaited: FrozenSet[Awaited]) -> Tuple[Life, List[Do]]:
         """Handle the end of the payload's process; returns the next state and the actions to take.
 
-        `end` tells how the process ended. The `end` record waits for the events `awaited`, and after a failure also for a signal
-        to the runtime.
+        `end` tells how the process ended. `awaited` has the events for which the `end` record waits. If the process failed by
+        itself, the `end` record also waits for a signal to the runtime, which would explain the failure.
         """
         if self.forced is None and end.exit_code != 0:
             awaited |= {Awaited.SIGNAL}
         return replace(self, phase=max(self.phase, Phase.EXITED), exit=end, awaited=awaited)._finish_if_complete()
 
     def received(self, awaited: Awaited) -> Tuple[Life, List[Do]]:
-        """Handle an event for which the `end` record waited, or the event's timeout.
+        """Handle the event `awaited`, for which the `end` record waited; returns the next state and the actions to take.
 
-        Returns the next state and the actions to take.
+        The timeout of an event counts as the event.
         """
         life = replace(self, awaited=self.awaited - {awaited})
         return life._finish_if_complete() if self.phase == Phase.EXITED else (life, [])
@@ -205,7 +208,7 @@ class Payload:
         return self._process.pid if self.ending.exit is None else None
 
     def safely(self, call: Callable[[], None]) -> None:
-        """Call `call`, a function that handles an event of this payload; an exception ends this payload, but not the runtime."""
+        """Call `call`, a function that acts for this payload. An exception from `call` ends this payload, but not the runtime."""
         try:
             call()
         except Exception as error:
@@ -230,9 +233,9 @@ class Payload:
             self.files.write(record)
 
     def phase(self, name: str, message: str) -> None:
-        """Show a new phase, such as "running", and a message in the Dagster log and the status file.
+        """Show the message `message` about the payload in the Dagster log, and write the message to the status file.
 
-        After the payload has ended, the method does nothing.
+        `name` is the name of the payload's phase, such as "running". After the payload has ended, the method does nothing.
         """
         if not self.ended:
             at = time.time()
@@ -246,19 +249,20 @@ class Payload:
             self.keep({"type": "tail", "name": name, "text": text})
 
     def keep_fresh(self) -> None:
-        """Update the modification time of the run directory, so that cleanup does not delete the directory as old."""
+        """Update the modification time of the run directory, so that a sweep does not remove the directory as old."""
         self._guarded(lambda: os.utime(self.run_dir))
 
     def end(self, end: Record) -> None:
-        """Write the `end` record `end`; after a failed write, try again every second until a write succeeds."""
+        """Write `end`, the `end` record; after a failed write, try again every second until a write succeeds."""
         self._unwritten_end = end
         if not self.write_end():
             print("rayslurm: %s: the end of the run cannot be recorded yet" % self.run_dir, file=sys.stderr)
 
     def write_end(self) -> bool:
-        """Write the `end` record if the record is due; returns False if writing fails, otherwise True.
+        """Write the `end` record that the method `end` has stored; returns False if writing fails, otherwise True.
 
-        After a failure, the method is called again a second later.
+        If writing fails, the event loop calls the method again a second later. If the `end` record is already written, or not
+        stored yet, the method does nothing and returns True.
         """
         end = self._unwritten_end
         if end is None:
@@ -310,13 +314,13 @@ class Payload:
     # ---- What others ask of the payload
 
     def start(self, env: Environment, messages: str, measurement: UsageMeasurement, leak_check: Optional[LeakCheck]) -> None:
-        """Start the payload's process; if the process cannot be started, the payload ends with an error message.
+        """Start the payload's process. If the process cannot be started, the payload ends with an error message.
 
         Args:
-            env: The environment of the process, without secrets and variables about other components.
-            messages: The path of a new file; the process appends its Pipes messages to this file.
-            measurement: Measures the usage of the payload.
-            leak_check: Finds what the payload leaves in a shared Ray cluster; None if the cluster is not shared.
+            env: The environment variables of the process, except the secrets, and except the variables about other components.
+            messages: The path of a file that does not exist yet; the process appends its Pipes messages to this file.
+            measurement: The object that measures the usage of the payload.
+            leak_check: A function that finds what the payload leaves in a shared Ray cluster; None if the cluster is not shared.
         """
         self._measurement, self._leak_check = measurement, leak_check
         self.ending = replace(self.ending, phase=Phase.STARTING)
@@ -329,9 +333,10 @@ class Payload:
         self._process.start({**env, **self.component_env}, self._work_dir)
 
     def signal(self, signum: int) -> bool:
-        """Send a signal to the payload's process group; returns True if the process has started.
+        """Send a signal to the payload's process group; returns False if the process has not started yet, otherwise True.
 
-        Before the start of the process, the signal is kept and sent at the start.
+        If the process has not started, the signal is sent as soon as the process starts. If the process has ended, no signal is
+        sent.
         """
         if self._process.pid is None:
             self._early_signals.append(signum)
@@ -342,14 +347,21 @@ class Payload:
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
         """End a payload before the payload ends by itself, for instance at the time limit: send SIGTERM, and later SIGKILL.
 
-        SIGKILL follows after `grace` seconds, by default the payload's own grace period. The `end` of the first call is recorded;
-        a second call can shorten the grace period. A call has no effect after the process has ended by itself, with two
-        exceptions: within `_SIGNAL_MARGIN` seconds after a failure, and during the search for outputs.
+        `end` has the reason for the `end` record. The reason of the first call is recorded. SIGKILL follows after `grace`
+        seconds; None means the payload's own grace period. A second call can shorten the grace period. If the process has not
+        started yet, the process is not started.
+
+        After the process has ended by itself, a call usually has no effect. There are three exceptions: a call within
+        `_SIGNAL_MARGIN` seconds after a failure, a call during the search for outputs, and a call before this search because the
+        record cannot be written.
         """
         self._go_on(self.ending.end_early(end, self.spec.grace_period if grace is None else grace, self.loop.now()))
 
     def abandon(self, end: End) -> None:
-        """Kill the process and write the `end` record at once, with the reason in `end`, because of a defect in the runtime."""
+        """Kill the process and write the `end` record at once, because of a defect in the runtime.
+
+        `end` has the reason for the `end` record. After the payload has ended, the method does nothing.
+        """
         if self.ended:
             return
         self.ending = replace(self.ending, forced=self.ending.forced or end, phase=max(self.ending.phase, Phase.FINISHING))
@@ -361,7 +373,10 @@ class Payload:
         self._conclude()
 
     def check_own_ray(self, node: NodeResources) -> None:
-        """Warn in the Dagster log, once, if the payload has started Ray itself and this is a problem (`own_ray_warning`)."""
+        """Warn in the Dagster log, once, if the payload has started a Ray cluster itself and `own_ray_warning` finds a problem.
+
+        `node` has the resources that are granted on this node.
+        """
         warning = None if self._warned else find_own_ray(self.run_dir, node, self.spec.uses_ray, max_age=1.0)
         if warning is not None:
             self._warned = True
@@ -416,7 +431,7 @@ class Payload:
             self._leak_check(self._leaks_found)
 
     def received(self, awaited: Awaited) -> None:
-        """Handle the event `awaited`, for which the `end` record may wait, or the timeout of this event."""
+        """Handle the event `awaited`, for which the `end` record may wait. The timeout of an event counts as the event."""
         self.safely(lambda: self._go_on(self.ending.received(awaited)))
 
     def _leaks_found(self, leaks: List[str]) -> None:
@@ -487,7 +502,10 @@ class Payload:
         return end is not None and (end.reason in _EXPLAINED_BY_RAY or (end.reason == EndReason.EXIT and end.exit_code != 0))
 
     def _conclude(self) -> None:
-        """Write the `end` record at once; if the search for outputs is under way, the record lists no outputs."""
+        """Write the `end` record at once.
+
+        If the runtime ends the payload during the search for outputs, the record lists no outputs.
+        """
         forced = self.ending.forced
         if self.ending.phase == Phase.SEARCHING and forced is not None:
             why = "all of them: %s while they were searched for" % (forced.message or forced.reason)
@@ -543,7 +561,9 @@ class PayloadProcess:
     def start(self, env: Environment, work_dir: str) -> None:
         """Start the process, or request a fork of a preload process if the payload has modules to preload.
 
-        `Payload.process_started` is called when the process has started or cannot be started.
+        The method `Payload.process_started` is called when the process has started, or when it is clear that the process cannot
+        be started. `env` has the environment variables of the process without the secrets, which this method adds. `work_dir` is
+        the working directory of the process.
         """
         payload, spec = self.payload, self.payload.spec
         argv = list(spec.argv)
@@ -599,13 +619,17 @@ class PayloadProcess:
         self.signal(signal.SIGKILL)
 
     def kill_leftovers(self) -> None:
-        """Send SIGKILL to all processes of this run; the run directory in the environment of a process identifies the process."""
+        """Send SIGKILL to all processes of this run, also outside the process group.
+
+        A process of this run has the run directory in its environment.
+        """
         processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self.payload.run_dir))
 
     def read_stream(self, name: str, fd: int) -> None:
-        """Record the text from the output pipe `fd`, called `name`, until the pipe ends.
+        """Record the text that the process writes to an output pipe, until the pipe ends.
 
-        Bytes that are not UTF-8 become U+FFFD.
+        `fd` is the file descriptor from which the pipe is read. `name` is the name of the stream, "stdout" or "stderr". Bytes
+        that are not UTF-8 become U+FFFD.
         """
         self.streams[fd] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
         self.loop.on_readable(fd, lambda: self.payload.safely(lambda: self._read(fd)))

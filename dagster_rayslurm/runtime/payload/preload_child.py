@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _load(names: List[str]) -> Optional[str]:
-    """Import the modules `names`; returns why a payload cannot be forked from this process afterwards, else None."""
+    """Import the modules `names`; returns None, or the reason why no payload can be forked from this process afterwards."""
     for name in names:
         try:
             __import__(name)
@@ -106,7 +106,8 @@ def fork_problem(python: List[str], native: List[str], libraries: List[str], ope
     Args:
         python: The names of the threads that Python knows, without the main thread.
         native: The names of the threads that the kernel lists, without the main thread; "" for a thread without its own name.
-        libraries: The paths of the loaded libraries. A library's pool has at most one thread for each CPU.
+        libraries: The paths of the loaded libraries. Some libraries have a pool of threads that a fork does not harm. Each of
+            these libraries accounts for at most `cpus` - 1 threads without names.
         opened: The paths of the open files.
         cpus: The number of the machine's CPUs.
     """
@@ -155,11 +156,13 @@ def _fork() -> int:
 
 
 def _answer(connection: socket.socket, pid: Optional[int], problem: Optional[str], stale: bool = False) -> None:
-    """Send the runtime the answer to a request; an error, after a cancelled request, is ignored.
+    """Send the runtime the answer to a request. If the runtime has cancelled the request, nothing is sent.
 
-    The answer has the id of the forked process, the `problem` and `stale`. The id is None if no process can be forked. The
-    `problem` keeps the payload from running in the forked process; None if there is no problem. `stale` tells whether an imported
-    file has changed since the import.
+    Args:
+        connection: The socket of the request.
+        pid: The id of the forked process; None if no process was forked.
+        problem: Why the payload cannot run in a forked process; None if the payload can run there.
+        stale: Whether an imported file has changed since the import.
     """
     with contextlib.suppress(OSError):  # The request was cancelled.
         connection.sendall(json.dumps({"pid": pid, "problem": problem, "stale": stale}).encode("ascii"))
@@ -171,8 +174,12 @@ def _answer(connection: socket.socket, pid: Optional[int], problem: Optional[str
 def _begin(connection: socket.socket, files: FileStates, directory: str) -> List[str]:
     """Read the request, prepare this forked process for the payload, and wait for the word "go"; returns the payload's command.
 
-    Without the word "go", the process exits. `files` are the states of the imported files, and `directory` was the working
-    directory during the imports.
+    If another word comes, or if the request is cancelled, the process exits.
+
+    Args:
+        connection: The socket of the request.
+        files: The states of the imported files.
+        directory: The working directory during the imports.
     """
     with connection:
         line = connection.makefile("rb").readline()
@@ -196,9 +203,10 @@ def _begin(connection: socket.socket, files: FileStates, directory: str) -> List
 
 
 def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
-    """Make this process like a fresh interpreter that is about to run the payload; returns why this is impossible, else None.
+    """Make this process like a fresh interpreter that is about to run the payload; returns None, or why this is impossible.
 
-    `directory` was the working directory during the imports.
+    `request` has the payload's command `argv`, working directory `cwd` and environment `env`, and the id `parent` of the process
+    that waits for the payload. `directory` was the working directory of this process during the imports.
     """
     os.chdir(request["cwd"])
     cwd, script = os.getcwd(), request["argv"][1]
@@ -254,9 +262,10 @@ def _reset_inherited_state(cwd: str) -> None:
 
 
 def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Optional[str]:
-    """Returns the name of an imported module that a fresh interpreter would import from the payload's directory instead.
+    """Returns the name of an imported module that a fresh interpreter would import from the directory `directory` instead.
 
-    Returns None if there is no such module. `modules` has the file of each imported module by the module's name.
+    Returns None if there is no such module. `directory` is the first entry of the payload's `sys.path`. `modules` has the files
+    of the imported modules, by the name of the module; None for a module without a file.
     """
     for entry in os.scandir(directory) if os.path.isdir(directory) else ():
         name, dot, extension = entry.name.partition(".")
@@ -269,14 +278,15 @@ def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Option
 
 
 def changed_file(files: FileStates) -> Optional[str]:
-    """Returns the path of the first file of `files` that has changed since the import; None if no file has changed."""
+    """Returns the path of the first file whose state differs from the state in `files`; None if no file has changed."""
     return next((path for path, state in files.items() if _file_state(path) != state), None)
 
 
 def file_states(names: List[str]) -> FileStates:
-    """Returns the modification time and size, by path, of the files of imported modules that may change.
+    """Returns the modification time and the size of files of imported modules, by path.
 
-    These files belong to the modules `names`, and to all modules outside the standard library and the installed packages.
+    Only files that may change are in the result: the files of the modules `names`, and the files of all modules that belong
+    neither to the standard library nor to the installed packages.
     """
     installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     paths = {name: str(getattr(module, "__file__", None) or _OWN) for name, module in list(sys.modules.items())}
@@ -300,7 +310,11 @@ def _read_text(path: str) -> str:
 
 
 def run(argv: List[str]) -> None:
-    """Run a payload in this process as `python SCRIPT …` or `python -m MODULE …` would (CPython 3.8 to 3.14)."""
+    """Run a payload in this process as `python SCRIPT …` or `python -m MODULE …` would (CPython 3.8 to 3.14).
+
+    `argv` is such a command, with `python` as the first word. After an exception of the payload, the function writes the
+    traceback to stderr, and raises SystemExit.
+    """
     # The present module, which has only what Python gave it, is frozen: the garbage collector would never clear it.
     bare, path = vars(sys.modules["__main__"]), argv[1]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -333,9 +347,9 @@ def run(argv: List[str]) -> None:
 def leave_ray() -> None:
     """Exit handler that shuts Ray down faster than Ray's own exit handler, which sleeps for half a second.
 
-    This exit handler runs after the payload's exit handlers and before Ray's. The handler does nothing if lines of Ray's workers
-    may still be on their way, or if the Ray cluster has several nodes. Ray sleeps so that the last lines of workers reach the
-    driver (Ray 2.60: `ray.shutdown` in `_private/worker.py`).
+    This exit handler runs after the payload's exit handlers and before Ray's exit handler. The handler does nothing if lines that
+    Ray's workers printed may not have reached this process yet, or if the Ray cluster has several nodes. Ray's own exit handler
+    sleeps so that such lines reach this process (Ray 2.60: `ray.shutdown` in `_private/worker.py`).
     """
     with contextlib.suppress(Exception):  # Another version of Ray: Ray's own exit handler shuts it down.
         ray: Any = sys.modules["ray"]

@@ -53,8 +53,8 @@ _LATE_NAMES = (
 def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
     """Returns why a payload with the command `argv` cannot be forked; None if the payload can be forked.
 
-    Only the commands `python SCRIPT` and `python -m MODULE` can be forked. `python` in a command may also be the path of the
-    environment's Python, which is the argument `python`.
+    Only the commands `python SCRIPT` and `python -m MODULE` can be forked. The first word of `argv` may be "python", "python3",
+    or `python`, which is the path of the environment's Python.
     """
     if not argv or argv[0] not in ("python", "python3", python):
         return "the command is none of the environment's Python"
@@ -72,7 +72,8 @@ def affects_imports(name: str) -> bool:
 def environment_problem(preloaded: Environment, payload: Environment) -> Optional[str]:
     """Returns why a payload with the environment `payload` cannot be forked from a process with the environment `preloaded`.
 
-    Returns None if the payload can be forked. The reason names the variables that differ, but not their values.
+    Returns None if the payload can be forked: all variables that affect imports are the same. The reason has the names of the
+    variables that differ, but not the values.
     """
     names = {name for name in {*preloaded, *payload} if affects_imports(name) and preloaded.get(name) != payload.get(name)}
     if not names:
@@ -83,7 +84,8 @@ def environment_problem(preloaded: Environment, payload: Environment) -> Optiona
 def preload_environment(base: Environment, payload: Environment, secrets: Iterable[str]) -> Environment:
     """Returns the environment for a new preload process.
 
-    The variables that affect imports come from `payload`, without the names in `secrets`. The other variables come from `base`.
+    Variables that affect imports come from `payload`, the environment of a payload. All other variables come from `base`.
+    `secrets` are names of variables in `payload` that the preload process must not get.
     """
     own = {name: value for name, value in payload.items() if affects_imports(name) and name not in set(secrets)}
     return {**{name: value for name, value in base.items() if not affects_imports(name)}, **own}
@@ -111,10 +113,10 @@ class PreloadServer:
     _processes: Dict[Tuple[str, ...], _Process] = field(default_factory=dict)
 
     def preload(self, modules: Sequence[str], ray_env: Optional[Environment], environ: Environment) -> None:
-        """Start a preload process for payloads whose environment is based on `environ`; does nothing if `modules` is empty.
+        """Start a preload process that imports `modules`; does nothing if `modules` is empty.
 
-        `ray_env` has the variables by which the payloads reach the warm Ray cluster; None if each payload has a Ray cluster of
-        its own.
+        `environ` has the variables on which the environment of the payloads is based. `ray_env` has the variables by which the
+        payloads reach the warm Ray cluster; None if each payload has a Ray cluster of its own.
         """
         if modules and sys.platform == "linux":
             spec = PayloadSpec(argv=[], nonce="", uses_ray=True)
@@ -138,17 +140,17 @@ class PreloadServer:
         Args:
             modules: Names of the modules that the preload process has imported.
             argv: The payload's command.
-            on_exit: Called when the forked process has ended.
-            done: Called, after this method has returned, with the forked process's id, or with the reason for a fresh
-                interpreter.
+            on_exit: Called when the forked process has ended, with the exit code and the resource usage of the process.
+            done: Called once, after this method has returned. The argument is the id of the forked process, or a text that says
+                why the payload needs a fresh interpreter.
             cwd: The payload's working directory.
             env: The payload's environment.
             secrets: Names of the variables in `env` that no other process may have.
             streams: File descriptors for the payload's stdout and stderr; they must stay open until `done` is called.
 
         Returns:
-            A function that cancels the request, or a string with the reason why no fork is possible. After a cancellation, `done`
-            is not called, and a process that was already forked ends by itself.
+            A function that cancels the request, or a text that says why no fork is possible. If the result is a text, `done` is
+            not called. After a cancellation, `done` is not called, and a process that was already forked ends by itself.
         """
         if sys.platform != "linux":
             return "only Linux has what forking from a preloaded one takes"
@@ -180,10 +182,17 @@ class PreloadServer:
     def _await_fork(
         self, process: _Process, connection: socket.socket, streams: Tuple[int, int], on_exit: ExitCallback, done: Done
     ) -> Cancel:
-        """Wait for the forked process's answer and let the process begin, unless there is a problem or the answer is late.
+        """Wait, in the event loop, for the answer of a forked process, and let the process begin by the word "go".
 
-        Returns a function that cancels the wait. The payload cannot run twice, because a forked process begins only at the word
-        "go".
+        If the answer names a problem, or if no answer comes within `_TIMEOUT` seconds, the forked process never begins, so that
+        the payload cannot run twice. The method returns at once; the result is a function that cancels the wait.
+
+        Args:
+            process: The preload process.
+            connection: The socket over which the forked process answers.
+            streams: File descriptors for the payload's stdout and stderr.
+            on_exit: Called when the forked process has ended.
+            done: Called with the id of the forked process, or with the reason why the payload needs a fresh interpreter.
         """
 
         def cancel() -> None:
@@ -226,11 +235,12 @@ class PreloadServer:
         return cancel
 
     def end_process(self, process: _Process, why: Optional[str] = None) -> str:
-        """End a preload process that is outdated, hangs or has ended; returns why the payload needs a fresh interpreter.
+        """End a preload process; returns why the payload that waits for a fork needs a fresh interpreter.
 
-        Payloads that were forked from the process go on. If the process has been forked before, the next request starts another
-        preload process in its place. If the process has never been forked, the reason is kept for later payloads with the same
-        modules. `why` is the reason, if known.
+        Payloads that were forked from the process go on. If payloads were forked from the process before, the next request starts
+        another preload process with the same modules. If no payload was forked from the process, no other preload process is
+        started, and later requests for the same modules get the same reason. `why` is the reason; None if the process has ended
+        or does not answer.
         """
         process.control.close()
         if process.pid is not None:
@@ -251,7 +261,7 @@ class PreloadServer:
             self.end_process(process)
 
     def _start(self, modules: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> Optional[_Process]:
-        """Start a preload process for payloads with the environment `env`, and return the process.
+        """Start a preload process that imports `modules`, for payloads with the environment `env`, and return the process.
 
         Returns None if the process cannot be started. `secrets` are names of variables in `env` that the preload process must not
         get.

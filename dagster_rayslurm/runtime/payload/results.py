@@ -41,11 +41,17 @@ class UsageMeasurement:
         self._announce_jobs()
 
     def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
-        """End the measurement after the payload's process `pid` has ended; returns True if `done` will be called later.
+        """End the measurement after the payload's process has ended; returns whether `done` will be called later.
 
-        `rusage` has the kernel's figures of the process, and `hostname` is this node's name in the usage. The result is True if
-        there are worker nodes. `done` is then called when the worker nodes have sent their figures, or when the time for the
-        figures is over.
+        If the payload has worker nodes, the result is True. Then `done` is called when all worker nodes have sent their usage, or
+        when the time to wait for them is over. If the payload has no worker nodes, the result is False, and `done` is never
+        called.
+
+        Args:
+            pid: The id of the payload's process.
+            rusage: The kernel's figures of the process (getrusage(2)).
+            hostname: The name of this node in the usage.
+            done: A function without arguments. Afterwards `current` has the usage of all nodes.
         """
         own = self._total = self.sampler.stop(pid, rusage)
         self._announce_jobs()
@@ -81,16 +87,19 @@ class UsageMeasurement:
             self.note({"type": "usage", "usage": usage, "memory": points[-1][2]})
 
     def _announce_jobs(self) -> None:
-        """Tell the worker nodes to measure usage, and which Ray jobs in a shared Ray cluster belong to the payload."""
+        """Tell the worker nodes to measure usage, and which Ray jobs in a shared Ray cluster belong to the payload.
+
+        Does nothing if the worker nodes know these Ray jobs already.
+        """
         jobs = None if self.sampler.jobs is None else self.sampler.jobs.job_ids
         if self.workers is not None and (jobs or set()) != self._announced:
             self._announced = set(jobs or ())
             self.workers.measure(self.nonce, None if jobs is None else sorted(jobs))
 
     def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
-        """Request the figures of the worker nodes; returns False if there are no worker nodes.
+        """End the measurement on the worker nodes, and request their usage; returns False if there are no worker nodes.
 
-        `done` is called with the figures by node name.
+        `done` is called later, with the usage by name of the worker node. Without worker nodes, `done` is never called.
         """
         workers, self.workers = self.workers, None
         if workers is not None:
@@ -100,9 +109,10 @@ class UsageMeasurement:
 
 @dataclass(eq=False)
 class OutputSearch:
-    """Finds the files that a payload created in its working directory, except links to the payload's input files.
+    """Finds the files in a payload's working directory that match `patterns`, except links to the payload's input files.
 
-    Smaller files come first. A file is left out if the total size would exceed `max_bytes`.
+    Files are selected from the smallest to the largest. A file is left out if the total size of the selected files would exceed
+    `max_bytes`.
     """
 
     work_dir: str
@@ -144,10 +154,10 @@ class OutputSearch:
 
 
 def _expand(directory: str, parts: Sequence[str]) -> Iterator[str]:
-    """Yields the paths below a directory that match the parts of a pattern, and each directory that a `**` walks through.
+    """Yields the paths below a directory that match a pattern, and each directory that a `**` of the pattern walks through.
 
-    The directories let the caller pause: `glob.iglob` would walk a whole tree before the first match, which may take minutes on a
-    network file system.
+    `parts` are the parts of the pattern between slashes. The directories in the result let the caller pause: `glob.iglob` would
+    walk a whole tree before the first match, which may take minutes on a network file system.
     """
     if "**" not in parts:
         yield from glob.iglob(os.path.join(glob.escape(directory), *parts))

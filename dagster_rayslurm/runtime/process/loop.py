@@ -81,15 +81,19 @@ class Loop:
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
         """Start a process in a POSIX session of its own and return the process id.
 
-        The loop calls `on_exit` when the process ends. `options` are arguments of `subprocess.Popen`. Raises OSError if the
-        process cannot be started.
+        When the process ends, the loop calls `on_exit` with the exit code and the `resource.struct_rusage` of the process. The
+        exit code is -N after signal N. `options` are arguments of `subprocess.Popen`. Raises OSError if the process cannot be
+        started.
         """
         process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
         self._children[process.pid] = (process, on_exit)
         return process.pid
 
     def adopt(self, pid: int, on_exit: ExitCallback) -> None:
-        """Call `on_exit` when the process `pid` ends; `pid` is an orphan that this process, a subreaper, has adopted."""
+        """Call `on_exit` when the process `pid` ends, with the same arguments as for `spawn`.
+
+        The process is an orphan that this process, a subreaper, has adopted.
+        """
         self._children[pid] = (None, on_exit)
 
     def children(self) -> List[int]:

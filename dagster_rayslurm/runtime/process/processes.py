@@ -61,7 +61,7 @@ _latest: Tuple[float, Dict[int, Process]] = (float("-inf"), {})
 def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
     """The time at which a process table was read (`time.monotonic`), and the table, which is at most `max_age` seconds old.
 
-    All parts of the runtime share the table, so callers must not change the table.
+    If `max_age` is 0, the table is read now. All parts of the runtime share the table, so callers must not change the table.
     """
     global _latest
     now = time.monotonic()
@@ -96,13 +96,16 @@ def resident_and_shared(pid: int) -> Tuple[int, int]:
 def environment(pid: int) -> List[bytes]:
     """The entries `NAME=value` of the environment with which a process was started.
 
-    The result has no such entries if the process is gone or belongs to another user.
+    The result is [b""] if the process is gone or belongs to another user.
     """
     return _read(pid, "environ").split(b"\0")
 
 
 def has_environment(pid: int, entry: str) -> bool:
-    """Whether the environment with which a process was started has the entry `entry`, a text `NAME=value`."""
+    """Whether the environment with which a process was started has the entry `entry`, a text `NAME=value`.
+
+    The result is False if the process is gone or belongs to another user.
+    """
     return os.fsencode(entry) in environment(pid)
 
 
@@ -168,7 +171,7 @@ def raise_file_limit(wanted: int = 65535) -> None:
 def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
     """Returns a function for `subprocess.Popen` (`preexec_fn`) that makes the child receive `signum` when this process ends.
 
-    The kernel sends the signal (prctl(2), PR_SET_PDEATHSIG). On systems other than Linux, the function does nothing.
+    The kernel sends the signal (prctl(2), PR_SET_PDEATHSIG). On systems other than Linux, the returned function does nothing.
     """
     parent = os.getpid()
 
@@ -182,10 +185,11 @@ def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Callable[[Optional[str]], None]) -> None:
-    """Start a program, and call `on_answer` with the program's output when the program has ended, or with None if it failed.
+    """Start a program, and call `on_answer` with the program's output after its end, or with None if the program failed.
 
-    A program that runs longer than `timeout` seconds is killed and counts as failed. Raises OSError if the program cannot be
-    started. `on_answer` is not called as long as the program hangs in an uninterruptible wait.
+    A program with an exit code other than 0 has failed. A program that runs longer than `timeout` seconds is killed, and has
+    failed too. Raises OSError if the program cannot be started. `on_answer` is not called as long as the program hangs in an
+    uninterruptible wait. The output must fit into a pipe (64 KiB on Linux), because the output is read after the program's end.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)  # A process that the program left behind may keep the other end open.
@@ -226,8 +230,8 @@ def kill_all(pids: Iterable[int]) -> None:
 def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
     """Send SIGKILL to all processes below the subreaper `root` until none is left, or until `timeout` seconds are over.
 
-    Returns the ids of the processes that are left then, such as processes in uninterruptible sleep. `collect` is called before
-    each round and must reap zombies, which count as left.
+    Returns the ids of the processes that are still left, such as processes in uninterruptible sleep. `collect` is called before
+    each round and must reap zombies, because a zombie counts as left.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -305,14 +309,14 @@ def guard(
 
     Args:
         main: The function to run; returns an exit code.
-        excused: Called if `main` has failed. If the result is True, the keeper's exit code is 0.
-        in_a_step: Whether this process belongs to a Slurm job step. The parent is then slurmstepd, or a program that starts a
-            container below the process whose id is in `RAYSLURM_PARENT`. If the parent or that process ends, the keeper sends
-            `main` SIGTERM.
-        orphaned: Called after the cleanup if the parent or the process in `RAYSLURM_PARENT` has ended.
+        excused: Called if the exit code is not 0. If the result is True, the exit code becomes 0.
+        in_a_step: Whether this process belongs to a Slurm job step. If True, the keeper watches slurmstepd: slurmstepd is the
+            parent or, if a container runs this process, the process whose id is in `RAYSLURM_PARENT`. If slurmstepd or the parent
+            ends, the keeper sends SIGTERM to the child.
+        orphaned: Called after the cleanup if `in_a_step` is True, and slurmstepd or the parent has ended.
 
     Returns:
-        The exit code of `main`, or 128 + N if signal N ended the child.
+        The exit code of `main`, 70 if `main` raised an exception, or 128 + N if signal N ended the child.
     """
     become_subreaper()
     arrange = die_with_parent(signal.SIGTERM)
@@ -370,9 +374,10 @@ def guard(
 
 
 def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait some seconds and cancel the Slurm job of this process, if this node is the job's first; on other nodes, do nothing.
+    """Wait some seconds and cancel this process's Slurm job, if this node is the first of the job; on other nodes, do nothing.
 
-    To be called after slurmstepd was killed, because srun would then wait for its task for ever. Errors of scancel are ignored.
+    To be called after slurmstepd was killed, because srun would then wait for its task for ever. `environ` has Slurm's variables
+    of this task. `sleep` is the function that waits. Errors of scancel are ignored.
     """
     if environ.get("SLURM_NODEID") == "0":
         sleep(_SCANCEL_DELAY)

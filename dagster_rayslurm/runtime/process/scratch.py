@@ -30,8 +30,8 @@ _lock_before = -1  # The file descriptor that `inherit` has found; -1 if there i
 def _bases(short: bool) -> List[str]:
     """The directories in which scratch directories may be made, the preferred first.
 
-    If `short` is True, the result has only directories with short paths. A short path leaves room for the temporary directory of
-    a payload's own Ray cluster. This directory is `x/r` in a scratch directory, where `x` is one character.
+    If `short` is True, directories with long paths are left out. The others leave room for the sockets of a payload's own Ray
+    cluster, whose temporary directory is `x/r` in a scratch directory, where `x` is one character.
     """
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", tempfile.gettempdir()]
     longest = MAX_RAY_TEMP_DIR_BYTES - len("/rs-12345678/x/r")
@@ -62,7 +62,7 @@ class Scratch:
 
     @property
     def ray_temp_dir(self) -> str:
-        """Path of Ray's temporary directory, which is below this directory."""
+        """Path of Ray's temporary directory in this scratch directory."""
         return os.path.join(self.path, "r")
 
     def join(self, *names: str) -> str:
@@ -73,16 +73,16 @@ class Scratch:
         _remove(self.path, self._lock)
 
     def outlive_exec(self) -> Dict[str, str]:
-        """Keep the lock when this process executes another program.
+        """Keep the lock on this directory while this process replaces its program by another program (`os.execve`).
 
-        Returns the environment variable by which `inherit` finds the lock in the other program.
+        Returns the environment variable that the other program needs. In the other program, `inherit` takes over the lock.
         """
         os.set_inheritable(self._lock, True)
         return {_INHERITED: str(self._lock)}
 
 
 def inherit() -> None:
-    """Take over the lock that `outlive_exec` kept when this process executed the present program; without a lock, do nothing."""
+    """Take over the lock that `outlive_exec` kept in this process's previous program; without such a lock, do nothing."""
     global _lock_before
     _lock_before = int(os.environ.pop(_INHERITED, -1))
     if _lock_before != -1:
@@ -92,7 +92,7 @@ def inherit() -> None:
 def release() -> None:
     """Close this process's descriptor of the lock from `inherit`, so that only this process's children hold the lock.
 
-    After the end of the children, `sweep` removes the directory.
+    After the end of the children, the scratch directory is not locked any more, and `sweep` removes the directory.
     """
     global _lock_before
     if _lock_before != -1:
@@ -109,9 +109,9 @@ def _check_disk(path: str, needed: int) -> None:
 
 
 def _claim(path: str) -> int:
-    """Lock a new directory, write the marker file into the directory, and return the file descriptor that holds the lock.
+    """Lock the new directory `path`, write the marker file there, and return the file descriptor that holds the lock.
 
-    If either fails, the directory is removed, and OSError is raised.
+    If the directory cannot be locked, or the file cannot be written, the directory is removed, and OSError is raised.
     """
     lock = None
     try:

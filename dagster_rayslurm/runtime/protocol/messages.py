@@ -27,7 +27,7 @@ class EndReason(TextEnum):
     TIMEOUT = "timeout"  # The payload's or the allocation's time limit was reached.
     RETURNED = "returned"  # The session accepted the payload but never started it; another session may run it.
     ALLOCATION = "allocation"  # The allocation has fewer resources than were requested of Slurm.
-    ENVIRONMENT = "environment"  # The payload's Python environment lacks Ray, or has another version of it.
+    ENVIRONMENT = "environment"  # The payload's Python environment lacks Ray, or has another version of Ray.
     SPAWN = "spawn"  # The payload's command cannot be started.
     CLUSTER_START = "cluster-start"  # The Ray cluster did not start.
     CLUSTER_LOST = "cluster-lost"  # The Ray cluster was lost after it had started.
@@ -48,9 +48,9 @@ class End:
 
 
 def defect(error: BaseException) -> End:
-    """The `End` of a payload that the exception `error`, a defect of the runtime, ended.
+    """Returns the `End` of a payload that ends because of a defect of the runtime; the exception `error` shows the defect.
 
-    The message is one line without traceback.
+    The message of the `End` is one line without traceback.
     """
     text = " ".join(str(error).split())
     return End(EndReason.RUNTIME, type(error).__name__ + (": " + text if text else ""))
@@ -102,7 +102,7 @@ class Operation(TextEnum):
     """The operation that a client requests of a running runtime: the `op` of the request."""
 
     RUN = "run"  # Run the payload of a run directory.
-    WITHDRAW = "withdraw"  # Do not run a payload, even if the request to run it arrives later than this one.
+    WITHDRAW = "withdraw"  # Do not run a payload, even if the request to run the payload arrives after this request.
     CANCEL = "cancel"  # End a payload.
     DESCRIBE = "describe"  # Answer with the state of the runtime, and change nothing.
     STOP = "stop"  # End all payloads and the runtime.
@@ -127,7 +127,7 @@ class Refusal(TextEnum):
 
 
 def refuse(error: Refusal, message: object = None, **more: Any) -> Answer:
-    """An answer that refuses a request: `error` is the kind of refusal, `message` an explanation or None, `more` further keys."""
+    """Returns an answer that refuses a request: `error` is the kind of refusal, `message` explains, `more` has further keys."""
     answer = {"ok": False, "error": error.value, **more}
     return answer if message is None else {**answer, "message": str(message)}
 

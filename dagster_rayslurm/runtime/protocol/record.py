@@ -46,13 +46,13 @@ Record = Dict[str, Any]  # The JSON object of one line.
 
 
 def encode(record: Record) -> bytes:
-    """The line for a record, with checksum and newline."""
+    """Returns the line for a record, with checksum and newline."""
     body = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")[:-1]
     return body + _CRC_KEY + b'%08x"}\n' % zlib.crc32(body)
 
 
 def decode(line: bytes) -> Optional[Record]:
-    """The record in `line`, which is given without the newline at the end; None if the line is damaged."""
+    """Returns the record in `line`, which has no newline at the end; None if the line is damaged."""
     body, key, tail = line.rpartition(_CRC_KEY)
     if not key or tail != b'%08x"}' % zlib.crc32(body):
         return None
@@ -74,7 +74,7 @@ class LineReader:
 
     @property
     def next_read(self) -> int:
-        """Position in the file from which to read next: after the lines before `offset` and the partial line in memory."""
+        """The position in the file from which to read next, behind all lines before `offset` and the partial line in memory."""
         return self.offset + self._partial_bytes
 
     def feed(self, data: bytes) -> List[Record]:
@@ -233,22 +233,25 @@ class RunRecord:
 
 
 def node_log(place: int) -> str:
-    """Name of the log of the node with the index `place`; the log contains the output of the node's runtime and Slurm task."""
+    """Returns the file name of the log of the node with the index `place`.
+
+    The log contains the output of the node's runtime and Slurm task.
+    """
     return "node-%d.log" % place
 
 
 def component_dir(run_dir: str, component_id: str) -> str:
-    """Path of the run directory of one component (separate topology); `run_dir` is the directory of the whole run."""
+    """Returns the path of the run directory of one component (separate topology); `run_dir` is the directory of the whole run."""
     return os.path.join(run_dir, COMPONENTS, component_id)
 
 
 def run_of_component(directory: str) -> str:
-    """Path of the directory of the whole run (separate topology); `directory` is the run directory of one component."""
+    """Returns the path of the directory of the whole run (separate topology); `directory` is a component's run directory."""
     return os.path.dirname(os.path.dirname(directory))
 
 
 def temporary_name(path: str) -> str:
-    """A new path with a short name in the directory of `path`; no other thread, process or host uses the new path."""
+    """Returns a new path with a short name in the directory of `path`; no other thread, process or host uses the new path."""
     return os.path.join(os.path.dirname(path), ".rs-%s.tmp" % os.urandom(8).hex())
 
 
@@ -273,12 +276,12 @@ def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
 
 
 def tail_lines(text: str, lines: int = 40) -> str:
-    """The end of a text: at most the last `lines` lines, and at most 8,000 characters."""
+    """Returns the end of a text: at most the last `lines` lines, and at most 8,000 characters."""
     return "\n".join(text[-8000:].splitlines()[-lines:])
 
 
 def tail_file(path: str, lines: int = 40) -> str:
-    """At most the last `lines` lines of the log file `path`, from the file's last 16 KiB; "" if the file cannot be read."""
+    """Returns at most the last `lines` lines of the log file `path`, from the last 16 KiB; "" if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -289,6 +292,6 @@ def tail_file(path: str, lines: int = 40) -> str:
 
 
 def split_lines(buffer: bytes) -> Tuple[List[bytes], bytes]:
-    """The complete lines of a buffer, without the newlines, and the bytes after the last newline."""
+    """Returns the complete lines of a buffer, without the newlines, and the bytes after the last newline."""
     *lines, rest = buffer.split(b"\n")
     return lines, rest

@@ -1,10 +1,10 @@
 """Carries many connections to ports of one node over one stream of bytes, such as the stream of an `srun`.
 
-The client asks for connections. The relay, a process on the node, connects each to a port of the node's loopback address, and
-copies the data in both directions. The relay writes `HELLO` first, because a shell or srun may print lines before. Then each side
-sends frames: number of the connection, kind, length, data. A sender has at most `WINDOW` bytes of a connection on the way that
-the receiver has not passed on, so that a slow connection does not hold up other connections. The end of the stream ends the relay
-and all connections.
+The client asks for connections. For each connection, the relay, a process on the node, connects to a port of the node's loopback
+address, and copies the data in both directions. The relay writes `HELLO` first, because a shell or srun may print lines
+before. Then each side sends frames: number of the connection, kind, length, data. A sender has at most `WINDOW` bytes of a
+connection on the way that the receiver has not passed on, so that a slow connection does not hold up other connections. The end
+of the stream ends the relay and all connections.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Kind(IntEnum):
 
 
 class Stream:
-    """One connection of the many that a `Multiplexer` carries over a single stream of bytes."""
+    """One of the connections that a `Multiplexer` carries over a single stream of bytes."""
 
     def __init__(self, multiplexer: Multiplexer, number: int) -> None:
         self._multiplexer, self._number = multiplexer, number
@@ -53,7 +53,7 @@ class Stream:
         self._changed = asyncio.Event()
 
     async def read(self) -> bytes:
-        """Wait for the next bytes and return them; return b"" once the other side sends no more data, or after a reset."""
+        """Wait for the next bytes and return the bytes; return b"" once the other side sends no more data, or after a reset."""
         while not (self._chunks or self._ended):
             await self._wait()
         data = b"".join(self._chunks)
@@ -122,7 +122,7 @@ class Lines:
 async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) -> None:
     """Decode the lines that `Lines` has sent and feed the decoded bytes to `reader`, until the end; other lines are ignored.
 
-    An error of the connection or a damaged line counts as the end.
+    An error of the connection, or a damaged line, counts as the end of the lines.
     """
     try:
         while True:
@@ -160,7 +160,7 @@ class Multiplexer:
     async def open(self, port: int) -> Stream:
         """Open a connection to a port of the node, and return the connection.
 
-        The connection ends at once if nothing listens there.
+        The connection ends at once if nothing listens on the port.
         """
         self._last += 1
         stream = self.streams[self._last] = Stream(self, self._last)
@@ -201,7 +201,7 @@ class Multiplexer:
             task = asyncio.ensure_future(self._accept(stream, int(data)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        elif number in self.streams:  # Else it was closed meanwhile.
+        elif number in self.streams:  # Else the connection was closed meanwhile.
             self.streams[number].received(kind, data)
 
     def _end(self) -> None:
@@ -288,7 +288,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line
 
 
 def main() -> int:
-    """Serve one client on standard input and output until its stream ends, and return the exit code 0.
+    """Serve one client on standard input and output until the client's stream ends, and return the exit code 0.
 
     Standard input and output may be the same socket.
     """

@@ -43,14 +43,14 @@ RECONNECT_GRACE = 10.0
 
 
 class Role(TextEnum):
-    """The role of a process in a connection: the client opens the connection, the server accepts it."""
+    """The role of a process in a connection: the client opens the connection, the server accepts the connection."""
 
     CLIENT = "client"
     SERVER = "server"
 
 
 def derive_key(key: str, purpose: str) -> str:
-    """A key for the purpose `purpose`, derived from `key`; both keys are hex digits."""
+    """Returns a key for the purpose `purpose`, derived from `key`; both keys are hex digits."""
     return hmac.new(bytes.fromhex(key), purpose.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
@@ -59,7 +59,7 @@ def _encode(message: Message) -> bytes:
 
 
 def _decode(line: bytes) -> Message:
-    """The message in a line; raises ValueError or RecursionError if the line is not a JSON object."""
+    """Returns the message in a line; raises ValueError or RecursionError if the line is not a JSON object."""
     message = json.loads(line.decode("utf-8"))
     if not isinstance(message, dict):
         raise ValueError("the message is not a JSON object")
@@ -69,8 +69,8 @@ def _decode(line: bytes) -> Message:
 class Handshake:
     """One end's part of the handshake: proves that this end knows the key, and checks the proof of the other end.
 
-    `opening` is the line to send first; `receive` returns the later lines. `done` tells whether the other end has proved that it
-    knows the key.
+    `opening` is the line to send first; `receive` returns the later lines. `done` tells whether the other end has proved to know
+    the key.
     """
 
     def __init__(self, key: str, role: Role) -> None:
@@ -110,7 +110,7 @@ class Listener:
     """The callbacks of channels, for subclasses to override; the methods here do nothing."""
 
     def authenticated(self, channel: "Channel") -> None:
-        """Called when both ends have proved that they know the key."""
+        """Called when both ends have proved to know the key."""
 
     def received(self, channel: "Channel", message: Message) -> None:
         """Called when a message has arrived. An exception that this method raises ends only this channel."""
@@ -293,7 +293,7 @@ class RpcServer:
         try:
             connection, _ = self._sock.accept()
         except OSError:
-            self.loop.forget(self._sock.fileno())  # It stays readable, so the loop would call again and again.
+            self.loop.forget(self._sock.fileno())  # The socket stays readable, so the loop would call again and again.
             self.loop.call_later(_ACCEPT_PAUSE, self._watch)
         else:
             Channel(self.loop, connection, self.key, Role.SERVER, self.listener, heartbeat=self.heartbeat)
@@ -391,7 +391,7 @@ class RpcClient(Listener):
 
 
 def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
-    """The addresses to try, the likeliest first: each host with each port.
+    """Returns the addresses to try, the likeliest first: each host with each port.
 
     The server runs on one of the `hosts`, and listens on the first port of `ports` that is free on that host.
     """

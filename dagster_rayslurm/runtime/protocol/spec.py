@@ -94,21 +94,21 @@ class PayloadSpec:
     # Directory that outlives the run, created if missing; the payload and its Ray workers find it in RAYSLURM_DATA_DIR.
     data_dir: Optional[str] = None
     extra_files: List[str] = field(default_factory=list)  # Files that also appear in the payload's own working directory.
-    outputs: List[str] = field(default_factory=list)  # Shell patterns of files in that directory to fetch at the end.
-    max_output_bytes: int = 100 * 2**20  # Sum of the sizes of those files at most.
+    outputs: List[str] = field(default_factory=list)  # Shell patterns of files in the payload's directory to fetch at the end.
+    max_output_bytes: int = 100 * 2**20  # Sum of the sizes of the fetched files at most.
     max_stdio_bytes: int = 2**30  # Bytes of output that the run record takes at most.
     grace_period: float = 10.0  # Seconds between SIGTERM and SIGKILL when the runtime ends the payload.
     uses_ray: bool = False
-    ray: Optional[RaySpec] = None  # The Ray cluster to start for this payload alone; None for that of the runtime.
+    ray: Optional[RaySpec] = None  # The Ray cluster to start for this payload alone; None for the runtime's Ray cluster.
     preload: List[str] = field(default_factory=list)  # Modules of the preload server from which the payload is forked.
-    # CPUs and GPUs that the payload reserves on each node; None for none, or for all if it has its own Ray cluster in a session.
+    # CPUs and GPUs that the payload reserves on each node. None: none, but all for a payload with its own cluster in a session.
     want_cpus: Optional[int] = None
     want_gpus: Optional[int] = None
-    leaves_unhealthy: bool = False  # Whether it is tried in another session if a node of this one fails its health check.
-    fails_infeasible: bool = False  # Whether it ends when its tasks wait for what the Ray cluster can never grant.
+    leaves_unhealthy: bool = False  # Whether to try the payload in another session after a failed health check.
+    fails_infeasible: bool = False  # Whether the payload ends when tasks wait for what the Ray cluster can never grant.
     time_limit: Optional[float] = None  # Seconds that the payload may run; None for the time limit of the allocation.
     run_id: str = ""  # Id of the Dagster run; runs take turns in the queue of a session.
-    step: str = ""  # Key of the Dagster step; a session estimates the duration of a payload by the last one of its step.
+    step: str = ""  # Key of the Dagster step; a session estimates a payload's duration by the last payload of the step.
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class RuntimeSpec:
     idle_timeout: Optional[float] = None  # Seconds without a payload after which a session ends; None: run one payload and end.
     yield_when_idle: bool = False  # Whether an idle session ends when another Slurm job waits for its nodes and asks for them.
     max_concurrent_payloads: int = 1
-    control_key: Optional[str] = None  # Secret of the runtimes of an allocation, hex; the Ray token is derived from it too.
+    control_key: Optional[str] = None  # Secret of the runtimes of an allocation, hex; also the source of the Ray token.
     token_key: Optional[str] = None  # Secret for the Ray token instead, if several Ray clusters share the token, hex.
     control_ports: List[int] = field(default_factory=list)  # Ports to try; the head's RPC server takes the first free one.
     # CPUs and GPUs per node that were requested of Slurm; if a node has fewer, the payload fails.
@@ -193,7 +193,7 @@ class Announcement:
     pid: int = 0
     # Nodes that failed a health check, each with `node`, `check` and `found`.
     unhealthy: List[Dict[str, str]] = field(default_factory=list)
-    access: Optional[ClusterAccess] = None  # To the warm Ray cluster; None until it is up, or without one.
+    access: Optional[ClusterAccess] = None  # To the warm Ray cluster; None until the cluster is up, or without a cluster.
 
 
 class SpecError(ValueError):
@@ -201,12 +201,12 @@ class SpecError(ValueError):
 
 
 def to_json(spec: Any) -> str:
-    """The JSON text of a start record, indented so that people can read the text in the run directory."""
+    """Returns the JSON text of a start record, indented so that people can read the text in the run directory."""
     return json.dumps(dataclasses.asdict(spec), indent=1, sort_keys=True)
 
 
 def from_json(cls: Type[T], text: str) -> T:
-    """The start record in a JSON text, as an instance of `cls`.
+    """Returns the start record in a JSON text, as an instance of `cls`.
 
     Raises SpecError if the text is not JSON, if keys or types are not the keys and types of the class, or if the record has
     another protocol version.
@@ -225,7 +225,7 @@ def from_json(cls: Type[T], text: str) -> T:
 
 
 def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
-    """An instance of the dataclass `cls` from the JSON object `data`.
+    """Returns an instance of the dataclass `cls`, with the values of the JSON object `data`.
 
     Raises SpecError for wrong keys or types; `where` names the JSON object in the error text.
     """
@@ -263,7 +263,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def _is_scalar(kind: Any, value: Any) -> bool:
-    """Whether a JSON value is a valid value of the type `kind` (str, bool, int or float); an int is valid as a float."""
+    """Returns whether a JSON value is a valid value of the type `kind` (str, bool, int or float); an int is valid as a float."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is float and isinstance(value, (int, float)):
@@ -272,7 +272,7 @@ def _is_scalar(kind: Any, value: Any) -> bool:
 
 
 def is_passable(text: str) -> bool:
-    """Whether the operating system accepts `text` as an argument, an environment variable or a path."""
+    """Returns whether the operating system accepts `text` as an argument, an environment variable or a path."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -288,9 +288,9 @@ COMPONENT_AMOUNT = 1000.0
 
 
 def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
-    """The settings of a Ray cluster for one node: the settings of the node's component replace the common settings.
+    """Returns the settings `ray` for one node: the settings of the node's component replace the common settings.
 
-    If `component_id` names no component of `ray`, the result is `ray` itself.
+    `component_id` is the node's component. If `component_id` names no component of `ray`, the result is `ray` itself.
     """
     for own in ray.components:
         if own.component_id == component_id:
@@ -302,13 +302,13 @@ def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
 
 
 def read_text(path: str) -> str:
-    """The content of a UTF-8 file."""
+    """Returns the content of a UTF-8 file."""
     with open(path, encoding="utf-8") as file:
         return file.read()
 
 
 def load_spec(directory: str) -> RuntimeSpec:
-    """The start record of the runtime, read from `directory`, the run directory or session directory.
+    """Returns the start record of the runtime, read from `directory`, the run directory or session directory.
 
     Exits the process with an error message if the start record is missing or invalid.
     """

@@ -60,11 +60,11 @@ class NodeAgent:
         self._samplers: Dict[str, UsageSampler] = {}
 
     def pids(self, chosen: Callable[[RayNode], bool] = lambda _: True) -> List[int]:
-        """Process ids of Ray on this node: the root process of each Ray cluster for which `chosen` returns True."""
+        """Returns the process ids of Ray on this node: the root process of each Ray cluster for which `chosen` returns True."""
         return [ray.pid for ray in self.rays.values() if ray.pid is not None and chosen(ray)]
 
     def guarded_pids(self) -> List[int]:
-        """Process ids of the root processes of Ray whose workers may be killed when the node's memory is nearly full."""
+        """Returns the ids of the root processes of Ray whose workers may be killed when the node's memory is nearly full."""
         return self.pids(lambda ray: ray.cluster.memory_guard)
 
     def prepare_ray(self, spec: RaySpec, key: str, nodes: int, on_event: Callable[[Event], None]) -> RayNode:
@@ -85,7 +85,7 @@ class NodeAgent:
         return ray
 
     def end_ray(self, key: str) -> None:
-        """End Ray at once on this node for the cluster with this key, and remove the directory of a payload's own cluster."""
+        """End Ray on this node at once for the cluster `key`; the directory of a payload's own cluster is removed soon after."""
         ray = self.rays.pop(key, None)
         if ray is not None:
             ray.end()
@@ -102,7 +102,7 @@ class NodeAgent:
 
         `nonce` identifies the payload, and `uses_ray` tells whether the payload uses a Ray cluster. The processes that `foreign`
         returns and the Ray clusters of other payloads do not count. `shared` tells whether several payloads share the Ray
-        cluster; then only this payload's Ray jobs count as its own.
+        cluster; then only the Ray jobs of this payload count.
         """
         own = (nonce if nonce in self.rays else "") if uses_ray else None
         ray = None if own is None else self.rays.get(own)
@@ -198,7 +198,8 @@ class NodeAgent:
     def _measure(self, nonce: str, job_ids: Optional[List[str]]) -> None:
         """Start to measure a payload on this node; if the payload is measured already, add to the payload's known Ray jobs.
 
-        `nonce` identifies the payload. `job_ids` are the `jobs` of `WorkerNodes.measure`.
+        `nonce` identifies the payload. `job_ids` are the ids of the payload's known Ray jobs; None if the payload has a
+        Ray cluster of its own.
         """
         if nonce not in self._samplers:
             if not self.simulated:

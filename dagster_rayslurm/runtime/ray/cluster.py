@@ -35,7 +35,7 @@ Tables = Dict[str, Any]  # The answer of `internals.living_things`.
 _OTHER_CHECKS = 2.0
 _TIMEOUT = 0.3  # Seconds that the end of a payload waits for the tables, which take some milliseconds.
 _IDLE = 10.0  # Seconds from the last end of a payload to the check of the idle cluster; Ray frees some resources late.
-_UNCOUNTED = ("memory", "object_store_memory")  # Idle workers and cached objects use them until others need them.
+_UNCOUNTED = ("memory", "object_store_memory")  # Idle workers and cached objects use memory until others need the memory.
 _HINTS = {
     "actor": "detached actor %(name)r (%(class)s, namespace %(namespace)r) is still alive; end it with "
     "ray.kill(ray.get_actor(%(name)r, namespace=%(namespace)r)) before the payload ends",
@@ -60,13 +60,13 @@ class Leak(NamedTuple):
 
 
 def living(tables: Tables) -> List[Leak]:
-    """The leaks in `tables`: the actors, placement groups and submitted jobs that outlive the Ray job that created them."""
+    """Returns the leaks in `tables`: the actors, placement groups and submitted jobs that outlive their Ray job."""
     nonces, rows = tables["jobs"], tables["living"]
     return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
 
 
 def left_when_idle(tables: Tables) -> List[Leak]:
-    """The leaks that `tables` show while no payload runs: submitted jobs that run, and resources that are not free.
+    """Returns the leaks that `tables` show while no payload runs: submitted jobs that run, and resources that are not free.
 
     If a resource is not free, the result also has all detached actors and placement groups, because they may hold the resource.
     """
@@ -99,7 +99,7 @@ class RayCluster:
     ray_version: Optional[str] = None
     address: Optional[str] = None  # "HOST:PORT" for drivers; None until the cluster is ready.
     unhealthy: List[Unhealthy] = field(default_factory=list)  # Nodes that failed a health check.
-    leaks: Dict[str, str] = field(default_factory=dict)  # Leaks found while it was idle that still exist: `Leak.key` by message.
+    leaks: Dict[str, str] = field(default_factory=dict)  # Leaks found in the idle cluster and still there: `Leak.key` by message.
     _bring_up: Optional[float] = None
     _dashboard_url: Optional[str] = None
     _gcs: str = ""
@@ -130,7 +130,7 @@ class RayCluster:
 
     @property
     def complete(self) -> bool:
-        """Whether no further node may join: each worker node has joined, or was given up."""
+        """Whether no further node is expected: each worker node has joined, or was given up."""
         return self.state.complete
 
     @property
@@ -150,7 +150,7 @@ class RayCluster:
         return self._ray.token if self.spec.auth == "token" else ""
 
     def facts(self) -> Dict[str, Any]:
-        """Version, addresses, seconds to start, and nodes of the cluster, as a dictionary for JSON."""
+        """Returns Ray's version, and the cluster's addresses, seconds to start, and nodes, as a dictionary for JSON."""
         return {
             "ray_version": self.ray_version,
             "ray_address": self.address,
@@ -161,9 +161,9 @@ class RayCluster:
         }
 
     def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
-        """Ask Ray's process for the tables of the leak check.
+        """Ask Ray's process on this node for the tables of `internals.living_things`.
 
-        Later call `done` with the tables, or with None after `timeout` seconds.
+        `done` is called later with the tables, or with None if there is no answer within `timeout` seconds.
         """
         query = next(self._query_ids)
         self._queries[query] = done
@@ -171,10 +171,11 @@ class RayCluster:
         self.loop.call_later(timeout if asked else 0.0, lambda: self._answer(query, None))
 
     def leak_check(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
-        """Returns a function that finds the leaks of the payload `nonce`, which starts now; to be called when the payload ends.
+        """Returns a function that finds the leaks of the payload `nonce`.
 
-        The returned function calls its argument with a list of sentences, one for each leak. The list is empty if Ray does not
-        answer in time.
+        `leak_check` must be called when the payload starts, and the returned function when the payload ends. The function gets a
+        callback, and calls the callback with a list of sentences, one for each leak. The list is empty if Ray does not answer in
+        time.
         """
         began = time.time()
 
@@ -188,9 +189,9 @@ class RayCluster:
         return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Search the whole cluster for leaks in `_IDLE` seconds, and store the leaks in `leaks`.
+        """Wait for `_IDLE` seconds, then search the whole cluster for leaks, and store the leaks in the attribute `leaks`.
 
-        If a payload runs then, do nothing. `is_idle` returns whether no payload runs.
+        If a payload runs after the wait, there is no search. `is_idle` returns whether no payload runs.
         """
 
         def check(tables: Optional[Tables]) -> None:
@@ -201,7 +202,7 @@ class RayCluster:
         self._idle_check = self.loop.call_later(_IDLE, lambda: self.query_tables(5.0, check) if is_idle() else None)
 
     def prestart(self) -> None:
-        """Make Ray start idle worker processes for the next payload, if the runtime preloads Ray for payloads."""
+        """Have Ray start idle worker processes for the next payload; has no effect unless the runtime preloads Ray."""
         if self.ready:
             self._ray.request(prestart=True)
 
@@ -215,7 +216,7 @@ class RayCluster:
         self._ray.start(address=self.head_address)
 
     def stop(self) -> None:
-        """End a payload's own cluster on all nodes: at once on this node, on worker nodes as soon as the command reaches them."""
+        """End a payload's own cluster at once on this node, and command the worker nodes to end the cluster."""
         if self.state.attempt:
             self.workers.send_command(self.state.members, op=NodeCommand.END_RAY, cluster=self.key)
         self.end()
@@ -230,9 +231,9 @@ class RayCluster:
         self._ray.end()
 
     def log_tails(self) -> Dict[str, str]:
-        """The last lines of logs, by name of log, from this node and from worker nodes that failed.
+        """Returns the last lines of logs, by name of log, from this node and from worker nodes that failed.
 
-        They may tell why the cluster failed.
+        The lines may tell why the cluster failed.
         """
         given_up = [(place, member.title) for place, member in self.state.members.items() if member.given_up]
         logs = {"runtime on %s" % title: self.workers.log_tail(place) for place, title in given_up}
@@ -277,7 +278,7 @@ class RayCluster:
             self.on_event(event)
 
     def on_event(self, event: Event) -> None:
-        """Handle a report of Ray on this node, or an event of a worker node: step the state machine, and take its actions."""
+        """Handle a report of Ray on this node, or an event of a worker node: step the state machine, and take the actions."""
         kind = event["event"]
         if kind == Report.TABLES:
             self._answer(event["id"], event["tables"])
@@ -318,9 +319,9 @@ class RayCluster:
             done(tables)
 
     def _problem(self, machine: NodeResources) -> Optional[str]:
-        """An error text if a node has too few CPUs or GPUs, or too little memory, for this cluster.
+        """Returns an error text if a node has too few CPUs or GPUs, or too little memory, for this cluster.
 
-        The result is None if the node has enough.
+        Returns None if the node has enough.
         """
         own = node_footprint(node_spec(self.spec, machine.component))
         return footprint_error(own if self.key else runtime_footprint(self.head.spec, machine.component), machine)

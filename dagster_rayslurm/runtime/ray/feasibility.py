@@ -1,6 +1,6 @@
 """Decides whether the nodes of a Ray cluster could hold tasks, actors and placement groups if nothing else ran.
 
-The functions have no side effects. The rules are those of Ray's scheduler (src/ray/common/scheduling/resource_instance_set.cc,
+The functions have no side effects. The rules follow Ray's scheduler (src/ray/common/scheduling/resource_instance_set.cc,
 Ray 2.60). Amounts count in steps of 0.0001. A part of a GPU comes from one GPU, so three times 0.6 GPUs do not fit on two GPUs.
 """
 
@@ -34,7 +34,7 @@ class Bundle(NamedTuple):
     """The resources and labels that one task, actor or bundle of a placement group needs on its node."""
 
     resources: Mapping[str, float]
-    selectors: Tuple[Tuple[Rule, ...], ...] = ()  # Alternatives; none if any node will do.
+    selectors: Tuple[Tuple[Rule, ...], ...] = ()  # Alternatives; empty if any node will do.
 
 
 class Node(NamedTuple):
@@ -42,12 +42,12 @@ class Node(NamedTuple):
 
     resources: Mapping[str, float]
     labels: Mapping[str, str] = {}
-    # Names of resources and keys of labels that it may have besides, as a pattern; None for none.
+    # Pattern of the names of further resources and the keys of further labels that the node may have; None for none.
     unknown: Optional[str] = None
 
 
 def feasible(bundles: Iterable[Mapping[str, Any]], strategy: str, nodes: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the bundles of a placement group, or tasks that run together (PACK), fit on nodes on which nothing else runs.
+    """Returns whether the bundles of a placement group, or tasks that run together (PACK), fit on nodes where nothing else runs.
 
     The result is exact for up to some dozens of bundles. For more bundles, and where the search would take longer than about a
     second, the result is True unless a simple check shows that the bundles do not fit.
@@ -83,7 +83,7 @@ def check_strategy(strategy: object) -> None:
 
 
 def read_bundle(bundle: Any, where: str) -> Bundle:
-    """The bundle that a user wrote as a dictionary; raises `ValueError` if the dictionary is invalid.
+    """Returns the bundle that a user wrote as a dictionary; raises `ValueError` if the dictionary is invalid.
 
     `where` names the bundle in the error text.
     """
@@ -114,21 +114,21 @@ def _split(values: Any, where: str) -> Tuple[Dict[str, float], Dict[str, str]]:
 
 
 def fits(bundle: Bundle, node: Node) -> bool:
-    """Whether a node on which nothing runs could hold the bundle `bundle`."""
+    """Returns whether a node on which nothing runs could hold the bundle `bundle`."""
     return _labels_fit(bundle, node) and not lacking(bundle, node)
 
 
 def lacking(bundle: Bundle, node: Node) -> List[str]:
-    """Names of the resources of which the node `node` has too little for the bundle `bundle`."""
+    """Returns the names of the resources of which the node `node` has too little for the bundle `bundle`."""
     return [name for name, amount in bundle.resources.items() if _units(amount) > _has(node, name)]
 
 
 def can_hold(bundles: Sequence[Bundle], strategy: str, nodes: Sequence[Node]) -> bool:
-    """Whether nodes on which nothing runs could hold all bundles at the same time; see `feasible`."""
+    """Returns whether nodes on which nothing runs could hold all bundles at the same time; see `feasible`."""
     if strategy == "STRICT_SPREAD":
         if len(bundles) > len(nodes):
             return False
-        choices: Dict[str, List[int]] = {}  # Equal bundles have the same.
+        choices: Dict[str, List[int]] = {}  # By bundle: equal bundles have the same choices.
         for bundle in bundles:
             if repr(bundle) not in choices:
                 choices[repr(bundle)] = [place for place, node in enumerate(nodes) if fits(bundle, node)]
@@ -139,20 +139,20 @@ def can_hold(bundles: Sequence[Bundle], strategy: str, nodes: Sequence[Node]) ->
 
 
 def _each_has_its_own(choices: Sequence[Sequence[int]]) -> bool:
-    """Whether each bundle can get a node of its own; `choices` has, for each bundle, the indices of the nodes that fit.
+    """Returns whether each bundle can get a node of its own; `choices` has, for each bundle, the indices of the nodes that fit.
 
     The function grows a bipartite matching by one bundle at a time.
     """
-    holder: Dict[int, int] = {}  # The bundle that has each node.
+    holder: Dict[int, int] = {}  # By node: the bundle that has the node.
 
     def find(start: int) -> bool:
-        came_from: Dict[int, Optional[int]] = {start: None}  # Bundles, with the one that may take the node of each.
-        wanted: Dict[int, int] = {}  # The node by which each was reached.
+        came_from: Dict[int, Optional[int]] = {start: None}  # By bundle: the bundle that may take the node of the bundle.
+        wanted: Dict[int, int] = {}  # By bundle: the node of the bundle, by which the search came.
         waiting = [start]
         for bundle in waiting:
             for node in choices[bundle]:
                 other = holder.get(node)
-                if other is None:  # All on the way here move on, each to the node of the next.
+                if other is None:  # Each bundle on the way here moves to the node of the next bundle.
                     at: Optional[int] = bundle
                     while at is not None:
                         holder[node] = at
@@ -171,7 +171,7 @@ def _units(amount: float) -> int:
 
 
 def _has(node: Node, name: str) -> int:
-    """The units of a resource that a node has; `_UNLIMITED` if infinite, or if unknown whether the node has the resource."""
+    """Returns the units of a resource that a node has; `_UNLIMITED` if infinite, or if the node may have the resource."""
     if name not in node.resources:
         return _UNLIMITED if node.unknown is not None and re.match(node.unknown, name) else 0
     amount = node.resources[name]
@@ -201,14 +201,14 @@ class _Search:
         unlimited = {name for name in names for node in nodes if _has(node, name) == _UNLIMITED}
         self.instances = [name for name in names if name in _INSTANCES and name not in unlimited]
         self.plain = [name for name in names if name not in self.instances]
-        # The scarcest first: a bundle that needs much of what there is.
+        # The bundle that needs the largest share of a resource comes first.
         total = {name: sum(_has(node, name) for node in nodes) or 1 for name in names}
 
         def share(bundle: Bundle) -> float:
             return max([_units(bundle.resources.get(name, 0)) / total[name] for name in names], default=0.0)
 
         self.bundles = sorted(bundles, key=lambda each: (share(each), repr(each)), reverse=True)
-        kinds: Dict[Tuple[bool, ...], int] = {}  # Of nodes, by the bundles whose labels fit.
+        kinds: Dict[Tuple[bool, ...], int] = {}  # Numbers of the kinds of nodes, by the bundles whose labels fit.
         self.nodes: List[_Free] = []
         by_labels: Dict[str, Tuple[bool, ...]] = {}
         for node in nodes:
@@ -223,7 +223,7 @@ class _Search:
         self.parts = [[_units(each.resources.get(name, 0)) for name in self.instances] for each in self.bundles]
 
     def succeeds(self) -> bool:
-        """Whether the nodes can hold all bundles; also True if the search takes too many steps to find out."""
+        """Returns whether the nodes can hold all bundles; also True if the search takes too many steps to find out."""
         if not self._enough():
             return False
         if len(self.bundles) > _MOST_BUNDLES:
@@ -245,7 +245,10 @@ class _Search:
         return True
 
     def _enough(self) -> bool:
-        """Whether two necessary conditions hold: the sum of each resource suffices, and each set of equal bundles fits alone."""
+        """Returns whether two necessary conditions hold.
+
+        The sum of each resource is enough for all bundles, and each set of equal bundles would fit alone.
+        """
         free = [sum(node[1][place] for node in self.nodes) for place in range(len(self.plain))]
         whole = [sum(sum(node[2][place]) for node in self.nodes) for place in range(len(self.instances))]
         if any(sum(each) > there for each, there in zip(zip(*self.needs), free)):
@@ -254,7 +257,7 @@ class _Search:
             return False
         fitting = (
             zip(*self.labels) if self.labels else [()] * len(self.bundles)
-        )  # For each bundle, whether each kind of node does.
+        )  # For each bundle, whether the labels of each kind of node fit.
         equal = Counter(zip(map(tuple, self.needs), map(tuple, self.parts), fitting))
         for (needs, parts, labels), count in equal.items():
             if sum(_copies(needs, parts, node) for node in self.nodes if labels[node[0]]) < count:
@@ -304,7 +307,10 @@ def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]
 
 
 def _copies(needs: Sequence[int], parts: Sequence[int], node: _Free) -> int:
-    """The largest number of equal bundles that an empty node could hold; `needs` and `parts` are the amounts for one bundle."""
+    """Returns the largest number of equal bundles that an empty node could hold.
+
+    `needs` and `parts` are the amounts that one bundle needs, of plain resources and of resources with instances.
+    """
     most = [there // need for there, need in zip(node[1], needs) if need]
     for there, part in zip(node[2], parts):
         if part:

@@ -55,7 +55,7 @@ def _module(name: str) -> Any:
 
 
 def installed_version() -> Optional[str]:
-    """The version of Ray in this Python environment, read without importing Ray; None if Ray is missing or unreadable."""
+    """Returns the version of Ray in this Python environment without importing Ray; None if Ray is missing or unreadable."""
     importlib.invalidate_caches()
     with contextlib.suppress(ImportError, OSError, ValueError):  # Perhaps the file system is unavailable for a moment.
         spec = importlib.util.find_spec("ray")
@@ -70,7 +70,7 @@ def installed_version() -> Optional[str]:
 
 
 def dashboard_problem() -> Optional[str]:
-    """An error text about missing packages that Ray's dashboard needs; None if all packages are installed.
+    """Returns an error text about missing packages that Ray's dashboard needs; None if all packages are installed.
 
     Ray 2.60 itself reports missing packages only in the dashboard's log.
     """
@@ -128,7 +128,7 @@ def connect_gcs(gcs: str) -> Any:
 
 
 def node_table(client: Any) -> Nodes:
-    """Ray's node table: a dictionary for each node, by Ray's id of the node.
+    """Returns Ray's node table: a dictionary for each node, by Ray's id of the node.
 
     Raises one of Ray's RPC errors, which have no common public base, if the GCS does not answer.
     """
@@ -160,7 +160,7 @@ def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
 
 
 def published_head(client: Any) -> Optional[SimpleNamespace]:
-    """The head's facts from `publish_head`, as a row of Ray's node table; None as long as a fact is missing."""
+    """Returns the head's facts from `publish_head`, as a row of Ray's node table; None as long as a fact is missing."""
     with contextlib.suppress(Exception):  # The GCS does not answer yet.
         namespace = _module("ray._private.ray_constants").KV_NAMESPACE_SESSION
         temp_dir, session = (client.internal_kv_get(key, namespace) for key in (_TEMP_DIR_KEY, b"session_name"))
@@ -171,7 +171,7 @@ def published_head(client: Any) -> Optional[SimpleNamespace]:
 
 
 def assume_head(head: SimpleNamespace) -> None:
-    """Make `ray start --address` in this process take the head's facts from `head`, instead of polling for them (Ray 2.60)."""
+    """Make `ray start --address` in this process take the facts about the head from `head`, without asking Ray (Ray 2.60)."""
     setattr(_module("ray._private.node"), _HEAD_INFO, lambda *_, **__: [head])
 
 
@@ -179,10 +179,10 @@ def assume_head(head: SimpleNamespace) -> None:
 
 
 def unschedulable(client: Any) -> Dict[str, str]:
-    """Sentences, by key, about tasks, actors and placement groups that wait for resources which no node can ever grant.
+    """Returns sentences about tasks, actors and placement groups that wait for resources which no node can ever grant.
 
-    See `misfits` for the keys. Raises one of Ray's RPC errors, which have no common public base, if the GCS does not answer. The
-    source of the sentences is Ray's interface for autoscalers.
+    See `misfits` for the keys of the sentences. Raises one of Ray's RPC errors, which have no common public base, if the GCS does
+    not answer. The source of the sentences is Ray's interface for autoscalers.
     """
     hostnames = {node_id: str(node["hostname"]) for node_id, node in node_table(client).items()}
     reply = _module("ray.core.generated.autoscaler_pb2").GetClusterResourceStateReply
@@ -191,10 +191,10 @@ def unschedulable(client: Any) -> Dict[str, str]:
 
 
 def misfits(state: Any, hostnames: Mapping[str, str]) -> Dict[str, str]:
-    """Sentences, by key, about requests in a `ClusterResourceState` that would not fit even if nothing else ran.
+    """Returns sentences about the requests in a `ClusterResourceState` that would not fit even if nothing else ran.
 
     The key of a sentence stays the same when the number of tasks in the sentence changes. `hostnames` has the host names of the
-    nodes by Ray's id. A pure function.
+    nodes by Ray's id. The function has no side effects.
     """
     living = [node for node in state.node_states if node.status != _NODE_DEAD]
     nodes = [Node(dict(node.total_resources), dict(node.labels)) for node in living]
@@ -278,10 +278,10 @@ def connect_state(gcs: str) -> Any:
 
 
 def living_things(accessor: Any) -> Dict[str, Any]:
-    """The tables for the leak check, as a dictionary for JSON: things in the cluster that outlive the Ray job that made them.
+    """Returns the tables for the search for leaks, as a dictionary for JSON: what outlives Ray jobs, and the free resources.
 
     `jobs` has the payloads' nonces by Ray's job id. `living` has detached actors, placement groups that outlive their job, and
-    running jobs of `ray job submit`. `available` and `total` have amounts by name of resource.
+    running jobs of `ray job submit`. `available` and `total` have the free amounts and all amounts, by name of resource.
     """
     messages = _module("ray.core.generated.gcs_pb2")
     # Without these options the GCS asks every driver, also stopped ones, whether it is busy.
@@ -324,7 +324,7 @@ def _is_shared(actor: Any) -> bool:
 
 
 def can_start_workers() -> bool:
-    """Whether `start_workers` can be used: Ray has the RPC, and `grpcio` is installed, which comes with `ray[default]`."""
+    """Returns whether `start_workers` can be used: Ray has the RPC, and `grpcio`, a part of `ray[default]`, is installed."""
     try:
         _module("grpc")
         _module("ray._private.grpc_utils")
@@ -343,7 +343,7 @@ def connect_raylet(gcs: str) -> Any:
 
 
 def start_workers(raylet: Any, number: int) -> None:
-    """Ask the raylet to start `number` idle worker processes, which belong to no job yet."""
+    """Ask the raylet, given by `connect_raylet`, to start `number` idle worker processes that do not belong to a job yet."""
     messages = _module("ray.core.generated.node_manager_pb2")
     request = messages.PrestartWorkersRequest(num_workers=number, keep_alive_duration_secs=_IDLE_WORKERS)
     raylet.PrestartWorkers(request, timeout=_TIMEOUT)

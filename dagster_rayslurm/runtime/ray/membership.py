@@ -20,7 +20,7 @@ Node = Dict[str, Any]  # One row of Ray's node table; see `internals.node_table`
 Nodes = Dict[str, Node]  # Ray's node table: its rows by Ray's id of the node.
 
 
-# Names of the phases in which a cluster is up, and in which a payload waits for resources that no node of it can ever grant.
+# Names of two phases: the cluster is up; a payload waits for resources that no node of the cluster can ever grant.
 CLUSTER_READY, UNSCHEDULABLE = "cluster-ready", "unschedulable"
 
 
@@ -72,8 +72,8 @@ class Member(NamedTuple):
 
     title: str
     identity: Optional[Identity] = None  # In Ray's node table; None until the node has connected to the head's runtime.
-    here: bool = False  # Whether it is connected to the head's runtime.
-    given_up: bool = False  # Whether the cluster no longer waits for it, or has lost it; its log may tell why.
+    here: bool = False  # Whether the node is connected to the head's runtime.
+    given_up: bool = False  # Whether the cluster no longer waits for the node, or has lost the node.
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Membership:
 
     @property
     def complete(self) -> bool:
-        """Whether no node may still join: each worker node has joined, or was given up."""
+        """Whether no further node is expected: each worker node has joined, or was given up."""
         here = present(self.nodes)
         return all(member.given_up or member.identity in here for member in self.members.values())
 
@@ -106,7 +106,7 @@ class Membership:
         return self.expected if self.spec.min_nodes is None else min(self.spec.min_nodes, self.expected)
 
     def step(self, event: Event) -> Step:
-        """The next state after `event`, and the actions to take; the state of a failed cluster never changes."""
+        """Returns the next state after `event`, and the actions to take; the state of a failed cluster never changes."""
         handler = _HANDLERS.get(event["event"])
         unknown = "node" in event and event["node"] not in self.members
         return (self, []) if self.failed or handler is None or unknown else handler(self, event)
@@ -143,9 +143,9 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
     def _give_up(self, node_id: int, error: ClusterError) -> Step:
-        """The step after a worker node's failure: go on without the node, or fail if too few nodes are left for a start.
+        """Returns the step after the failure `error` of a worker node: go on without the node, or fail if too few nodes are left.
 
-        If the node was given up before, nothing changes, because a node may report its failure again.
+        If the node was given up before, nothing changes, because a node may report the same failure again.
         """
         member = self.members[node_id]
         if member.given_up:
@@ -227,41 +227,41 @@ _HANDLERS: Dict[str, Callable[[Membership, Event], Step]] = {
 
 
 def nodes_expected(spec: RaySpec, available: int) -> int:
-    """The number of nodes that the Ray cluster uses: all `available` nodes, or the head and at most `max_workers` others."""
+    """Returns how many of `available` nodes the Ray cluster uses: all, or the head and at most `max_workers` other nodes."""
     return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
 
 
 def title(node: Node) -> str:
-    """The name of a node in messages: its host name, and its component if it has one."""
+    """Returns the name of a node in messages: the host name, and the name of the node's component if there is one."""
     return named(str(node.get("hostname")), node.get("component"))
 
 
 def within(spec: RaySpec, nodes: Nodes) -> Nodes:
     """Returns the node table itself if the start record has components; else a copy with the component None in each row.
 
-    Without components, a label with the name of Ray's component label is one that the user has set for another purpose.
+    Without components, a label "component" in Ray's table is the user's own, with another meaning.
     """
     return nodes if spec.components else {node_id: {**node, "component": None} for node_id, node in nodes.items()}
 
 
 def alive(nodes: Nodes) -> List[Node]:
-    """The rows of the nodes that Ray reports as alive."""
+    """Returns the rows of the nodes that Ray reports as alive."""
     return [node for node in nodes.values() if node["alive"]]
 
 
 def present(nodes: Nodes) -> Set[Optional[Identity]]:
-    """The identities (host name and component) of the nodes that Ray reports as alive."""
+    """Returns the identities (host name and component) of the nodes that Ray reports as alive."""
     return {Identity(node["hostname"], node.get("component")) for node in alive(nodes)}
 
 
 def lost(before: Nodes, after: Nodes) -> List[Node]:
-    """The rows of the nodes that are alive in the table `before`, and dead or missing in the table `after`."""
+    """Returns the rows of the nodes that are alive in the table `before`, and dead or missing in the table `after`."""
     gone = [node_id for node_id, node in before.items() if node["alive"] and not after.get(node_id, {}).get("alive")]
     return [after.get(node_id, before[node_id]) for node_id in gone]
 
 
 def in_order(nodes: Nodes, spec: RaySpec) -> List[Node]:
-    """The rows of all nodes: the head's first, then by component in the order of the start record, then by host name."""
+    """Returns the rows of all nodes: the head's first, then by component in the order of the start record, then by host name."""
     places: Dict[Any, int] = {component.component_id: place for place, component in enumerate(spec.components)}
     return sorted(
         nodes.values(), key=lambda node: (not node["head"], places.get(node.get("component"), len(places)), node["hostname"])
@@ -269,7 +269,7 @@ def in_order(nodes: Nodes, spec: RaySpec) -> List[Node]:
 
 
 def in_words(nodes: Nodes, spec: RaySpec) -> str:
-    """A text for the Dagster log: the head's host name, the number of living nodes, and the total CPUs and GPUs of these nodes.
+    """Returns a text for the Dagster log: the head's host name, and the number, CPUs and GPUs of all living nodes.
 
     With several components, the text has the numbers of each component instead of the totals.
     """

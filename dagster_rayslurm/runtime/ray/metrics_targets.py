@@ -19,7 +19,7 @@ from ..process.loop import Loop, Timer
 from ..protocol.record import write_atomically
 
 _SOURCE = "prom_metrics_service_discovery.json"  # Ray's file in its temporary directory (Ray 2.60).
-_PREFIX = "rayslurm-"  # Of the files' names; others in the directory are left alone.
+_PREFIX = "rayslurm-"  # Of the names of our files; other files in the directory are left alone.
 _INTERVAL = 5.0  # Seconds between two reads of Ray's file; Ray writes it as often.
 # Seconds after which an unchanged file is written again, and after which another cluster's file is removed as left behind.
 _REFRESH, _LEFT_BEHIND = 60.0, 900.0
@@ -30,7 +30,7 @@ class MetricsTargets:
     """Keeps the file with a cluster's addresses up to date, from construction until `stop`."""
 
     loop: Loop
-    directory: str  # Created if it is missing.
+    directory: str  # Created if the directory is missing.
     cluster: str  # The name of the cluster, for the file and for a label.
     labels: Dict[str, str]  # Further labels of all metrics.
     temp_dir: str  # Ray's temporary directory on this node, the head.
@@ -68,7 +68,7 @@ class MetricsTargets:
                 self._written, self._written_at = text, self.loop.now()
 
     def _remove_left_behind(self) -> None:
-        """Remove files of this user's clusters that no runtime has written for a while, because the runtime was killed."""
+        """Remove the files of clusters that no runtime has written for `_LEFT_BEHIND` seconds, because the runtime was killed."""
         for path in glob.glob(os.path.join(glob.escape(self.directory), _PREFIX + "*.json")):
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(path).st_mtime > _LEFT_BEHIND:
@@ -76,9 +76,8 @@ class MetricsTargets:
 
 
 def targets(groups: Any, labels: Dict[str, str]) -> str:
-    """The JSON text of a file of targets for Prometheus: Ray's own `groups` of targets, with `labels` added to each group.
+    """Returns the JSON text of a file of targets for Prometheus: Ray's own `groups` of targets, with `labels` in each group.
 
-    `groups` is the parsed content of Ray's file. Raises TypeError, KeyError or ValueError if the content is malformed. A pure
-    function.
+    `groups` is the parsed content of Ray's file. Raises TypeError, KeyError or ValueError if the content is malformed.
     """
     return json.dumps([{"targets": list(each["targets"]), "labels": {**each["labels"], **labels}} for each in groups], indent=1)

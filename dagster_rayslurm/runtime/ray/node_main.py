@@ -75,7 +75,7 @@ def main(argv: List[str]) -> int:
 
 
 def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[str]:
-    """Why the version `found` of Ray cannot be used, as a sentence; None if the version can be used.
+    """Returns a sentence that says why the version `found` of Ray cannot be used; None if the version can be used.
 
     `wanted` is the version that the user asks for, None for any; `token` tells whether Ray must have token authentication.
     """
@@ -90,14 +90,14 @@ def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[s
 
 
 def refuse_dashboard(command: List[str]) -> Optional[str]:
-    """Why Ray's dashboard cannot run, as a sentence; None if the dashboard can, or if `command` does not ask for a dashboard."""
+    """Returns a sentence that says why Ray's dashboard cannot run; None if the dashboard can run or `command` asks for none."""
     problem = internals.dashboard_problem() if "--include-dashboard=true" in command else None
     advice = "Ray has no dashboard for %s (%s): install ray[default] there, or set RayLauncher(dashboard=False)"
     return None if problem is None else advice % (sys.executable, problem)
 
 
 def lacks_tokens(version: str) -> bool:
-    """Whether a version of Ray, such as "2.60.0rc1", is too old for token authentication; False if the text is no version."""
+    """Returns whether a version of Ray, such as "2.60.0rc1", lacks token authentication; False if the text is no version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and (int(found.group(1)), int(found.group(2))) < TOKEN_SINCE
 
@@ -123,8 +123,8 @@ def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
 
     The value of `tables` is the id of a query. This request is answered by calling `report` with Ray's tables for the leak check,
     or with None after an error. At a request with `prestart`, Ray starts workers until `cpus` workers, at most
-    `MOST_IDLE_WORKERS`, wait for the next payload's first tasks. Nothing happens at `prestart` if Ray lacks the RPC, or without
-    `grpcio`. `gcs` is "HOST:PORT" of the GCS, and `logs` is the path of Ray's log directory.
+    `MOST_IDLE_WORKERS`, wait for the next payload's first tasks. A request with `prestart` has no effect if Ray lacks the RPC, or
+    without `grpcio`. `gcs` is "HOST:PORT" of the GCS, and `logs` is the path of Ray's log directory.
     """
     wanted = threading.Event()
     if cpus > 0 and internals.can_start_workers():
@@ -177,7 +177,7 @@ def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int
 
 
 def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
-    """On the head: report each change of the node table, the start of the entrypoint, and requests that no node can grant."""
+    """Thread function on the head: report changes of Ray's node table, the start of the entrypoint, and the end of the GCS."""
     gcs, entrypoint = order["gcs"], order["entrypoint"]
     try:
         _wait_for_port(gcs)
@@ -204,7 +204,7 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
 
 
 def _wait_for_head(gcs: str, command: List[str]) -> None:
-    """Wait until this worker node may join the head: until the head is alive, or has published where its files are."""
+    """Wait until this worker node may join the head: the head is alive, or has published where the head's files are."""
     _wait_for_port(gcs)
     client = internals.connect_gcs(gcs)
     while not any(node["head"] and node["alive"] for node in (_nodes(client) or {}).values()):
@@ -216,7 +216,7 @@ def _wait_for_head(gcs: str, command: List[str]) -> None:
 
 
 def _wait_for_port(gcs: str) -> None:
-    """Wait until the GCS listens at "HOST:PORT"; polls more often than Ray's own client would."""
+    """Wait until the GCS listens at `gcs` ("HOST:PORT"); polls more often than Ray's own client would."""
     while _connect_error(gcs, 1.0):
         time.sleep(_FAST)
 
@@ -230,7 +230,7 @@ def _connect_error(gcs: str, timeout: float) -> Optional[OSError]:
 
 
 def _nodes(client: Any) -> Optional[Nodes]:
-    """Ray's node table; None while the GCS does not answer."""
+    """Returns Ray's node table; None while the GCS does not answer."""
     try:
         return internals.node_table(client)
     except Exception as error:  # Ray's RPC errors have no common public base class.
@@ -239,7 +239,7 @@ def _nodes(client: Any) -> Optional[Nodes]:
 
 
 def _report_demand(gcs: str, report: _Reporter) -> None:
-    """Report, every few seconds, the new requests for resources that no node can ever grant; never returns.
+    """Thread function: report, every few seconds, the new requests for resources that no node can ever grant; never returns.
 
     A request is reported once, when two polls in a row have found the request: a node that has just joined may grant the request
     after the first poll.

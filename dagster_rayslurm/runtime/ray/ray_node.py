@@ -60,7 +60,7 @@ _DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directory is removed, an
 def start_arguments(
     spec: RaySpec, machine: NodeResources, chosen: Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
-    """The arguments for `ray start` on this node.
+    """Returns the arguments for `ray start` on this node.
 
     `address` is this node's address for Ray; if None, Ray finds the address. `gcs` is "HOST:PORT" of the head that this node
     joins; None if this node is the head. `chosen` has the ports for Ray, and `temp_dir` is Ray's temporary directory.
@@ -88,7 +88,7 @@ def start_arguments(
 
 
 def symmetric_arguments(start: List[str], gcs: str, nodes: int, entrypoint: List[str]) -> List[str]:
-    """The arguments of `ray symmetric-run` on a node, converted from `start`, the arguments of `ray start` for the same node.
+    """Returns the arguments of `ray symmetric-run` on a node, made from `start`, the arguments of `ray start` for this node.
 
     `gcs` is "HOST:PORT" of the head. `ray symmetric-run` runs `entrypoint` on the head once `nodes` nodes have joined.
     """
@@ -102,9 +102,9 @@ def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
 
 
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
-    """Environment variables that limit a Ray cluster which the payload itself starts to the granted CPUs and memory of this node.
+    """Returns environment variables for a payload that starts a Ray cluster itself: the CPUs and memory granted on this node.
 
-    The variables only set defaults; a `ray.init` that connects to an existing cluster ignores these variables. Ray has no
+    The variables only set defaults; a `ray.init` that connects to an existing cluster ignores the variables. Ray has no
     variable for the default number of CPUs (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`). But Ray counts
     CPUs as Python does, and Python 3.13 has the variable `PYTHON_CPU_COUNT` for the number of CPUs.
     """
@@ -118,13 +118,13 @@ def granted_defaults(machine: NodeResources) -> Dict[str, str]:
 
 
 def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
-    """Environment variables for all processes of one Ray cluster, drivers included: the token, and no usage statistics."""
+    """Returns environment variables for all processes of a Ray cluster, drivers included: the token, and no usage statistics."""
     token = {"RAY_AUTH_TOKEN_PATH": token_path} if spec.auth == "token" else {}
     return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token" if token else "disabled", **token}
 
 
 def _token(runtime: RuntimeSpec, key: str) -> str:
-    """The token with which the processes of one Ray cluster authenticate each other.
+    """Returns the token with which the processes of one Ray cluster authenticate each other.
 
     The token is derived from the secret that all nodes have and from `key`, so that each node has the same token. Without a
     secret, the token is random. `key` is "" for the warm cluster, and the payload's nonce for a payload's own cluster.
@@ -173,19 +173,19 @@ class ClusterDir(Scratch):
 
 @dataclass(eq=False)
 class RayNode:
-    """Runs Ray on this node, as head or worker: starts Ray, again with other ports if a port was taken, watches and ends Ray."""
+    """Runs Ray on this node, as head or worker: starts, watches and ends Ray; tries again with other ports if a port is taken."""
 
     loop: Loop
     runtime: RuntimeSpec
     cluster: RaySpec
-    key: str  # As in `RayCluster`.
+    key: str  # "" for the warm cluster, the payload's nonce for a payload's own cluster.
     machine: NodeResources
     scratch: Scratch
     nodes: int  # Of the complete cluster.
     on_event: Callable[[Event], None]  # Gets the reports of Ray's process and of this object; see `Report`.
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
     shared: Optional[str] = None  # A directory on the file system that all nodes share; None in local mode.
-    ready: bool = False  # Whether the cluster is complete; from then on an end of Ray here is its loss, not a failed start.
+    ready: bool = False  # Whether the cluster is complete; from then on, the end of Ray here is a loss, not a failed start.
     pid: Optional[int] = None  # Process id of the common ancestor of all Ray processes on this node.
     ports: Ports = field(default_factory=Ports)  # Of the latest attempt to start Ray.
 
@@ -231,7 +231,7 @@ class RayNode:
         self.ports.release()
 
     def log_tails(self) -> Dict[str, str]:
-        """The last lines of the logs that may tell why Ray failed on this node, by name of log."""
+        """Returns the last lines of the logs that may tell why Ray failed on this node, by name of log."""
         tails = {name: tail_file(path, lines=15) for name, path in self._log_paths.items()}
         return {name: text for name, text in tails.items() if text.strip()}
 
@@ -366,7 +366,7 @@ class RayNode:
             self.pid = self.loop.spawn(argv, on_exit, env=env, preexec_fn=processes.die_with_parent(), **streams, **options)
 
     def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
-        """A copy of `environ` with the variables for Ray's daemons on this node.
+        """Returns a copy of `environ` with the variables for Ray's daemons on this node.
 
         Ray's workers inherit these variables from the daemons.
         """
@@ -450,6 +450,6 @@ _NO_ERROR = re.compile(r"\b(DEBUG|INFO)\b|`\{\}`")
 
 
 def last_error_line(log: str) -> str:
-    """The last line in the log of `ray start` that may say why Ray ended, without time and colours; "" without such a line."""
+    """Returns the last line of `ray start`'s log that may say why Ray ended, without time and colours; "" if there is none."""
     lines = [line for line in map(str.strip, _COLOURS.sub("", log).splitlines()) if line and not _NO_ERROR.search(line)]
     return _LOG_PREFIX.sub("", lines[-1])[:500] if lines else ""

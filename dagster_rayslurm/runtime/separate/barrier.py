@@ -19,8 +19,8 @@ class ComponentAddress:
     """The addresses of one component, which all payloads get in the environment variable RAYSLURM_COMPONENTS."""
 
     host: str  # Host name of the component's first node.
-    address: str  # Network address of that node.
-    ray_address: Optional[str]  # Address of the component's Ray cluster; None if it has none.
+    address: str  # Network address of the first node.
+    ray_address: Optional[str]  # Address of the component's Ray cluster; None without a Ray cluster.
     nodes: List[str]  # Names of all nodes of the component.
 
 
@@ -30,7 +30,7 @@ class Ended:
 
     failure: Optional[str]  # Why the payload failed; None for success.
     exit_code: int
-    terminated: bool  # Whether its runtime received a signal; then Slurm may run the job again.
+    terminated: bool  # Whether the payload's runtime received a signal; then Slurm may run the job again.
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RunState:
 
     places: Dict[str, ComponentAddress] = field(default_factory=dict)  # Not empty once the payloads start.
     failed: Optional[str] = None  # The component that failed first, so that all payloads end; None without a failure.
-    why: str = ""  # Why that component failed.
+    why: str = ""  # Why the component failed.
     finished: bool = False  # The payloads of all components have ended, or were given up: all runtimes end.
     final: bool = False  # Slurm has no reason to run the job again, so files for another attempt are no longer needed.
 
@@ -72,7 +72,7 @@ class Barrier:
 
     def __init__(self, components: Sequence[str], patience: float, grace: float, now: float) -> None:
         self.state = RunState()
-        self.exit_code = 0  # The exit code for the job: that of the first failure, or 0.
+        self.exit_code = 0  # The exit code for the job: the exit code of the first failure, or 0.
         self._host, self._patience, self._grace = components[0], patience, grace
         self._start_by = now + patience
         self._members = {name: _Member(_NEVER if name == self._host else self._start_by) for name in components}
@@ -94,7 +94,7 @@ class Barrier:
             member.until, member.problem = now + self._grace, "its runtime is lost: " + why
 
     def update(self, component: str, told: ComponentState, now: float) -> None:
-        """Store the state that a component's runtime has sent, and update the state of the run."""
+        """Store `told`, the state that a component's runtime has sent, and update the state of the run."""
         member = self._members[component]
         member.told = told
         if told.left:
@@ -132,7 +132,7 @@ class Barrier:
             self.state, self._finished_at = replace(self.state, finished=True, final=final), now
 
     def may_leave(self, now: float) -> bool:
-        """Whether the host may end: the run is finished, and each guest has left or had `grace` seconds to learn of the end."""
+        """Returns whether the host may end: the run is finished, and each guest has left or had `grace` seconds to leave."""
         left = all(now >= member.until for name, member in self._members.items() if name != self._host)
         return now >= self._finished_at + (0.0 if left else self._grace)
 

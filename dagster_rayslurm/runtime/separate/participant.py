@@ -1,4 +1,4 @@
-"""Connects a component's runtime to the barrier: the payload starts when all components are ready, and ends when one fails.
+"""Connects a component's runtime to the barrier: the payload starts when all components are ready, and ends if a component fails.
 
 Each message between host and guests holds the sender's whole state, so a lost connection loses no information.
 """
@@ -39,7 +39,7 @@ class Participant(Hooks, Listener, ABC):
     """The part of one component in the barrier; the component's supervisor calls the methods of `Hooks`."""
 
     supervisor: Supervisor
-    run_dir: str  # The run's directory, not that of the component.
+    run_dir: str  # The directory of the whole run, not the component's directory.
     allocation: Optional[Allocation] = None  # The nodes of the component; None if all components are on this machine.
     hosts: Sequence[str] = (_LOCALHOST,)  # Hosts at which the first component's runtime may be reached.
 
@@ -61,7 +61,7 @@ class Participant(Hooks, Listener, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections to the other components. The host first waits up to `_LEAVE_TIMEOUT` seconds for the guests."""
+        """Close the connections to the other components. The host first waits up to `_LEAVE_TIMEOUT` seconds for guests."""
 
     @abstractmethod
     def _join(self) -> None: ...
@@ -83,7 +83,7 @@ class Participant(Hooks, Listener, ABC):
         payload.on_ended.append(lambda: self.tell(ended=_end_of(payload)))
 
     def may_start(self, payload: Payload) -> bool:
-        """Whether all components are ready, so that the payload may start. The first call reports this component as ready."""
+        """Returns whether the payload may start: all components are ready. The first call reports this component as ready."""
         if self.mine.place is None:
             others = ["component %r" % each for each in self.spec.components if each != self.spec.component_id]
             if others:
@@ -116,9 +116,9 @@ class Participant(Hooks, Listener, ABC):
             self.loop.stop()
 
     def _end_after(self, failed: str, why: str) -> End:
-        """Returns the reason for which this component's payload ends after the component `failed` failed with the message `why`.
+        """Returns the `End` of this component's payload for the case that the payload must end because a component has failed.
 
-        `failed` may be this component.
+        `failed` is the component that has failed, perhaps this component, and `why` is the reason of the failure.
         """
         if failed != self.spec.component_id:
             return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
@@ -144,7 +144,7 @@ class Participant(Hooks, Listener, ABC):
 
 
 class Host(Participant):
-    """The participant of the first component; its runtime keeps the barrier for all components.
+    """The participant of the first component, the host: keeps the barrier for all components.
 
     The host's exit code is the exit code of the first failure in any component, or 0.
     """
@@ -184,7 +184,7 @@ class Host(Participant):
     def received(self, channel: Channel, message: Message) -> None:
         """Handle a guest's message with the name and state of the guest's component.
 
-        A sender of an unknown component is disconnected.
+        A channel that names an unknown component is closed.
         """
         component = message.pop("component")
         if component not in self.spec.components[1:]:
@@ -293,9 +293,10 @@ def _end_of(payload: Payload) -> Ended:
 
 
 def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participant:
-    """Connect a component's runtime to the barrier that its start record describes, and return the new participant.
+    """Connect a component's runtime to the barrier that the start record describes, and return the new participant.
 
-    The first component becomes the host. `where` are the arguments `allocation` and `hosts` of `Participant`.
+    The first component becomes the host, and each other component becomes a guest. `where` are the arguments `allocation` and
+    `hosts` of `Participant`.
     """
     spec = supervisor.spec.meeting
     side = Host if spec is not None and spec.component_id == spec.components[0] else Guest
@@ -305,9 +306,9 @@ def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participa
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
     """Returns a component's share of this machine's resources, and a remark on simulated resources.
 
-    The component is the one to which the start record `spec` belongs; all components run on this machine. The remark is "" if the
-    component has no simulated resources or no Ray cluster. The function also changes `os.environ`, so that this process sees no
-    GPUs of other components.
+    `spec` is the start record of the component's runtime; all components run on this machine. The remark is "" if the component
+    has no simulated resources or no Ray cluster. The function also changes `os.environ`, so that this process sees no GPUs of
+    other components.
     """
     assert spec.meeting is not None
     here = detect(with_gpus=True)

@@ -25,9 +25,10 @@ from ..ray.cluster import RayCluster
 
 @dataclass(eq=False)
 class Relays(Listener):
-    """Lets clients reach a Ray cluster's dashboard: each client with the key gets a process that carries its connections.
+    """Lets clients reach the dashboard of a Ray cluster: each client that knows the key gets a relay.
 
-    The first call of `access` opens the port on which clients are accepted.
+    A relay is a process that carries the client's connections to ports of this node. The first call of `access` in a Slurm
+    allocation opens the port on which clients are accepted.
     """
 
     loop: Loop
@@ -58,15 +59,15 @@ class Relays(Listener):
         return ClusterAccess(**dict(asdict(own), key=key, relay=self._command, **more))
 
     def write(self, run_dir: str, cluster: RayCluster) -> None:
-        """Write the file in a run directory that tells clients how to reach the payload's cluster.
+        """Write the file in the directory `run_dir` that tells clients how to reach `cluster`, the Ray cluster of the payload.
 
-        An error is ignored, because the payload can run without the file.
+        An OSError is ignored, because the payload can run without the file.
         """
         with contextlib.suppress(OSError):
             write_atomically(os.path.join(run_dir, CLUSTER), json.dumps(asdict(self.access(cluster))).encode("utf-8"))
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Start a relay on the connection of a client that requests a relay; refuse any other request."""
+        """Start a relay on the connection of a client that requests a relay; answer any other request with a refusal."""
         if message.get("op") != Operation.RELAY:
             return channel.send(**refuse(Refusal.UNKNOWN, "only relays are to be had here"))
         streams = {"stdin": channel.sock, "stdout": channel.sock, "stderr": subprocess.DEVNULL}

@@ -128,7 +128,8 @@ class Next(Enum):
 class Queue:
     """The waiting and running payloads of a runtime, and whether the runtime accepts more payloads.
 
-    The runtime of a session has an `idle_timeout`; a runtime without `idle_timeout` ends after its payloads.
+    The runtime of a session has an `idle_timeout`; a runtime without `idle_timeout` ends after its payloads. The parameter `now`
+    of the methods is the present time on the clock of `Loop.now`, in seconds.
     """
 
     limit: int = 1  # Most payloads that run at once on a node.
@@ -173,10 +174,11 @@ class Queue:
     # ---- Payloads come, start and go
 
     def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
-        """Returns a sentence if a new payload cannot finish within `left` seconds, before the job's time limit; otherwise None.
+        """Returns a sentence if a new payload cannot finish within the `left` seconds that the job still has; otherwise None.
 
-        `left` is None if no limit is known. The result is always None for the first payload of a runtime. The payload's wait is
-        estimated from the known durations of the payloads ahead. If the estimate is too low, `late` returns the payload later.
+        If the job's time limit is not known, `left` and the result are None. The result is also None for the first payload of a
+        runtime. The payload's wait is estimated from the known durations of the payloads ahead. If the wait turns out to be
+        longer than the estimate, `late` returns the payload later.
         """
         if not self.served:
             return None  # A new allocation would have no more time.
@@ -193,7 +195,10 @@ class Queue:
         return [(payload, why) for payload, why in found if why is not None]
 
     def added(self, payload: Payload, fresh: bool, now: float) -> Queue:
-        """Returns the queue with one more waiting payload, behind the other payloads of the same Dagster run."""
+        """Returns the queue with one more waiting payload, behind the other payloads of the same Dagster run.
+
+        `fresh` is True if the payload gets a Ray cluster of its own.
+        """
         run = payload.spec.run_id
         turns = self.turns if run in self.turns else (*self.turns, run)
         return replace(self, arrived=(*self.arrived, Entry(payload, fresh, now)), turns=turns, served=self.served + 1)
@@ -203,7 +208,8 @@ class Queue:
 
         Payloads for which `may_start` returns False are skipped and keep their place. Among the other payloads, the first payload
         of the Dagster run whose turn it is comes next. If this payload has no room on its nodes, no payload starts, and the run
-        keeps its turn. Otherwise small payloads of other runs could delay a large payload for ever.
+        keeps its turn. Without this rule, small payloads of other runs could delay a large payload for ever. `capacities` is a
+        result of `capacities_of`.
         """
         running = [claims_of(each.spec, each.fresh, capacities) for each in self.running]
         for run in self.turns if self.ending is None else ():
@@ -219,10 +225,10 @@ class Queue:
         return self, None
 
     def removed(self, payload: Payload, ran_to_exit: bool, now: float) -> Queue:
-        """Returns the queue without a payload that has ended.
+        """Returns the queue without a payload that has ended, or that is not to wait any longer.
 
-        If the payload's process has ended by itself (`ran_to_exit`), the queue also remembers the payload's duration for the
-        step.
+        `ran_to_exit` is True if the payload's process has ended by itself. The new queue then remembers the payload's duration,
+        if no payload of the same step has run longer.
         """
         entry = next(each for each in (*self.arrived, *self.running) if each.payload is payload)
         if entry in self.arrived:
@@ -253,8 +259,9 @@ class Queue:
     def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:
         """Returns the new queue, and how a runtime without payloads ends: the action to take, and after how many seconds.
 
-        The second part is None if the runtime has a payload, or waits for a payload without a limit. The new queue differs from
-        this queue only if a session becomes idle: the new queue then records the time `now`.
+        The second part is None if the runtime has a payload, or if the runtime waits for its first payload without a time limit.
+        The new queue differs from this queue only if this is a session that waits for payloads and has none. The new queue then
+        records that the session is idle since the time `now`.
         """
         if self.arrived or self.running:
             return self, None

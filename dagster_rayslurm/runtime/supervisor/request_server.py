@@ -141,8 +141,8 @@ class RequestServer(Listener):
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
         """Update the announcement, and write it to the file unless `found`, the present content of the file, is the same.
 
-        If `found` belongs to another session, accept no more payloads, and do not change the file. `closing` is the reason why
-        the session accepts no more payloads, if the supervisor has no reason.
+        If `found` belongs to another session, accept no more payloads, and do not change the file. `closing` is a reason why the
+        session accepts no more payloads; a reason of the supervisor takes precedence.
         """
         closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
         if closing != self._announcement.closing:
@@ -232,7 +232,10 @@ def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
 
 
 def _was_accepted(run_dir: str) -> bool:
-    """Whether this or another session has accepted the payload before; if so, the journal in the run directory is not empty."""
+    """Whether this or another session has accepted the payload of `run_dir` before.
+
+    Once a session has accepted the payload, the journal in the run directory is not empty.
+    """
     with contextlib.suppress(OSError):
         return os.path.getsize(os.path.join(run_dir, JOURNAL)) > 0
     return False

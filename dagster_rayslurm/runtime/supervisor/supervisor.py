@@ -56,10 +56,13 @@ _MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
 
 
 class Hooks:
-    """Callbacks of the supervisor; the separate topology overrides them to delay the start of payloads and the runtime's end."""
+    """Callbacks of the supervisor before the start of a payload and at the end of the runtime.
+
+    These callbacks delay nothing. The separate topology overrides the callbacks, and so delays the start or the end.
+    """
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
-        """Whether a payload may start now; the payload's Ray cluster is up, or the payload needs no warm cluster.
+        """Whether a payload may start now; called only if the warm Ray cluster is up or not needed.
 
         If an override returns False, the override must call `Supervisor.schedule` as soon as the payload may start.
         """
@@ -162,7 +165,7 @@ class Supervisor:
 
     @property
     def unhealthy(self) -> List[Unhealthy]:
-        """The nodes that failed a health check."""
+        """The nodes that failed a health check of the warm Ray cluster; without a warm cluster, of a payload's own cluster."""
         return self._unhealthy if self.cluster is None else self.cluster.unhealthy
 
     @property
@@ -218,10 +221,10 @@ class Supervisor:
         """Accept no more payloads, end the present payloads, and then end the runtime.
 
         Args:
-            end: The reason for the payloads' end.
+            end: The reason for the end of the running payloads.
             grace: Seconds from SIGTERM to SIGKILL; None for each payload's own grace period.
-            queued: The reason for waiting payloads, by default `end`. At the time limit, waiting payloads are by default returned
-                to their clients instead.
+            queued: The reason for the end of the waiting payloads. None stands for `end`. If `end` is the time limit, None means
+                that waiting payloads are returned to their clients.
         """
         self.queue = self.queue.ended_by(end, self.loop.now())
         if end.reason == EndReason.TIMEOUT and queued is None:
@@ -234,7 +237,7 @@ class Supervisor:
     def drain(self, why: str) -> None:
         """Accept no more payloads, let the present payloads finish, and then end the runtime.
 
-        Clients are told the reason `why`.
+        Clients are told the reason `why`. If the runtime accepts no payloads already, do nothing.
         """
         if self.closing is None:
             self.queue = replace(self.queue, draining=why)
@@ -264,9 +267,9 @@ class Supervisor:
             self._timers.due("idle", delay, lambda: self.close(End(EndReason.CANCEL, "it was idle for %g s" % delay)))
 
     def _interrupted(self, signum: int) -> None:
-        """Handle a signal: end all payloads, and then the runtime.
+        """Handle the signal `signum`: end all payloads, and then the runtime.
 
-        A second signal, if it comes later, kills the payloads at once.
+        If the payloads are already being ended for more than `_SAME_SIGNAL` seconds, kill the payloads at once.
         """
         self._signalled = True
         again = self.queue.ending is not None and self.loop.now() - self.queue.ending_since > _SAME_SIGNAL
@@ -390,7 +393,7 @@ class Supervisor:
         cluster.start()
 
     def _start(self, payload: Payload, cluster: Optional[RayCluster]) -> None:
-        """Start the process of a payload whose Ray cluster is up."""
+        """Start the process of a payload whose Ray cluster is up; `cluster` is None for a payload without Ray."""
         payload.context = self._context(payload, cluster)
         for other in self._running:
             if other is not payload and other.pid is not None:
@@ -414,7 +417,8 @@ class Supervisor:
     def _archive_logs(self, payload: Payload, done: Callable[[], None]) -> None:
         """Archive the logs of a failed payload's Ray cluster into the payload's run directory, and then call `done`.
 
-        Archives nothing if the payload has no Ray cluster, or if this is a session and the payload has not started.
+        If the payload has no Ray cluster, nothing is archived, and `done` is called at once. The same holds if this is a session
+        and the payload has not started.
         """
         cluster = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
         if cluster is None or (self.is_session and payload not in self._running):
@@ -444,7 +448,10 @@ class Supervisor:
     # ---- Events of the Ray clusters and of the nodes
 
     def _handle_cluster(self, cluster: RayCluster, action: Action) -> None:
-        """Handle an event of the warm Ray cluster or of a payload's own cluster: report the event, and start or end payloads."""
+        """Handle `action`, an event of a Ray cluster: report the event, and start or end payloads.
+
+        `cluster` is the warm Ray cluster or a payload's own cluster.
+        """
         is_warm = cluster is self.cluster
         payloads = self.payloads if is_warm else [each for each in self._running if each.spec.nonce == cluster.key]
         if isinstance(action, Say) and action.phase == UNSCHEDULABLE:
@@ -478,7 +485,7 @@ class Supervisor:
             payloads[0].end_early(End(EndReason.INFEASIBLE, said.message))
 
     def _lose_node(self, name: str) -> None:
-        """Handle the loss of a worker node: running payloads go on, but a session accepts no more payloads."""
+        """Handle the loss of the worker node `name`: running payloads go on, but a session accepts no more payloads."""
         if self.is_session:
             self.drain("node %s is lost" % name)
 
@@ -504,7 +511,11 @@ class Supervisor:
             self.drain("%s failed a health check" % ", ".join(each["node"] for each in cluster.unhealthy))
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
-        """Pass a worker node's message to the Ray clusters; report memory shortage, node loss, or a failed environment copy."""
+        """Pass a message of the worker node `member` to the Ray clusters.
+
+        Also report a memory shortage, the loss of the node, or a failed copy of the environment, if the message is about one of
+        these.
+        """
         for cluster in self._clusters:
             cluster.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
@@ -515,9 +526,10 @@ class Supervisor:
             self._note_remark(member.title, message.get("remark"))
 
     def _note_remark(self, name: str, remark: Optional[Sequence[str]]) -> None:
-        """Report in all payloads' logs, once for each node, that the node `name` could not copy the environment.
+        """If the node `name` could not copy the environment, report this in all payloads' logs, once for each node.
 
-        `remark` is a phase and a message for the log, or None. At most `_MOST_NAMES` nodes are reported.
+        `remark` is what the node tells about its copy, as a phase and a message for the log; None if nodes make no copies. At
+        most `_MOST_NAMES` nodes are reported.
         """
         if remark and remark[0] == local_copy.NO_COPY and name not in self._remarks and len(self._remarks) < _MOST_NAMES:
             self._remarks[name] = (remark[0], remark[1])
@@ -598,7 +610,7 @@ class Supervisor:
         return context
 
     def _payload_environ(self, environ: Dict[str, str]) -> Dict[str, str]:
-        """Returns `environ` with variables that limit a payload to the resources granted on this node."""
+        """Returns a copy of `environ` with variables that limit a payload to the resources granted on this node."""
         if self.allocation is not None:
             environ = {**granted_defaults(self.machine), **environ}
         own = {**environ, **(self._shares[0].environ if self._shares else {})}  # Payloads see the GPUs of the head's component.

@@ -50,7 +50,7 @@ def signal_number(name: str) -> Optional[int]:
 
 @dataclass
 class TimeLimit:
-    """The time limit of a Slurm job: finds out when the job will reach the limit, and calls functions at given times before.
+    """The time limit of a Slurm job: finds out when the job will reach the limit, and calls functions at given times before then.
 
     The limit comes from SLURM_JOB_END_TIME, which newer versions of Slurm set, otherwise from squeue.
     """
@@ -67,9 +67,10 @@ class TimeLimit:
         return None if self._end is None else self._end - self.loop.now()
 
     def start(self) -> None:
-        """Find out the time limit, and then call `known`; call `unknown` if squeue cannot be run.
+        """Find out the time limit, and then call the function `known` with the seconds left.
 
-        While squeue prints no limit, squeue is run again at intervals.
+        If squeue cannot be run, call the function `unknown` with the reason instead. While squeue prints no limit, squeue is run
+        again at intervals.
         """
         start, end = (os.environ.get("SLURM_JOB_%s_TIME" % name, "") for name in ("START", "END"))
         # These are times of the controller's clock. This node's clock agrees with it if the job has just started.
@@ -90,11 +91,11 @@ class TimeLimit:
             self.unknown("squeue cannot be run (%s)" % error.strerror)
 
     def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
-        """Call `call` with the seconds left, `before` seconds ahead of the time limit; do nothing if no limit is known.
+        """Call `call` when the job has `before` seconds left; the argument of `call` is the exact number of seconds left.
 
-        If this time is past, `call` is called at once. Shortly before this time, squeue is run again, because an administrator
-        may have moved the limit. If squeue does not answer, the last known limit counts. `asked` is True only in this method's
-        own calls, after squeue was run.
+        If the job has fewer seconds left already, `call` is called at once. If no limit is known, `call` is never called. Shortly
+        before the call, squeue is run again, because an administrator may have moved the limit. If squeue does not answer, the
+        last known limit counts. `asked` is True only in this method's own calls, after squeue was run.
         """
         left = self.left()
         if left is None:
@@ -114,7 +115,8 @@ class TimeLimit:
     def _ask(self, then: Callable[[bool], None]) -> None:
         """Run squeue to learn the time limit; later call `then` with True if the job has no limit, with False otherwise.
 
-        Raises OSError if squeue cannot be run.
+        If squeue does not answer, `then` is called with False, and the last known limit stays. Raises OSError if squeue cannot be
+        run.
         """
 
         def answered(said: Optional[str]) -> None:
