@@ -25,6 +25,10 @@ class NoCluster(ValueError):
     """
 
 
+class NoClusterNow(NoCluster):
+    """Raised when the run, session or job with the given name has no running Ray cluster now. If it has not ended, it may get one."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A running Ray cluster, and the run, session or job (`entry`) that owns the cluster."""
@@ -69,7 +73,7 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
     }
     if not live:
         last = matching[-1]
-        raise NoCluster(f"{last.title} has no Ray cluster now: {': '.join(filter(None, (str(last.state), last.says)))}")
+        raise NoClusterNow(f"{last.title} has no Ray cluster now: {': '.join(filter(None, (str(last.state), last.says)))}")
     if len(live) > 1:
         raise NoCluster(f"{ident!r} names several Ray clusters; say which: {_listed([name for _, name in live.values()])}")
     ((one, _),) = live.values()

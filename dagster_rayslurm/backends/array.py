@@ -32,7 +32,7 @@ from ..slurm.arrays import Room, array_option, count_jobs, parse_largest, parse_
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, ask_patiently, fetch_queue, run_slurm, shared_queue
 from ..slurm.states import TERMINAL, JobPhase, JobWatch
-from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, SubmittedJob, wait_until_gone
+from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, SubmittedJob, cancel_named, wait_until_gone
 from .base import Step, run_files, write_run_dir
 from .batch import CLUSTER, BatchBackend, job_script, runtime_spec
 from .layout import nonce_of
@@ -253,14 +253,15 @@ class Arrays:
             number: The number of the array in the run directory.
             job_id: Slurm's id of the array. If the id is "", the submission of the array failed or may still be under way. Then
                 the function cancels the array by the name of the array's job, and leaves the partitions to a new array.
-            keys: The partitions of the array: element 0 runs `keys[0]`.
+            keys: The partitions of the array: element 0 runs `keys[0]`. If `keys` is empty, the partitions are not known, and the
+                function does the same as without an id.
             queue: A recent snapshot of the queue. The time of the snapshot stands for the time of the array's submission, which
                 is not known.
         """
         self._next_number = max(self._next_number, number + 1)
         request = self._request(number, len(keys))
-        if not job_id:
-            run_slurm(self.connection, ["scancel", "--quiet", "--me", f"--name={request.job_name}"], timeout=60)
+        if not (job_id and keys):
+            cancel_named(self.connection, request.job_name, self.step.log)
             return
         # The time of the submission is not known, so this snapshot of the queue is the first that counts.
         job = self._job(request, SubmittedJob(job_id, queue.began - 1.0), _array_dir(self.run_dir, number))

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import click
 
-from ..access.find import Found, NoCluster, choose
+from ..access.find import Found, NoClusterNow, choose
 from ..access.head import ClusterEnded
 from ..access.proxy import SECRET_HEADER
 from ..access.serve import serve, served
@@ -47,7 +47,7 @@ def find_target(target: str, wait: bool = False) -> Found:
             try:
                 there = entries()
                 return choose(target, there)
-            except (NoCluster, OSError) as error:
+            except (NoClusterNow, OSError) as error:
                 # Once it waits, it also waits for Slurm or the edge node to answer again.
                 if not wait or all(each.over for each in named(target, there)):
                     raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -47,14 +48,18 @@ def announce(
     elif plan.ray.dashboard:
         said["Ray dashboard"] = f"rayslurm dashboard --wait {run_name}"
     try:
-        plan_id = context.run.execution_plan_snapshot_id
-        steps = context.instance.get_execution_plan_snapshot(plan_id).step_keys_to_execute if plan_id else []
-        own = step if len(steps) > 1 else None
+        own = step if _has_several_steps(context.instance, context.run.execution_plan_snapshot_id) else None
         write_tags(context.instance, context.run_id, job_tags(running.job_id, place, own), base)
         message = f"[rayslurm] Slurm job {running.job_id} on {place} runs {step}"
         context.instance.report_engine_event(message, context.run, EngineEventData(said), step_key=step)
     except Exception as error:  # noqa: BLE001 - the storage may raise anything, and the payload runs
         context.log.warning(f"[rayslurm] the run has no tag for Slurm job {running.job_id}: {error}")
+
+
+@functools.lru_cache(maxsize=16)  # A step may announce thousands of payloads.
+def _has_several_steps(instance: dg.DagsterInstance, plan_id: str | None) -> bool:
+    """Returns whether the execution plan with the id `plan_id` has more than one step; False without an id."""
+    return plan_id is not None and len(instance.get_execution_plan_snapshot(plan_id).step_keys_to_execute) > 1
 
 
 def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str], base: Path) -> None:
@@ -65,12 +70,12 @@ def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str
     `base`. A step on another host does not see the lock. Therefore this function reads the tags again after its write, and
     repeats the write if tags are missing, up to `_TRIES` writes in all.
     """
-    # In a run with several steps, the common tags are those of the latest step.
-    lasting = {key: value for key, value in tags.items() if key.startswith(f"{JOB_ID}.")} or tags
+    # The common tags are those of the latest payload, so only the tags of a step must last.
+    lasting = {key: value for key, value in tags.items() if key.startswith(f"{JOB_ID}.")}
     with _alone(base):
         for _ in range(_TRIES):
             instance.add_run_tags(run_id, {**tags})
-            run = instance.get_run_by_id(run_id)
+            run = instance.get_run_by_id(run_id) if lasting else None
             if run is None or lasting.items() <= run.tags.items():
                 return
 

@@ -356,10 +356,12 @@ class _ArrayRun:
         owner, failed = self.launch.step.owner, bool(self.results.missing)
         if self._lost_since is not None or (self.arrays is None and self.launch.step.reattached):
             return
-        self.launch.forget()
-        with suppress(OSError):
+        try:
             if not owner.confirm():
                 return
+        except OSError:
+            return
+        self.launch.forget()
         keep = self.resource.keep_run_dirs == "all" or (self.resource.keep_run_dirs == "failed" and failed)
         if not keep:
             discard(self.connection, self.run_dir)

@@ -233,7 +233,7 @@ def parse_jobs_found(text: str) -> list[str]:
 def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.0) -> bool:
     """Cancels a job, again and again, until Slurm shows the job as over or no longer knows the job; returns True then.
 
-    Returns False if the job is not gone after a minute, which includes `patience`.
+    Returns False if the job is not gone a minute after `patience` is over.
 
     Args:
         connection: the edge node.
@@ -249,7 +249,7 @@ def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.
                 return True
             if time.monotonic() - began >= patience and any(row.state != "COMPLETING" for row in rows):
                 run_slurm(connection, ["scancel", *targets], timeout=60)
-        if time.monotonic() - began > _GONE_DEADLINE:
+        if time.monotonic() - began > patience + _GONE_DEADLINE:
             return False
         time.sleep(pause)
         pause = min(2 * pause, 3.0)

@@ -136,7 +136,7 @@ def queue() -> Core:
         ("a payload comes", added),
         ("the last payload ends", removed),
         ("a node is lost, or the time limit is near", lambda queue: None if queue.draining else replace(queue, draining="x")),
-        ("a signal, or idle_timeout", lambda queue: queue.ended_by(End(EndReason.TERMINATED, "x"), 0.0)),
+        ("a signal, or idle_timeout", lambda queue: queue.ended_by(End(EndReason.TERMINATED, "x"))),
     ]
     return Core("A session's queue", "runtime/supervisor/queue.py: Queue", Queue(idle_timeout=60.0), events, name, 4)
 

@@ -188,12 +188,12 @@ SERVED = replace(SESSION, served=1)
         (replace(Queue(), served=1), (Next.FINISH, 0.0)),
         (SESSION, (Next.IDLE, 90.0)),  # The session may become visible late.
         (SERVED, (Next.IDLE, 60.0)),
-        (SERVED.ended_by(End(EndReason.CANCEL, "x"), 1.0), (Next.FINISH, 0.0)),
-        (SESSION.ended_by(End(EndReason.CLUSTER_START, "x"), 1.0), (Next.STOP, 5.0)),
-        (SESSION.ended_by(End(EndReason.TERMINATED, "x"), 1.0), (Next.FINISH, 0.0)),
+        (SERVED.ended_by(End(EndReason.CANCEL, "x")), (Next.FINISH, 0.0)),
+        (SESSION.ended_by(End(EndReason.CLUSTER_START, "x")), (Next.STOP, 5.0)),
+        (SESSION.ended_by(End(EndReason.TERMINATED, "x")), (Next.FINISH, 0.0)),
         (replace(SESSION, draining="x"), (Next.STOP, 5.0)),
         (replace(SERVED, draining="x"), (Next.STOP, 0.5)),
-        (filled(item("a")).ended_by(End(EndReason.CANCEL, "x"), 1.0), None),
+        (filled(item("a")).ended_by(End(EndReason.CANCEL, "x")), None),
     ],
 )
 def test_when_a_runtime_ends(queue: Queue, then: Any) -> None:
@@ -206,6 +206,6 @@ def test_only_an_idle_session_that_has_served_gives_way() -> None:
 
 
 def test_only_the_first_reason_for_the_end_counts() -> None:
-    queue = SESSION.ended_by(End(EndReason.CLUSTER_LOST, "one"), 1.0).ended_by(End(EndReason.CANCEL, "two"), 2.0)
+    queue = SESSION.ended_by(End(EndReason.CLUSTER_LOST, "one")).ended_by(End(EndReason.CANCEL, "two"))
     assert (queue.closing, queue.ending_since, queue.failed) == ("one", 1.0, "one")
     assert queue.added(item("a"), False, 3.0).start_next(NODE, may_start, 3.0)[1] is None

@@ -146,7 +146,7 @@ class QueueOfPayloads(History):
         self._settle()
 
     def close(self, _: float) -> None:
-        self.queue = self.queue.ended_by(End(EndReason.CANCEL, "stopped"), self.world.now)
+        self.queue = self.queue.ended_by(End(EndReason.CANCEL, "stopped"))
         for entry in present(self.queue):
             self._remove(entry.payload, False)
         self._settle()

@@ -192,7 +192,7 @@ class Supervisor:
             self.settle()
 
     def close(self, end: End) -> None:
-        self.queue = self.queue.ended_by(end, self.world.now)
+        self.queue = self.queue.ended_by(end)
         self.world.say(f"the session ends: {end.message}")
         for payload in self.payloads:
             payload.end_early(end)

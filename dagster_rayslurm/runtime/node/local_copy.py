@@ -82,9 +82,11 @@ def _find(python: str) -> Tuple[str, Dict[str, Any]]:
     for path in (prefix, os.path.dirname(prefix)):  # pixi-pack makes `env/bin/python`.
         try:
             with open(os.path.join(path, _RECIPE), encoding="utf-8") as file:
-                return path, json.load(file)
+                recipe = json.load(file)
         except (OSError, ValueError):
             continue
+        if isinstance(recipe, dict):
+            return path, recipe
     return prefix, {}
 
 

@@ -372,7 +372,8 @@ class UsageSampler:
         are None if the payload ran on another node.
         """
         self.cancel()
-        self._sample()
+        with contextlib.suppress(OSError):  # Without the last sample, the usage is that of the sample before.
+            self._sample()
         usage = self.meter.usage
         if pid is not None:
             self.meter.add_ended(time.monotonic(), pid, rusage.ru_utime + rusage.ru_stime)

@@ -147,7 +147,6 @@ class Queue:
     served: int = 0  # Number of payloads added so far.
     any_started: bool = False
     ending: Optional[str] = None  # Why the payloads are being ended; None while they are not.
-    ending_since: float = 0.0
     draining: Optional[str] = None  # Why no more payloads are accepted while the present ones go on; None otherwise.
     failed: Optional[str] = None  # Why a session failed before it served a payload; None if it did not.
 
@@ -240,13 +239,13 @@ class Queue:
 
     # ---- The runtime ends
 
-    def ended_by(self, end: End, now: float) -> Queue:
+    def ended_by(self, end: End) -> Queue:
         """Returns the queue of a runtime that ends its payloads for the reason `end`; `self` if they are being ended already."""
         if self.ending is not None:
             return self
         why = end.message or "it ends"
         failed = why if self.idle_timeout is not None and not self.served and end.reason not in _REGULAR else None
-        return replace(self, ending=why, ending_since=now, failed=failed)
+        return replace(self, ending=why, failed=failed)
 
     def may_give_way(self, now: float) -> bool:
         """Returns True if the session may end early, so that another job of its user can start.

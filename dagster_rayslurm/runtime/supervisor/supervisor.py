@@ -131,7 +131,7 @@ class Supervisor:
         self._unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
         # Phase and message for the Dagster log about a node's local copy of the environment, by name of node.
         self._remarks = {} if local_copy.remark is None else {self._name: local_copy.remark}
-        self._signalled = False
+        self._signalled_at: Optional[float] = None  # When this runtime received its first signal.
         self._timers = Timers(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
@@ -215,7 +215,7 @@ class Supervisor:
             while [each for each in self._unrecorded if not each.write_end()] and self.loop.now() < deadline:
                 time.sleep(_END_TIMEOUT / 10)
             self.scratch.remove()
-            self.workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
+            self.workers.wait_gone(_LATE_NODES if self._signalled_at is None else 0.0)
 
     def close(self, end: End, grace: Optional[float] = None, queued: Optional[End] = None) -> None:
         """Accept no more payloads, end the present payloads, and then end the runtime.
@@ -226,7 +226,7 @@ class Supervisor:
             queued: The reason for the end of the waiting payloads. None stands for `end`. If `end` is the time limit, None means
                 that waiting payloads are returned to their clients.
         """
-        self.queue = self.queue.ended_by(end, self.loop.now())
+        self.queue = self.queue.ended_by(end)
         if end.reason == EndReason.TIMEOUT and queued is None:
             queued = End(EndReason.RETURNED, "%s before the payload's turn came" % end.message)
         running = self._running
@@ -269,10 +269,12 @@ class Supervisor:
     def _interrupted(self, signum: int) -> None:
         """Handle the signal `signum`: end all payloads, and then the runtime.
 
-        If the payloads are already being ended for more than `_SAME_SIGNAL` seconds, kill the payloads at once.
+        At a second signal, more than `_SAME_SIGNAL` seconds after the first, kill the payloads at once.
         """
-        self._signalled = True
-        again = self.queue.ending is not None and self.loop.now() - self.queue.ending_since > _SAME_SIGNAL
+        now = self.loop.now()
+        again = self._signalled_at is not None and now - self._signalled_at > _SAME_SIGNAL
+        if self._signalled_at is None:
+            self._signalled_at = now
         # Worker nodes that got the same signal must stay until the payloads have ended.
         self.workers.send_command(self.workers.members, op=NodeCommand.ENDING)
         why = "the runtime received %s" % signal.Signals(signum).name
