@@ -56,7 +56,7 @@ class Platform:
     on_node: tuple[str, ...] = ()
 
     def runner(self, python: Python | None) -> tuple[str, ...]:
-        """Return the `srun` words to put before a command; () if the command can run on the edge node.
+        """Return the `srun` words to put before a command that builds an environment; () if the command can run on the edge node.
 
         `python` is the Python of the cluster that the command needs; None if the command needs no such Python.
         """
@@ -116,9 +116,11 @@ def cached(*names: str) -> str:
 
 
 def _found(connection: Connection, wanted: str, runner: list[str], age: float) -> dict[str, Any]:
-    """Return an answer of `edge.platform`: a cached answer of up to `age` seconds ago, else a new answer, else an older answer.
+    """Return the description of a machine by `edge.environment.platform`, which is cached on this machine.
 
-    Returns a dict with a `problem` if there is no answer at all.
+    `wanted` is the Python to look for. `runner` has the `srun` words that run a command on the machine; [] for the edge node. A
+    cached description is returned if the description is at most `age` seconds old. Otherwise the cluster is asked. If the cluster
+    gives no answer, a cached description of any age is returned; without a cached description, a dict with a `problem`.
     """
     key = json.dumps([connection.place, wanted, runner, _FORMAT])
     path = cached("platforms", hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json")
