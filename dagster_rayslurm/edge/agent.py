@@ -121,8 +121,8 @@ class Sender:
 
     Args:
         write: a function that sends all bytes of the argument, like `socket.sendall`.
-        broken: a function without parameters, which is called if `write` raises an exception. A part of a frame may then be sent,
-            so that the receiver cannot read later frames.
+        broken: a function without parameters, which is called if `write` raises an exception. A part of a frame may then have
+            been sent, so that the receiver cannot read later frames.
     """
 
     def __init__(self, write: "Callable[[bytes], object]", broken: "Callable[[], object]") -> None:
@@ -172,8 +172,9 @@ def serve(texts: "dict[str, str]", stdin: "Any") -> None:
     """Answer the messages on `stdin`; at the end of `stdin`, kill all running commands and end this process.
 
     A message names a function of this package and has the arguments of the function as values. Each function runs in a thread of
-    its own. The results and errors are written to standard output. `stdin` is a binary file. `texts` are the source texts of the
-    other modules of this package, by full module name. The program that the client sends calls `serve`.
+    its own. The results and errors are written to standard output. A message can also cancel the command of an earlier message.
+    `stdin` is a binary file. `texts` are the source texts of the other modules of this package, by full module name. The program
+    that the client sends calls `serve`.
     """
     sys.meta_path.insert(0, _Modules(texts))
     with open("/proc/self/environ", "rb") as file:

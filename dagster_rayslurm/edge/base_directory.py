@@ -37,8 +37,7 @@ def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]
     four parts:
         owner: the name of another user who owns one of the checked directories, or "".
         open: the path of a checked directory that everybody may write to, or "".
-        group: the name of a group that may write to the base directory, or "". The user's own group, with the user's name, does
-            not count.
+        group: the name of a group that may write to the base directory, or "". A group with the name of the user does not count.
         found: the elements of `places` that exist and belong to this user.
 
     If `owner` or `open` is not "", the other three parts are empty. If there is no base directory, all four parts are empty.
@@ -140,7 +139,7 @@ def remove(path: str) -> None:
 
 
 def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> "list[str]":
-    """Remove the files below the base directory `base` that were not used for `age` seconds.
+    """Remove this package's files below the base directory `base` that were not used for `age` seconds.
 
     Returns the removed paths, relative to `base`. Removes nothing and returns [] if a process on any machine began a sweep less
     than `every` seconds ago, or if there is no base directory. `jobs` are the ids of the jobs that Slurm knows; None if Slurm
@@ -283,9 +282,9 @@ class _Sweep:
         """Remove the old generations of a session. A generation is a numbered directory for one job of the session.
 
         `session` is the session's directory, relative to the base directory. A generation is old if the job has ended and no file
-        of the generation was used for the age of the sweep. The newest generation stays, because the highest number determines
-        the next number. If all generations are old, and nothing else in the session's directory was used for the age of the
-        sweep, the session's whole directory is removed.
+        of the generation was used for `age` seconds (see `sweep`). The newest generation stays, because the highest number
+        determines the next number. If all generations are old, and nothing else in the session's directory was used for `age`
+        seconds, the session's whole directory is removed.
         """
         numbers = sorted(map(int, self._names(session, "[1-9][0-9]{0,8}", directory=True)))
         old = []

@@ -48,14 +48,14 @@ def ended(
         run_dir: the run directory of the step. The directory `array-N` there belongs to the array with the number N.
         wanted: for the number of each array, as text, the ranges of elements to return. A range is a pair of the first and the
             last number. An element in a range is returned only if the array's directory has the file `ELEMENT.ended`.
-        over: for the number of an array in `wanted`, the elements to return even without such a file. Only these elements are
-            returned with logs.
+        over: for the number of an array in `wanted`, the elements to return even without such a file. The logs of all other
+            elements are empty.
         limit: a number of bytes. Once the returned texts are longer, no more elements are returned.
 
-    Returns three values: the names of the entries of `run_dir`; a list with one row for each element; and the texts of all
-    elements in the order of the rows, joined. The texts of an element are the journal, the first `MOST_OUTPUT` bytes of the
-    output, and the logs. A row has six numbers: of the array, of the element, and the lengths in bytes of the journal, the
-    returned output, the whole output, and the logs.
+    Returns three values: the names of the entries of `run_dir`; a list with one row for each element; and one bytes object with
+    the texts of all elements, in the order of the rows. The texts of an element are the journal, the first `MOST_OUTPUT` bytes of
+    the output, and the logs. A row has the number of the array, the number of the element, and four lengths in bytes: of the
+    journal, of the returned output, of the whole output, and of the logs.
     """
     rows, texts, size = [], [], 0
     for array, spans in wanted.items():

@@ -61,8 +61,8 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
         python: the path of an interpreter; not used if there is a `prefix`.
         imports: names of modules that Python tries to import.
         cache: the path of a file in which the facts are kept.
-        age: seconds for which the facts in `cache` are used again. If a path of the environment changes, the facts are not used
-            again.
+        age: seconds for which the facts in `cache` are used again. The facts are not used again if Python or a directory on the
+            import path has changed.
         timeout: seconds for each start of Python, with `activate.sh` before.
 
     Returns a dict with these keys; if the environment cannot be used, some of the other keys are missing:
@@ -116,7 +116,8 @@ def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[st
         imports: names of modules that Python tries to import. `unimportable` in the facts is the reason for a failure, or "".
         timeout: seconds for `PROBE`, and again for the imports.
 
-    With a `problem`, the dict also has the exit code `code` and the error output `error`, unless `PROBE` took too long.
+    The facts are valid until one of `paths` changes. With a `problem`, the dict also has the exit code `code` and the error
+    output `error`, unless `PROBE` took too long.
     """
     environ = _environ(start)
     word = os.urandom(16).hex()  # The word separates the answer from what start-up scripts print.

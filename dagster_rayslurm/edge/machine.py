@@ -168,7 +168,7 @@ def _own_address() -> "str | None":
 def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: str, environment: "Sequence[str]") -> None:
     """Run as the probe's job on one node: write the node's facts, answer connections, and connect to the first node.
 
-    Returns after `seconds` seconds, or earlier if the edge node writes into the file `STOP`.
+    Returns after `seconds` seconds, or earlier if the edge node writes into the file `STOP` in `run_dir`.
 
     Args:
         run_dir: the directory of the probe.
@@ -251,8 +251,8 @@ def listen_once(seconds: float) -> int:
 def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
     """Connect to the server of another node of the probe, by the node's host name or else by the node's addresses.
 
-    `facts` are the facts that the node has written. `timeout` is in seconds, for each name and address. Returns a dict with the
-    `host` that answered and the duration of the connection in `seconds`. If no host answered, the dict has only an `error`.
+    `facts` are the facts that the node has written. Each attempt may take `timeout` seconds. Returns a dict with the `host` that
+    answered and the duration of the connection in `seconds`. If no host answered, the dict has only an `error`.
     """
     errors = []
     for host in [facts["host"], *facts["addresses"]]:

@@ -76,7 +76,8 @@ def run(
 def _communicate(process: "subprocess.Popen[bytes]", stdin: bytes, deadline: "float | None") -> "tuple[bytes, bytes]":
     """Send `stdin` to a process until the process ends or the deadline comes; returns the output and the error output until then.
 
-    `deadline` is a time by `time.monotonic()`, or None for no deadline. At the deadline the process still runs.
+    `deadline` is a time by `time.monotonic()`, or None for no deadline. The function does not end a process that still runs at
+    the deadline.
     """
     assert process.stdin and process.stdout and process.stderr
     outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}

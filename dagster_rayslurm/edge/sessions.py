@@ -50,8 +50,8 @@ def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]"
     Each dict has these keys:
         session: the name of the session.
         number: the number of the allocation.
-        files: the texts of the allocation's files by name; "" for a missing file. If `newest` is False, an unreadable file is ""
-            too.
+        files: the texts of the allocation's files by name; "" for a missing file. If `newest` is True, `MANIFEST` is "" until the
+            session has announced itself. If `newest` is False, an unreadable file is "" too.
         abandoned: True if the allocation is marked as abandoned, or if the allocation's directory is gone.
         age: the age of the allocation in seconds; 0 if the session has announced itself, or if `newest` is False.
 

@@ -211,12 +211,12 @@ def queue(
         keep: names of the `SBATCH_*` variables that squeue may see.
         path: the path of the shared file; "" to run squeue in any case.
         interval: seconds for which the output in the file is used. If slurmctld takes long to answer, the time is longer.
-        known: when the latest output that the caller knows was requested, in seconds of the epoch; 0.0 for none.
+        known: the time before squeue ran for the latest output that the caller has, in seconds of the epoch; 0.0 for no output.
 
-    Returns the exit code, the output and the error output. The first line of the output is the time of this call. If the caller
-    knows the output in the file already, nothing follows. Otherwise the second line has the times before and after squeue ran,
-    and the output of squeue follows. All times are in seconds of the epoch. If squeue fails, the function returns what `run`
-    returns.
+    Returns the exit code, the output and the error output. The first line of the output is the time of this call. If squeue is
+    not run, and the output in the file is not newer than `known`, nothing follows. Otherwise the second line has the times before
+    and after squeue ran, and the output of squeue follows. All times are in seconds of the epoch. If squeue fails, the function
+    returns what `run` returns.
     """
     at = now()
     stamp = b"%.3f\n" % at

@@ -71,8 +71,8 @@ def _state(path: str) -> str:
 def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence[str]") -> "dict[str, Any]":
     """List the submitted runs below the base directory `base`, and run the command `squeue`.
 
-    `known` has the names of runs about which the caller knows enough. The command may take `timeout` seconds. Returns a dict with
-    two keys:
+    `known` has the names of the runs of which only the name is wanted. The command may take `timeout` seconds. Returns a dict
+    with two keys:
         runs: a dict for each run. For a run in `known`, the dict has only the `name`, and `known`, which is True. For another
             run, `known` is False, and the dict also has the text `handle`, the `job_id`, the `age` of the handle in seconds, and
             the name of the sensor that reports the end of the run as `reporter`. An unknown `job_id` or `reporter` is "".

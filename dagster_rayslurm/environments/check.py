@@ -73,7 +73,7 @@ def facts_of(
     the environment cannot run such a payload. If only a job can look into the environment's container image, the facts have no
     versions, and only the image is checked.
 
-    The edge node caches the facts in its directory `cache_dir` for up to a day, as long as Python and the directories on the
+    The edge node caches the facts in the directory `cache_dir` for up to a day, as long as Python and the directories on the
     import path do not change. This process caches the facts for five minutes. Before cached facts lead to an error, the
     environment is examined again.
     """

@@ -116,11 +116,12 @@ def cached(*names: str) -> str:
 
 
 def _found(connection: Connection, wanted: str, runner: list[str], age: float) -> dict[str, Any]:
-    """Return the description of a machine by `edge.environment.platform`, which is cached on this machine.
+    """Return the dict by which `edge.environment.platform` describes a machine of the cluster; this machine caches the dict.
 
-    `wanted` is the Python to look for. `runner` has the `srun` words that run a command on the machine; [] for the edge node. A
-    cached description is returned if the description is at most `age` seconds old. Otherwise the cluster is asked. If the cluster
-    gives no answer, a cached description of any age is returned; without a cached description, a dict with a `problem`.
+    `wanted` is the Python to look for, as a command or path; "" for all Pythons with a usual name. `runner` has the `srun` words
+    that run a command on the machine; [] for the edge node. A cached dict is returned if the dict is at most `age` seconds old.
+    Otherwise the cluster is asked. If the cluster gives no answer, a cached dict of any age is returned; without a cached dict,
+    the result is a dict with a `problem`.
     """
     key = json.dumps([connection.place, wanted, runner, _FORMAT])
     path = cached("platforms", hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json")

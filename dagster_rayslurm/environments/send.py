@@ -72,7 +72,7 @@ def send_environment(
         make: whether to build a missing prefix. If False, a missing prefix is an error.
 
     Raises:
-        StartError: the environment cannot be made, or must not be made because of `make`; the sentence says what to do.
+        StartError: the environment cannot be made, or the prefix is missing and `make` is False; the sentence says what to do.
         OSError: the cluster cannot be reached, or a file cannot be sent.
     """
     if not isinstance(environment, SentEnvironment):
