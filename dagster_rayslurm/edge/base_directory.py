@@ -84,8 +84,8 @@ def _name(entry: "object", number: int) -> str:
 def install(directory: str, name: str, archive: str, data: bytes) -> None:
     """Unpack a .tar.gz archive as the directory `name` in `directory`, unless this user has a directory of that name already.
 
-    The archive is the bytes `data` if `archive` is ""; otherwise the file `archive` in `directory`. The file `archive` is always
-    removed at the end. An existing directory has the same content, because `name` is the hash of the content. Raises OSError if
+    If `archive` is "", the archive is the bytes `data`. Otherwise, the archive is the file `archive` in `directory`, which is
+    removed in any case. An existing directory has the same content, because `name` is the hash of the content. Raises OSError if
     tar fails.
     """
     make_private(directory)

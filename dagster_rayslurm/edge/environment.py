@@ -204,15 +204,21 @@ def _environ(runner: "Sequence[str]") -> "dict[str, str]":
 
 
 def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Return a dict that describes a machine: `machine` (the architecture), `cpu` (flags), `glibc` (the version) and `pythons`.
+    """Return a dict that describes a machine, or that has only a `problem`.
 
-    `runner` is the beginning of a command, such as srun and options, that runs the following words on the machine; an empty
-    `runner` stands for this machine. `python` is the path or name of the Python to describe; "" stands for each Python with a
-    usual name on the PATH. `glibc` is "" for another C library. `pythons` has a list of path, version, implementation and
-    architecture for each Python that was found.
+    Args:
+        python: the path or name of the Python to describe; "" for each Python with a usual name on the PATH.
+        runner: the beginning of a command, such as srun and options, that runs the following words on the machine; an empty list
+            for this machine.
+        timeout: seconds for the answer.
 
-    If there is no answer within `timeout` seconds, or a command fails, the dict has only a `problem`, such as the last line of
-    the error output.
+    The dict has these keys:
+        machine: the architecture, such as "x86_64".
+        cpu: the CPU's flags as one text.
+        glibc: the version of glibc; "" for another C library.
+        pythons: a list for each Python that was found: path, version, implementation and architecture.
+
+    If there is no answer in time, or a command fails, `problem` is a text such as the last line of the error output.
     """
     names = [python] if python else ["python3"] + ["python3.%d" % minor for minor in range(8, 20)]
     words = [*runner, "sh", "-c", _PLATFORM, "sh", _PYTHON, *names]

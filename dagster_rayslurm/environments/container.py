@@ -322,7 +322,10 @@ _EXPLAINED = (
 
 
 def explain(said: str, program: str) -> str:
-    """Return the error output `said` of a container program as one line, or for a known error a sentence with the remedy."""
+    """Return the error output `said` of a container program as one line; for a known error, return a sentence with the remedy.
+
+    `program` is the name of the container program.
+    """
     said = re.sub(r"\x1b\[[0-9;]*m", "", said)
     line = next((" ".join(line.split()) for line in reversed(said.splitlines()) if line.strip()), "")
     for pattern, sentence in _EXPLAINED:

@@ -67,10 +67,15 @@ class Platform:
 def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConfig], age: float, log: Any) -> Platform:
     """Return the common platform of the nodes that `queues` ask for; without queues, the platform of the edge node.
 
-    The platform has the Python that the command or path `wanted` names, or all Pythons with a usual name if `wanted` is "". An
-    answer of up to `age` seconds ago is used again. If no node is free, an older answer is used. If there is no older answer, the
-    function logs a warning to `log` and returns the platform of the edge node. Raises `ValueError` if the nodes of the queues
-    have different architectures.
+    Args:
+        connection: the connection to the edge node.
+        wanted: the command or path of the Python that the platform lists; "" to list all Pythons with a usual name.
+        queues: the configurations of jobs that will use the platform.
+        age: seconds for which an earlier answer of a machine is used again.
+        log: a logger.
+
+    If no node is free, an older answer is used. If there is no older answer, the function logs a warning and returns the platform
+    of the edge node. Raises `ValueError` if the nodes of the queues have different architectures.
     """
     here = _platform(f"the edge node {connection.place}" if queues else connection.place, _found(connection, wanted, [], age))
     nodes = []
