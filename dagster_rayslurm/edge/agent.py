@@ -45,7 +45,11 @@ def command_line(python: str, word: str) -> str:
 
 
 def program(directory: str) -> bytes:
-    """Return the bytes that the agent reads first: a length, and the compressed source texts of all modules in `directory`."""
+    """Return the agent's program in the form in which the agent reads the program from standard input.
+
+    The result is eight decimal digits with the number of the following bytes, and then compressed Python source text. The source
+    text contains all modules in the directory `directory`, and calls `serve`.
+    """
     texts = {}
     for name in sorted(os.listdir(directory)):
         if name.endswith(".py"):
@@ -60,7 +64,11 @@ def program(directory: str) -> bytes:
 
 
 def frames(header: "dict[str, Any]", values: "list[Any]") -> "Iterator[bytes]":
-    """Yield the frames of a message that consists of a header and values; a value is bytes, or can be written as JSON."""
+    """Yield the frames of the message that consists of `header` and `values`.
+
+    Each value is bytes, or an object that can be written as JSON. `header` must have the key `id`, which tells the message apart
+    from other messages on the stream. The function adds the key `values` to `header`.
+    """
     body = memoryview(b"".join(value for value in values if isinstance(value, bytes)))
     while len(body) > PART:
         yield _frame({"id": header["id"], "part": True}, body[:PART])
@@ -106,12 +114,15 @@ def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], 
 
 
 class Sender:
-    """A sender of messages from several threads over one stream.
+    """A sender of messages over one stream, which several threads can use at the same time.
 
-    `write` must send all bytes of the argument, like `socket.sendall`. A message is cut into frames. Threads take turns after
-    each frame, so that a large message does not hold up other messages.
+    A message is cut into frames. Threads take turns after each frame, so that a large message does not delay other messages for
+    long.
 
-    `broken` is called when a frame could not be sent whole, because no other frame can follow the broken frame.
+    Args:
+        write: a function that sends all bytes of the argument, like `socket.sendall`.
+        broken: a function without parameters, which is called if `write` raises an exception. A part of a frame may then have
+            been sent, so that the receiver cannot read later frames.
     """
 
     def __init__(self, write: "Callable[[bytes], object]", broken: "Callable[[], object]") -> None:
@@ -119,7 +130,11 @@ class Sender:
         self._lock, self._next = threading.Lock(), threading.Lock()
 
     def send(self, header: "dict[str, Any]", values: "list[Any]") -> None:
-        """Send a message; blocks while frames of other messages are sent."""
+        """Send the message that consists of `header` and `values` (see `frames`); blocks until the whole message is sent.
+
+        If `write` raises OSError or EOFError, the method calls `broken` and returns. If `write` raises another exception, the
+        method calls `broken` and raises the exception again.
+        """
         for frame in frames(header, values):
             with self._next:  # With one lock alone, a thread that sends many frames would keep the others out.
                 self._lock.acquire()
@@ -154,10 +169,12 @@ class _Modules:
 
 
 def serve(texts: "dict[str, str]", stdin: "Any") -> None:
-    """Call the functions that messages on `stdin` name, and write the results to standard output; exit at the end of `stdin`.
+    """Answer the messages on `stdin`; at the end of `stdin`, kill all running commands and end this process.
 
-    The program that the client sends calls this function. `texts` are the source texts of the other modules of this package, by
-    name.
+    A message names a function of this package and has the arguments of the function as values. Each function runs in a thread of
+    its own. The results and errors are written to standard output. A message can also cancel the command of an earlier message.
+    `stdin` is a binary file. `texts` are the source texts of the other modules of this package, by full module name. The program
+    that the client sends calls `serve`.
     """
     sys.meta_path.insert(0, _Modules(texts))
     with open("/proc/self/environ", "rb") as file:

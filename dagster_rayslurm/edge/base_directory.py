@@ -33,15 +33,19 @@ _OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions", "submiss
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
     """Return who else can change the base directory `base`, and which of the relative paths `places` exist there.
 
-    The result has four parts: the name of another user who owns the base directory or a directory of `_OURS`, or ""; the path of
-    such a directory that everybody may write to, or ""; the name of a group that may change the base directory, or ""; and the
-    existing `places` that belong to this user. If the first or the second part is not "", all other parts are empty.
+    The function checks the base directory and the directories in the base directory whose names are in `_OURS`. The result has
+    four parts:
+        owner: the name of another user who owns one of the checked directories, or "".
+        open: the path of a checked directory that everybody may write to, or "".
+        group: the name of a group that may write to the base directory, or "". A group with the name of the user does not count.
+        found: the elements of `places` that exist and belong to this user.
 
-    The places are touched, because the sweep keeps recently touched files. Names are predictable, so another user of a shared
-    file system could put a runtime there. Therefore only files of this user count, in directories that this user owns and that
-    are not world-writable. The directories of `_OURS` are closed to the group, because project file systems open new directories
-    by umask or default ACL. The base directory stays open to the group, because the base directory may hold files of other
-    programs.
+    If `owner` or `open` is not "", the other three parts are empty. If there is no base directory, all four parts are empty.
+
+    The function sets the modification times of `found` to now, because the sweep keeps recently used files. The function closes
+    the directories of `_OURS` to the group, because project file systems open new directories by umask or default ACL. The base
+    directory stays open to the group, because the base directory may hold files of other programs. The owner matters because the
+    names in `places` are predictable: another user of a shared file system could put a runtime there.
     """
     user, group, found = os.geteuid(), "", []
     for name in ("", *_OURS):
@@ -80,8 +84,8 @@ def _name(entry: "object", number: int) -> str:
 def install(directory: str, name: str, archive: str, data: bytes) -> None:
     """Unpack a .tar.gz archive as the directory `name` in `directory`, unless this user has a directory of that name already.
 
-    The archive is the bytes `data` if `archive` is ""; otherwise the file `archive` in `directory`. The file `archive` is always
-    removed at the end. An existing directory has the same content, because `name` is the hash of the content. Raises OSError if
+    If `archive` is "", the archive is the bytes `data`. Otherwise, the archive is the file `archive` in `directory`, which is
+    removed in any case. An existing directory has the same content, because `name` is the hash of the content. Raises OSError if
     tar fails.
     """
     make_private(directory)
@@ -118,7 +122,10 @@ def make_private(directory: str) -> None:
 
 
 def install_file(directory: str, name: str, data: bytes) -> None:
-    """Write `data` to the read-only file `name` in `directory`; a missing directory is created, and closed to other users."""
+    """Write `data` to the read-only file `name` in `directory`, and close `directory` to other users.
+
+    A missing directory is created first. An existing file is replaced.
+    """
     make_private(directory)
     files.write(os.path.join(directory, name), data, 0o400)
 
@@ -132,10 +139,11 @@ def remove(path: str) -> None:
 
 
 def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> "list[str]":
-    """Remove files below the base directory that were not used for `age` seconds; returns the removed paths, relative to `base`.
+    """Remove this package's files below the base directory `base` that were not used for `age` seconds.
 
-    Removes nothing if a process on any machine began a sweep less than `every` seconds ago. `jobs` are the ids of jobs that Slurm
-    knows; None if Slurm does not answer.
+    Returns the removed paths, relative to `base`. Removes nothing and returns [] if a process on any machine began a sweep less
+    than `every` seconds ago, or if there is no base directory. `jobs` are the ids of the jobs that Slurm knows; None if Slurm
+    does not answer. A session keeps each generation whose job may still run.
     """
     swept = os.path.join(base, SWEPT)
     if not os.path.isdir(base) or (_is_recent(swept, every) and not _is_recent(swept, -every)):
@@ -145,17 +153,19 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
 
 
 def sweep_runs(base: str, age: float) -> "list[str]":
-    """Remove run directories, outputs and `BOOKMARK` files that were not used for `age` seconds.
+    """Remove the entries of `runs` and `outputs` in the directory `base` that were not used for `age` seconds.
 
-    Returns the removed paths, relative to the base directory.
+    The entries are run directories, directories of fetched output files, and files with the suffix `BOOKMARK`. A submitted run
+    whose outputs nobody has fetched stays. Returns the removed paths, relative to `base`.
     """
     return _Sweep(base, age, None).runs()
 
 
 def sweep_environments(base: str, age: float) -> "list[str]":
-    """Remove prefixes and files that were not used for `age` seconds, and to which no run or session refers.
+    """Remove prefixes of environments, and files that were sent for prefixes, that were not used for `age` seconds.
 
-    Returns the removed paths, relative to the base directory.
+    A prefix or file stays if a file of a run or session in the base directory `base` mentions the prefix or file. Returns the
+    removed paths, relative to `base`.
     """
     return _Sweep(base, age, None).unused(("prefixes", "files"))
 
@@ -168,7 +178,10 @@ def _is_recent(path: str, age: float) -> bool:
 
 
 def _below(path: str, depth: int = 1) -> "list[str]":
-    """Return the paths of all entries down to `depth` levels below a directory; [] if the directory cannot be listed."""
+    """Return the paths of the entries of the directory `path`, down to `depth` levels; [] if the directory cannot be listed.
+
+    The direct entries are level 1. Each returned path begins with `path`. Links to directories are returned, but not followed.
+    """
     with contextlib.suppress(OSError):
         found = [os.path.join(path, name) for name in os.listdir(path)]
         return found + [each for one in found if depth > 1 and not os.path.islink(one) for each in _below(one, depth - 1)]
@@ -248,9 +261,9 @@ class _Sweep:
         return os.path.join(self._base, *names)
 
     def _names(self, place: str, form: str, directory: bool = False) -> "list[str]":
-        """Return the names of this user's entries in a directory that match the regular expression `form`.
+        """Return the names of this user's entries in the directory `place` that match the regular expression `form`.
 
-        If `directory` is True, returns only the names of directories.
+        `place` is relative to the base directory. If `directory` is True, returns only the names of directories.
         """
         found = []
         for path in _below(self._path(place)):
@@ -266,10 +279,12 @@ class _Sweep:
         return not any(_is_recent(each, self._age) for each in [path, *(_below(path) if place == "files" else ())])
 
     def _sweep_session(self, session: str) -> None:
-        """Remove the old and ended generations of a session. A generation is a numbered directory for one job of the session.
+        """Remove the old generations of a session. A generation is a numbered directory for one job of the session.
 
-        The newest generation stays, because the highest number determines the next number. If all generations have ended, and
-        nothing in the session was used for long, the whole directory of the session is removed.
+        `session` is the session's directory, relative to the base directory. A generation is old if the job has ended and no file
+        of the generation was used for `age` seconds (see `sweep`). The newest generation stays, because the highest number
+        determines the next number. If all generations are old, and nothing else in the session's directory was used for `age`
+        seconds, the session's whole directory is removed.
         """
         numbers = sorted(map(int, self._names(session, "[1-9][0-9]{0,8}", directory=True)))
         old = []
@@ -311,10 +326,10 @@ class _Sweep:
         return used
 
     def _retire(self, place: str, name: str) -> None:
-        """Rename a file or directory, and then remove the renamed file or directory.
+        """Remove the file or directory `name` in the directory `place`, which is relative to the base directory.
 
-        No other process can therefore find a partly removed directory under the name. If another process has touched the file or
-        directory meanwhile, the old name is restored (see `upload.deliver`).
+        The file or directory first gets a temporary name, so that no other process finds a partly removed directory under `name`.
+        If another process used the file or directory meanwhile, the function restores `name` and removes nothing.
         """
         path, grave = self._path(place, name), self._path(place, self._grave)
         with contextlib.suppress(OSError):
@@ -327,7 +342,8 @@ class _Sweep:
     def _remove(self, place: str, name: str, now: str = "") -> None:
         """Remove the file or directory `name` in `place`, and add the path to the list of removed paths.
 
-        `now` is the present name of a renamed file or directory; "" without a new name.
+        `now` is the temporary name that `_retire` has given to the file or directory; "" if the file or directory is still called
+        `name`. If the file or directory cannot be removed, the list stays unchanged.
         """
         path = self._path(place, now or name)
         with contextlib.suppress(OSError):

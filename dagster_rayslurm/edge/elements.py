@@ -42,18 +42,20 @@ def arrays(run_dir: str) -> "list[dict[str, Any]]":
 def ended(
     run_dir: str, wanted: "dict[str, list[list[int]]]", over: "dict[str, list[int]]", limit: int
 ) -> "tuple[list[str], list[list[int]], bytes]":
-    """Return the records of elements that have ended.
+    """Return the journals, outputs and logs of elements of job arrays that have ended.
 
     Args:
-        run_dir: the run directory of the step, which has the directory `array-N` of each array.
-        wanted: by the number N of an array, ranges of elements; an element in a range is returned if the file `.ended` exists.
-        over: by the number N of an array in `wanted`, elements that are returned in any case, with logs.
-        limit: number of bytes; once the texts are longer, no more elements are read.
+        run_dir: the run directory of the step. The directory `array-N` there belongs to the array with the number N.
+        wanted: for the number of each array, as text, the ranges of elements to return. A range is a pair of the first and the
+            last number. An element in a range is returned only if the array's directory has the file `ELEMENT.ended`.
+        over: for the number of an array in `wanted`, the elements to return even without such a file. The logs of all other
+            elements are empty.
+        limit: a number of bytes. Once the returned texts are longer, no more elements are returned.
 
-    Returns three values: the names of the files in the run directory; a row for each element; and the texts of all elements, one
-    after the other. The texts of an element are the journal, the output up to `MOST_OUTPUT` bytes, and the logs. A row has the
-    number of the array, the number of the element, the length of the journal, the length of the output, the size of the whole
-    output, and the length of the logs.
+    Returns three values: the names of the entries of `run_dir`; a list with one row for each element; and one bytes object with
+    the texts of all elements, in the order of the rows. The texts of an element are the journal, the first `MOST_OUTPUT` bytes of
+    the output, and the logs. A row has the number of the array, the number of the element, and four lengths in bytes: of the
+    journal, of the returned output, of the whole output, and of the logs.
     """
     rows, texts, size = [], [], 0
     for array, spans in wanted.items():

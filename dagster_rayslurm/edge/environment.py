@@ -54,15 +54,25 @@ def find(prefix: str) -> "tuple[str, str]":
 
 
 def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: float, timeout: float) -> "dict[str, Any]":
-    """Return facts about the environment in the directory `prefix`, or about the interpreter `python` if `prefix` is "".
+    """Return facts about an environment, such as the paths of Python and `activate.sh`, and the versions of Python and Ray.
 
-    Facts in the file `cache` are used again for `age` seconds, as long as the environment's paths do not change. `activate.sh`
-    and Python may take `timeout` seconds to start. `imports` are modules that Python must be able to import.
+    Args:
+        prefix: the directory of the environment; "" to look at the interpreter `python` instead.
+        python: the path of an interpreter; not used if there is a `prefix`.
+        imports: names of modules that Python tries to import.
+        cache: the path of a file in which the facts are kept.
+        age: seconds for which the facts in `cache` are used again. The facts are not used again if Python or a directory on the
+            import path has changed.
+        timeout: seconds for each start of Python, with `activate.sh` before.
 
-    Returns a dict with `python` and `activate` (paths), `container` (the content of container.json, or None), `facts` (see
-    `PROBE`; None for Pyxis, because only a job can look into the image), and `cached`, which is True if the facts come from the
-    cache. If the environment cannot be used, the dict has a `problem`, the key of a message in `environments.check`. If
-    `activate.sh` or Python fails, the dict also has the exit code `code` and the error output `error`.
+    Returns a dict with these keys; if the environment cannot be used, some of the other keys are missing:
+        python, activate: the paths; `activate` is "" if there is no `activate.sh`.
+        container: the content of container.json; None if the environment is not in a container.
+        facts: the facts that `PROBE` reports, and `unimportable`, the reason why one of `imports` cannot be imported, or "". For
+            Pyxis `facts` is None, because only a job can look into the image.
+        cached: True if the facts come from `cache`.
+        problem: only if the environment cannot be used: the key of a message in `environments.check`.
+        code, error: only if `activate.sh` or Python fails: the exit code, and the end of the error output.
     """
     activate, container, runner = "", None, []  # type: str, dict[str, Any] | None, list[str]
     if prefix:
@@ -97,10 +107,17 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
 
 
 def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Run `PROBE` with `python`, started by the command `start`; returns a dict with `facts` and `paths`, or with a `problem`.
+    """Run `PROBE` with the Python `python`; returns a dict with `facts` and `paths`, or with a `problem` if `PROBE` fails.
 
-    `start` is the beginning of a command line, such as srun with options. `activate` is the path of a script to source first, or
-    "".
+    Args:
+        start: the words before Python on the command line, such as srun with options; [] to start Python on this machine.
+        python: the path or name of Python.
+        activate: the path of a script to source before Python starts, or "".
+        imports: names of modules that Python tries to import. `unimportable` in the facts is the reason for a failure, or "".
+        timeout: seconds for `PROBE`, and again for the imports.
+
+    The facts are valid until one of `paths` changes. With a `problem`, the dict also has the exit code `code` and the error
+    output `error`, unless `PROBE` took too long.
     """
     environ = _environ(start)
     word = os.urandom(16).hex()  # The word separates the answer from what start-up scripts print.
@@ -128,16 +145,18 @@ def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[st
 
 
 def _container(prefix: str) -> "dict[str, Any] | None":
-    """Return the content of `container.json`, which describes the container of a prefix; None if the file is missing."""
+    """Return the content of `container.json`, which describes the container of a prefix; None without a valid file."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, "container.json"), encoding="utf-8") as file:
         return dict(json.load(file))
     return None
 
 
 def _look_at_pyxis(container: "dict[str, Any]", timeout: float) -> "dict[str, Any]":
-    """Check that srun has the options of Pyxis and that the image exists; returns a dict, which has a `problem` if a check fails.
+    """Check that srun has the options of Pyxis, and that the image exists if the image is a path.
 
-    Without a problem, the `facts` in the dict are None, because only a job can look into the image.
+    `container` is the content of container.json. srun may take `timeout` seconds. Returns a dict with a `problem` if a check
+    fails. Otherwise, the dict has `facts`, which are None because only a job can look into the image, and `cached`, which is
+    False.
     """
     if container["path"].startswith("/") and not os.path.exists(container["path"]):
         return {"problem": "image"}
@@ -185,15 +204,21 @@ def _environ(runner: "Sequence[str]") -> "dict[str, str]":
 
 
 def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Return a dict that describes a machine: `machine` (the architecture), `cpu` (flags), `glibc` (the version) and `pythons`.
+    """Return a dict that describes a machine, or that has only a `problem`.
 
-    `runner` is the beginning of a command, such as srun and options, that runs the following words on the machine; an empty
-    `runner` stands for this machine. `python` is the path or name of the Python to describe; "" stands for each Python with a
-    usual name on the PATH. `glibc` is "" for another C library. `pythons` has a list of path, version, implementation and
-    architecture for each Python that was found.
+    Args:
+        python: the path or name of the Python to describe; "" for each Python with a usual name on the PATH.
+        runner: the beginning of a command, such as srun and options, that runs the following words on the machine; an empty list
+            for this machine.
+        timeout: seconds for the answer.
 
-    If there is no answer within `timeout` seconds, or a command fails, the dict has only a `problem`, such as the last line of
-    the error output.
+    The dict has these keys:
+        machine: the architecture, such as "x86_64".
+        cpu: the CPU's flags as one text.
+        glibc: the version of glibc; "" for another C library.
+        pythons: a list for each Python that was found: path, version, implementation and architecture.
+
+    If there is no answer in time, or a command fails, `problem` is a text such as the last line of the error output.
     """
     names = [python] if python else ["python3"] + ["python3.%d" % minor for minor in range(8, 20)]
     words = [*runner, "sh", "-c", _PLATFORM, "sh", _PYTHON, *names]
@@ -210,7 +235,7 @@ def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str,
 
 
 def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) -> str:
-    """Build the prefix `key` in `directory` unless the prefix exists; returns "", or the error message of a command that failed.
+    """Build the prefix `key` in `directory` unless the prefix exists; returns "", or the error message of a failed command.
 
     The recipe has `commands`, and a `runner`: the words that run a command on a compute node, or [] for this machine. A copy of
     the recipe is written into the prefix, where `look` finds the runner. Each command may take `timeout` seconds.
@@ -262,9 +287,10 @@ def _recipe(prefix: str) -> "dict[str, Any]":
 
 
 def made(base: str) -> "list[dict[str, Any]]":
-    """Return a dict for each prefix that `make` has built below `base`: `path`, `title`, last use `used`, and size `bytes`.
+    """Return a dict for each prefix that `make` has built below the base directory `base`.
 
-    `used` is in seconds of the epoch.
+    The dict has the `path`, the `title` (one line about the environment, or ""), the time of the last use as `used`, in seconds
+    of the epoch, and the disk space as `bytes`.
     """
     found = []
     directory = os.path.join(base, "prefixes")

@@ -29,9 +29,11 @@ def read(path: str, offset: int, limit: int) -> bytes:
 
 
 def read_many(paths: str, offsets: "list[int]", limit: int) -> "tuple[list[int], bytes]":
-    """Read up to `limit` bytes of each of several files; `paths` are separated by NUL characters, `offsets` are the starts.
+    """Read up to `limit` bytes of each of several files.
 
-    Returns the number of bytes read from each file, or -1 for a file that cannot be read, and the bytes of all files in a row.
+    `paths` are the paths of the files, separated by NUL characters. `offsets` has the position of the first byte to read, for
+    each file. Returns two values: a list with the number of bytes read from each file, or -1 for a file that cannot be read; and
+    the bytes of all files, one after the other. The number for a missing file is 0.
     """
     sizes, parts = [], []
     for path, offset in zip(paths.split("\0"), offsets):

@@ -48,7 +48,10 @@ GREETING = b"rayslurm"
 
 
 def look(base: str) -> "dict[str, Any]":
-    """Return the facts of this machine by name; `base` is the absolute path of the base directory."""
+    """Return facts about this machine for `rayslurm doctor`, such as the host name, the CPUs, the limits and the directories.
+
+    `base` is the absolute path of the base directory.
+    """
     directories = {name: directory(path, name != "tmpdir") for name, path in _directories(base).items()}
     return {
         "host": socket.gethostname(),
@@ -76,10 +79,11 @@ def _directories(base: str) -> "dict[str, str]":
 
 
 def directory(path: str, write: bool = True) -> "dict[str, Any]":
-    """Return facts of a directory, such as mode and free space; for a missing directory, facts of the nearest existing parent.
+    """Return facts about the directory `path`, such as mode and free space.
 
-    If `write` is True, a small file is written into the directory or the parent, and removed. If a step fails, the dict has an
-    `error`.
+    The facts of a missing directory are those of the nearest existing parent. If `write` is True, the function also writes and
+    removes a small file there. The dict then has as `clock` the seconds by which the file system's clock is ahead of this
+    machine's clock. If the directory cannot be examined or written to, the dict has an `error`, which is a text.
     """
     facts = {"path": path, "exists": os.path.isdir(path), "parent": path}  # type: dict[str, Any]
     if os.path.lexists(path) and not facts["exists"]:
@@ -104,9 +108,10 @@ def directory(path: str, write: bool = True) -> "dict[str, Any]":
 
 
 def _try_to_write(path: str) -> float:
-    """Write, rename and remove a file in the directory `path`; returns the seconds by which the file's time is ahead.
+    """Write, rename and remove a file in the directory `path`; raises OSError if the file cannot be written or renamed.
 
-    The file's time is compared with this machine's clock.
+    Returns the seconds by which the file system's clock is ahead of this machine's clock; a negative number if the clock is
+    behind.
     """
     name = os.path.join(path, ".rs-doctor-" + os.urandom(6).hex())
     try:
@@ -163,9 +168,17 @@ def _own_address() -> "str | None":
 def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: str, environment: "Sequence[str]") -> None:
     """Run as the probe's job on one node: write the node's facts, answer connections, and connect to the first node.
 
-    Returns after `seconds`, or when the edge node writes into the file `STOP`. `run_dir` is the directory of the probe, and
-    `base` the base directory. `rank` is the number of this node in the job, which has `nodes` nodes. `environment` is the command
-    that starts the environment's Python, and `probe` is the program that the environment's Python then runs.
+    Returns after `seconds` seconds, or earlier if the edge node writes into the file `STOP` in `run_dir`.
+
+    Args:
+        run_dir: the directory of the probe.
+        base: the base directory.
+        rank: the number of this node in the job, from 0.
+        nodes: the number of nodes of the job.
+        seconds: the time until the function returns.
+        probe: the source text of the program that reports facts about the environment.
+        environment: the command that starts the environment's Python, which runs `probe`; an empty command if there is no
+            environment.
     """
     deadline = time.monotonic() + seconds
     server = _listen()
@@ -216,7 +229,10 @@ def _greet(server: socket.socket) -> None:
 
 
 def listen_once(seconds: float) -> int:
-    """Open a loopback port that answers one connection within `seconds`; returns the port at once, and waits in a thread."""
+    """Listen on a loopback port, and return the port at once.
+
+    A thread sends `GREETING` to the first client. Without a client, the thread closes the port after `seconds` seconds.
+    """
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.bind(("127.0.0.1", 0))
     server.listen(1)
@@ -233,9 +249,10 @@ def listen_once(seconds: float) -> int:
 
 
 def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
-    """Connect to the server of the node that `facts` describe, by the node's host name or else by the node's addresses.
+    """Connect to the server of another node of the probe, by the node's host name or else by the node's addresses.
 
-    Returns a dict with the `seconds` that the connection took and the `host` that answered, or with an `error`.
+    `facts` are the facts that the node has written. Each attempt may take `timeout` seconds. Returns a dict with the `host` that
+    answered and the duration of the connection in `seconds`. If no host answered, the dict has only an `error`.
     """
     errors = []
     for host in [facts["host"], *facts["addresses"]]:
@@ -252,7 +269,10 @@ def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
 
 
 def _addresses() -> "list[str]":
-    """Return the IPv4 addresses from which this node reaches the node that launched the job, and other networks."""
+    """Return this node's IPv4 addresses on the routes to the node that launched the job and to other networks.
+
+    Loopback addresses are left out. Without a route, the result is [].
+    """
     found = []
     for target in (os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""), "192.0.2.1"):  # The second is for documentation (RFC 5737).
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -262,7 +282,10 @@ def _addresses() -> "list[str]":
 
 
 def _environment(command: "Sequence[str]", probe: str) -> "dict[str, Any]":
-    """Run the program `probe` by the Python that `command` starts; returns a dict with the `facts` or with an `error`."""
+    """Run the program text `probe` with the Python that the command `command` starts.
+
+    Returns a dict with the `facts` that the program reports, or with an `error`, which is a text, if the program fails.
+    """
     word = os.urandom(8).hex()
     try:
         done = subprocess.run(

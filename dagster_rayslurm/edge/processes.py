@@ -34,6 +34,10 @@ def run(
     The code is 128 + N if signal N ended the command, 127 if the program does not exist, 126 if the program cannot be started for
     another reason, and None if the command took over `timeout` seconds and was killed. Background processes that the command
     leaves behind are not waited for, and the output of such processes is dropped.
+
+    `stdin` is the input of the command. Without a `timeout`, the command may take any time. `environ` are the environment
+    variables of the command; None for the variables of this process. `directory` is the command's working directory; "" for the
+    directory of this process.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     words = [word.encode("utf-8", "surrogateescape") for word in command]
@@ -70,9 +74,10 @@ def run(
 
 
 def _communicate(process: "subprocess.Popen[bytes]", stdin: bytes, deadline: "float | None") -> "tuple[bytes, bytes]":
-    """Send `stdin` to a process until the process ends or the deadline comes; returns the output and the error output.
+    """Send `stdin` to a process until the process ends or the deadline comes; returns the output and the error output until then.
 
-    `deadline` is a time by `time.monotonic()`, or None.
+    `deadline` is a time by `time.monotonic()`, or None for no deadline. The function does not end a process that still runs at
+    the deadline.
     """
     assert process.stdin and process.stdout and process.stderr
     outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}

@@ -33,9 +33,9 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float) -> "dict[str, An
 def runs(directory: str) -> "list[dict[str, Any]]":
     """Return a dict for each run directory in `directory`, the oldest first; [] if `directory` cannot be listed.
 
-    The dict has the `name`, the time of the last change as `modified`, Dagster's `run_id`, `step` and `assets`, and the
-    beginnings of some `files` by name. `clusters` maps the path of each cluster.json to the content, which has the address of a
-    Ray cluster.
+    The dict has the `name`, the time of the last change as `modified` (in seconds of the epoch), Dagster's `run_id`, `step` and
+    `assets`, and as `files` the beginnings of some files of the run directory, by name. `clusters` maps the path of each
+    cluster.json to the content, which has the address of a Ray cluster.
     """
     found = []
     try:

@@ -40,12 +40,22 @@ def check_owner(*directories: str) -> None:
 
 
 def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]":
-    """Return a dict for each allocation of the sessions below `base` whose names match `pattern`, which may have wildcards.
+    """Return a dict for each allocation of the sessions below the base directory `base` whose names match `pattern`.
 
-    If `newest` is True, `pattern` is the name of one session, and only the newest allocation is returned. A dict has the name of
-    the session as `session`, the `number` of the allocation, the texts of the `files` by name, the bool `abandoned`, and the
-    `age` in seconds. The age is 0 if the session has announced itself, or if `newest` is False. Raises PermissionError if a
-    directory belongs to another user.
+    Args:
+        base: the base directory.
+        pattern: the name of a session. The name may have wildcards if `newest` is False.
+        newest: whether to return only the newest allocation of the session.
+
+    Each dict has these keys:
+        session: the name of the session.
+        number: the number of the allocation.
+        files: the texts of the allocation's files by name; "" for a missing file. If `newest` is True, `MANIFEST` is "" until the
+            session has announced itself. If `newest` is False, an unreadable file is "" too.
+        abandoned: True if the allocation is marked as abandoned, or if the allocation's directory is gone.
+        age: the age of the allocation in seconds; 0 if the session has announced itself, or if `newest` is False.
+
+    Returns [] if no session matches. Raises PermissionError if a directory belongs to another user.
     """
     sessions, found = os.path.join(base, "sessions"), []
     if not os.path.isdir(sessions):
@@ -96,7 +106,10 @@ def _readable(path: str) -> str:
 
 
 def wait_for(directory: str, waiter: str) -> None:
-    """Record that the process `waiter` waits for the allocation in `directory` to start; a repeated call confirms the record."""
+    """Record that a process waits for the allocation in `directory` to start; a further call renews the record.
+
+    `waiter` is the name of the process, which no other waiting process has.
+    """
     waiting = os.path.join(directory, _WAITING)
     if not os.path.isdir(waiting):
         os.mkdir(waiting, 0o700)
@@ -105,11 +118,12 @@ def wait_for(directory: str, waiter: str) -> None:
 
 
 def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
-    """Record that the process `waiter` no longer waits; returns True if the allocation in `directory` is then abandoned.
+    """Record that a process no longer waits for the allocation in `directory`; returns True if the allocation is then abandoned.
 
-    The allocation is marked as abandoned if no process waits any more and the session has not announced itself. A process without
-    a confirmation for `fresh` seconds counts as gone. The session may announce itself meanwhile, so the announcement is looked
-    for before and after the mark is made.
+    `waiter` is the name that the process has given to `wait_for`. The function marks the allocation as abandoned if no other
+    process waits and the session has not announced itself. A process waits as long as the last call of `wait_for` was less than
+    `fresh` seconds ago. Returns False if another process waits, if the directory is missing, or if the session has announced
+    itself. The session may announce itself while the mark is made; the result is then False too.
     """
     waiting, announcement = os.path.join(directory, _WAITING), os.path.join(directory, _ANNOUNCEMENT)
     if not os.path.isdir(directory):

@@ -19,11 +19,17 @@ _SHELL_TIMEOUT = 30.0  # Seconds for the start-up files of the login shell.
 
 
 def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) -> "dict[str, Any]":
-    """Return a dict with the facts of the edge node, and as `answers` the results of Slurm commands that run in parallel.
+    """Return a dict with facts about the edge node, and with the answers of commands of Slurm that run in parallel.
 
-    `questions` maps a name to a command, the standard input of the command, and the names of the `SBATCH_*` variables to keep.
-    `answers` maps the name to the exit code (None if the command took too long), the output, the error output, and the duration
-    in seconds. Each command may take `timeout` seconds. `base` is the base directory.
+    Args:
+        base: the base directory; a "~" at the beginning stands for the home directory.
+        questions: for each name, a list of a command, the standard input of the command as text, and the names of the `SBATCH_*`
+            variables that the command may see.
+        timeout: seconds that each command may take.
+
+    The facts are `machine`, `shell`, `programs`, `groups` and the time `now`. `answers` maps each name in `questions` to a list
+    of the exit code (None if the command took too long), the output, the error output, and the duration in seconds. The answer
+    with the name "version" is the version of sbatch.
     """
     answers = {}  # type: dict[str, Any]
 
@@ -60,9 +66,12 @@ def programs() -> "dict[str, str]":
 def _shell() -> "dict[str, Any]":
     """Run `true` in the user's login shell, as `ssh HOST true` would; returns a dict with the result.
 
-    The dict has the `path` of the shell, the `seconds`, the exit code `code`, and what start-up files print: `out` and `error`.
-    Without SSH the shell is not run. bash reads ~/.bashrc for a command only if sshd seems to have started bash: at SHLVL below
-    2, with SSH_CLIENT (bash(1)).
+    The dict has the `path` of the shell, the duration in `seconds`, the exit code `code` (None if the shell took too long), and
+    the texts `out` and `error`, which start-up files print to the standard output and the error output. If this process was not
+    started by SSH, the shell is not run: `seconds` and `code` are 0, and the texts are "".
+
+    The shell does not see this process's SHLVL. bash reads ~/.bashrc for a command only if sshd seems to have started bash: at
+    SHLVL below 2, with SSH_CLIENT (bash(1)).
     """
     environ = dict(os.environ)
     environ.pop("SHLVL", None)
@@ -86,7 +95,10 @@ def _groups() -> "list[str]":
 
 
 def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
-    """Return the last facts that each node of a probe has written; None for a node that has written no facts yet."""
+    """Return the latest facts of each node of a probe, by rank; None for a node that has written no facts yet.
+
+    `run_dir` is the directory of the probe, and `nodes` is the number of nodes.
+    """
     found = []  # type: list[dict[str, Any] | None]
     for rank in range(nodes):
         found.append(machine.last_line(files.read(os.path.join(run_dir, machine.FACTS % rank), 0, 1024 * 1024)))
@@ -96,10 +108,12 @@ def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
 def reach_and_measure(run_dir: str, nodes: "list[dict[str, Any]]", patience: float) -> "dict[str, Any]":
     """Connect to each node of a probe, and measure how late the nodes see a change of a file in `run_dir`.
 
-    `nodes` has the facts of each node. Returns a dict of three lists with an entry for each node. `reached` has the result of
-    `machine.reach`. `lags` has the seconds from the change until the node's answer is seen here, or None if the answer takes over
-    `patience` seconds. `skews` has the seconds by which the node's clock is ahead of this machine's clock, exact to half of the
-    lag.
+    `run_dir` is the directory of the probe. `nodes` has the facts of each node. The function waits up to `patience` seconds for
+    answers to the change. Returns a dict of three lists with an entry for each node:
+        reached: the result of `machine.reach`.
+        lags: the seconds from the change until the node's answer is seen on this machine; None without an answer.
+        skews: the seconds by which the node's clock is ahead of this machine's clock, exact to half of the lag; 0.0 without an
+            answer.
     """
     reached = [machine.reach(node) if node["port"] else {"error": "no port is free"} for node in nodes]
     began, at = time.monotonic(), time.time()

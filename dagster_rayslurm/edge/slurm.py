@@ -47,13 +47,16 @@ def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":
 
 
 def without_options(environ: "Mapping[str, str]", keep: "Sequence[str]" = ()) -> "dict[str, str]":
-    """Return `environ` without the variables that stand for options of Slurm's programs; the variables in `keep` stay."""
+    """Return `environ` without the variables that stand for options of Slurm's programs, except the variables named in `keep`."""
     kept = (*keep, *_HOW_TO_REACH_SLURM)
     return {name: environ[name] for name in environ if name in kept or not _OPTIONS.fullmatch(name)}
 
 
 def login_environment() -> "Mapping[str, str]":
-    """Return the environment variables of the agent; in a Dagster process, only the variables that jobs may see."""
+    """Return the environment variables of this process if this process is the agent.
+
+    In a Dagster process, return only the variables that jobs may see (see `job_environment`).
+    """
     return os.environ if __name__.startswith("rayslurm_edge.") else job_environment(os.environ)
 
 
@@ -65,14 +68,15 @@ def now() -> float:
 def run(
     command: "Sequence[str]", stdin: bytes, timeout: "float | None", keep: "Sequence[str]", directory: str = ""
 ) -> "tuple[int | None, bytes, bytes]":
-    """Run a command with the environment for Slurm's programs, as `processes.run` does; `keep` names `SBATCH_*` variables."""
+    """Run a command as `processes.run` does, but with the environment variables that `environment(keep)` returns."""
     return processes.run(command, stdin, timeout, environment(keep), directory)
 
 
 def environment(keep: "Sequence[str]") -> "dict[str, str]":
-    """Return the environment variables for a program of Slurm, with the `SBATCH_*` variables in `keep`.
+    """Return the environment variables for a program of Slurm.
 
-    If the PATH has no sbatch, a login shell is run once, and the directory of sbatch is added to the PATH. The PATH of a
+    Variables that stand for options of Slurm's programs are left out, except the `SBATCH_*` variables named in `keep`. If the
+    PATH has no sbatch, a login shell is run once, and the directory of sbatch is added to the PATH of the result. The PATH of a
     non-interactive login is often shorter than the PATH of an interactive login.
     """
     environ = without_options(login_environment(), keep)
@@ -116,15 +120,24 @@ def submit(
     claim: str,
     texts: "Mapping[str, str]",
 ) -> "tuple[int | None, bytes, bytes]":
-    """Create a run directory and run the sbatch `command` there, unless the directory has the file of a job id already.
+    """Submit a job by the sbatch `command` in a run directory, unless the run directory has the file of a job id already.
 
-    Returns the exit code, the output and the error output. The output is the time on the edge node and, in further lines, the
-    output of sbatch, or the job id from the file. The exit code is CANNOT_WRITE if the run directory cannot be written. `texts`
-    are the files of the run directory by name; each character is a byte.
+    Args:
+        command: the command line of sbatch.
+        stdin: the standard input of sbatch, which is the job script.
+        timeout: seconds that sbatch may take; None for any time.
+        keep: names of the `SBATCH_*` variables that sbatch may see.
+        run_dir: the path of the run directory; a missing directory is created.
+        claim: the name of a session's job; "" for a job that belongs to no session.
+        texts: contents of the files to write into the run directory before sbatch runs, by name. Each character is a byte.
 
-    `claim` is the name of a session's job, or "" for any other job. Only the process that makes the directory submits a session's
-    job; for any other process the exit code is TAKEN. `mkdir` decides on NFS too which process makes the directory. If another
-    process has given up the claim during the submission, the submitted job is cancelled, and the exit code is TAKEN as well.
+    Returns the exit code, the output and the error output. The output has the time on the edge node (seconds of the epoch) in the
+    first line. The output of sbatch, or the job id from the file, follows. If sbatch fails, the function returns what
+    `processes.run` returns. The exit code is CANNOT_WRITE if the run directory cannot be written.
+
+    For a session's job, the exit code is TAKEN if the run directory was created for another job, or is marked as abandoned.
+    `mkdir` decides on NFS too which process creates the directory. If another process marks the directory as abandoned during the
+    submission, the submitted job is cancelled, and the exit code is TAKEN as well.
 
     An error while the job id is written into the file is ignored, because the job can be found by name.
     """
@@ -161,7 +174,11 @@ def submit(
 
 
 def _claimed(run_dir: str, claim: str) -> bool:
-    """Create the run directory of the session's job `claim`; returns False if another job created or abandoned the directory."""
+    """Create the run directory `run_dir` for the job of a session; returns True if the job may be submitted.
+
+    `claim` is the name of the job. If the directory exists already, returns True only if the directory was created for the same
+    job and is not marked as abandoned. Raises PermissionError if a directory above belongs to another user.
+    """
     session = os.path.dirname(run_dir)
     files.make_dir(session)
     above = [os.path.dirname(os.path.dirname(session)), os.path.dirname(session), session]
@@ -185,13 +202,21 @@ def queue(
     interval: float = 0.0,
     known: float = 0.0,
 ) -> "tuple[int | None, bytes, bytes]":
-    """Return this user's jobs as the squeue `command` prints the jobs, or a recent answer from a file that all processes share.
+    """Return the output of the squeue `command`, or a recent output from a file that all processes of this user share.
 
-    `path` is the path of the file; if `path` is "", squeue is always run. The answer in the file is used for `interval` seconds,
-    or longer if slurmctld takes long to answer.
+    Args:
+        command: the command line of squeue.
+        stdin: the standard input of squeue.
+        timeout: seconds that squeue may take; None for any time.
+        keep: names of the `SBATCH_*` variables that squeue may see.
+        path: the path of the shared file; "" to run squeue in any case.
+        interval: seconds for which the output in the file is used. If slurmctld takes long to answer, the time is longer.
+        known: the time before squeue ran for the latest output that the caller has, in seconds of the epoch; 0.0 for no output.
 
-    Returns the exit code, the output and the error output. The first line of the output is the time of the call. If the answer
-    began after the time `known`, the next line has the times before and after squeue ran, and the output of squeue follows.
+    Returns the exit code, the output and the error output. The first line of the output is the time of this call. If squeue is
+    not run, and the output in the file is not newer than `known`, nothing follows. Otherwise the second line has the times before
+    and after squeue ran, and the output of squeue follows. All times are in seconds of the epoch. If squeue fails, the function
+    returns what `run` returns.
     """
     at = now()
     stamp = b"%.3f\n" % at
@@ -217,10 +242,10 @@ def _times(answer: bytes) -> "tuple[float, float]":
 
 
 def _claim(directory: str, at: float, interval: float) -> bool:
-    """Claim the next run of squeue for this process; returns False if another process ran squeue within `interval` seconds.
+    """Claim the next run of squeue for this process; returns False if another process claimed a run within `interval` seconds.
 
-    `at` is the present time. The time of the last run is part of a file's name. Only one process can rename the file, on NFS too,
-    and so there is one query in each interval of the cluster's clock.
+    `at` is the present time, in seconds of the epoch. `directory` has a file whose name contains the time of the last claim. Only
+    one process can rename the file, on NFS too, and so there is one query in each interval of the cluster's clock.
     """
     stamps = [int(name[6:]) for name in os.listdir(directory) if re.fullmatch("asked-[0-9]+", name)]
     last = max(stamps, default=0)

@@ -27,10 +27,11 @@ _MOST_BYTES = 1024 * 1024
 
 
 def claim(directory: str, after: int, text: str) -> "tuple[int, str, str, float]":
-    """Return the number, state, text and age in seconds of the newest claim in `directory`, the directory of a key.
+    """Return the number, the state, the text, and the age in seconds of the newest claim of an idempotency key.
 
-    If no claim has a number above `after`, a claim with the text `text` is created first. Raises OSError if no claim can be
-    created.
+    `directory` is the directory of the key; a missing directory is created. If no claim has a number above `after`, the function
+    first creates a claim with the text `text`. The state is `UNDECIDED`, `SUBMITTED` or `ABANDONED`. Raises OSError if no claim
+    can be created.
     """
     files.make_dir(directory)
     while True:
@@ -68,11 +69,15 @@ def _state(path: str) -> str:
 
 
 def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence[str]") -> "dict[str, Any]":
-    """Return a dict of the submitted runs below the directory `base`, and of the result of the command `squeue`.
+    """List the submitted runs below the base directory `base`, and run the command `squeue`.
 
-    The dict has `runs`, a dict for each run, and `queue`, the exit code, output and error output of the command. The dict of a
-    run whose name is in `known` has only `name` and `known`. If there are no other runs, the command is not run. The command is
-    ended after `timeout` seconds.
+    `known` has the names of the runs of which only the name is wanted. The command may take `timeout` seconds. Returns a dict
+    with two keys:
+        runs: a dict for each run. For a run in `known`, the dict has only the `name`, and `known`, which is True. For another
+            run, `known` is False, and the dict also has the text `handle`, the `job_id`, the `age` of the handle in seconds, and
+            the name of the sensor that reports the end of the run as `reporter`. An unknown `job_id` or `reporter` is "".
+        queue: the exit code, the output and the error output of the command. If all runs are in `known`, the command is not run,
+            and the exit code is 0.
     """
     runs, skip = [], set(known)
     directory = os.path.join(base, "runs")
@@ -98,7 +103,8 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence
 def take_report(run_dir: str, sensor: str) -> str:
     """Make `sensor` report the end of a run, unless the run has a reporting sensor already; return the reporting sensor's name.
 
-    Returns "" if no sensor is to report the end of the run.
+    `sensor` is the name of a sensor. Returns "" if the run directory `run_dir` has no file for the report, because no sensor is
+    to report the end of the run.
     """
     with contextlib.suppress(FileNotFoundError):  # The file that is renamed exists once, so that one sensor alone succeeds.
         os.rename(os.path.join(run_dir, REPORTER), os.path.join(run_dir, REPORTER + "." + sensor))

@@ -22,7 +22,10 @@ _MOST_BYTES = 65536
 
 
 def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
-    """Record failed health checks; each dict has the name of the `node`, the `check`, and what the check found, as `found`."""
+    """Record failed health checks of nodes in the base directory `base`.
+
+    Each dict in `nodes` has the name of the `node`, the name of the `check`, and as `found` what the check found.
+    """
     directory = os.path.join(base, DIRECTORY)
     base_directory.make_private(directory)
     for each in nodes:
@@ -31,9 +34,10 @@ def note(base: str, nodes: "Sequence[dict[str, str]]") -> None:
 
 
 def known(base: str, most_age: float) -> "list[dict[str, Any]]":
-    """Return a dict for each node that was noted at most `most_age` seconds ago, the latest first; remove older files.
+    """Return a dict for each node that failed a health check at most `most_age` seconds ago, the latest failure first.
 
-    The dict has `node`, `check`, `found` and the `age` in seconds.
+    The dict has the name of the `node`, the name of the `check`, what the check found as `found`, and the `age` in seconds. The
+    function removes the records of older failures from the base directory `base`.
     """
     directory, found = os.path.join(base, DIRECTORY), []
     names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)] if os.path.isdir(directory) else []

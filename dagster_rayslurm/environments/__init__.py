@@ -32,7 +32,7 @@ def _lines(commands: object) -> object:
 
 
 def _words(values: object) -> list[object]:
-    """Return a list of strings or environment variables unchanged; raises `ValueError` for any other value."""
+    """Return `values` as a list of strings and references to environment variables; raises `ValueError` for any other value."""
     return [value if is_env_var(value) else check_text(value) for value in check_list(values, "texts")]
 
 
@@ -184,7 +184,8 @@ def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
     """Return the path on the cluster of a pre-deployed environment, or of Dagster's Python for an inherited environment.
 
     The path is absolute or begins with "~/". The path is "" for an environment that the module `send` installs. `over_ssh` is
-    False if Dagster itself runs on the edge node. Raises `ValueError` if the environment cannot be on the cluster.
+    False if Dagster itself runs on the edge node. Raises `ValueError` in two cases: the path of the environment contains a shell
+    variable; or `over_ssh` is True, and the environment is an inherited environment or has a relative path.
     """
     if isinstance(environment, SentEnvironment):
         return ""

@@ -60,7 +60,7 @@ _known: weakref.WeakKeyDictionary[Connection, dict[str, tuple[float, Facts]]] = 
 def check_environment_on(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> Interpreter:
-    """Return the interpreter of an environment on the cluster; raises `StartError` if the environment cannot run a payload."""
+    """Return the interpreter of an environment on the cluster; the parameters and exceptions are those of `facts_of`."""
     return facts_of(connection, environment, ray, needs_pipes, cache_dir)[1].interpreter
 
 
@@ -70,9 +70,12 @@ def facts_of(
     """Return the path of an environment on the cluster and the environment's `Facts`.
 
     `ray` is None for a payload without Ray, and `needs_pipes` is True for a payload with Dagster Pipes. Raises `StartError` if
-    the environment cannot run such a payload. The edge node caches the facts in `cache_dir` for up to a day, as long as Python
-    and the directories on the import path do not change. This process caches the facts for five minutes. Before cached facts lead
-    to an error, the environment is examined again.
+    the environment cannot run such a payload. If only a job can look into the environment's container image, the facts have no
+    versions, and only the image is checked.
+
+    The edge node caches the facts in the directory `cache_dir` for up to a day, as long as Python and the directories on the
+    import path do not change. This process caches the facts for five minutes. Before cached facts lead to an error, the
+    environment is examined again.
     """
     try:
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
@@ -113,7 +116,11 @@ def facts_of(
 
 
 def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
-    """Return an error message for a `problem` that `look` found; `named` is the environment's image, or else `path`."""
+    """Return an error message about `found`, a result of `look` that has a `problem`.
+
+    `path` is the path of the environment. `named` is the name of the environment in the message: the container image, or `path`
+    for an environment without a container.
+    """
     said, failed, command = str(found.get("error", "")).partition(COMMAND_FAILED)
     said, kind = " ".join(said.split()), found["problem"]
     if named != path and kind == "python":

@@ -178,8 +178,8 @@ _MADE = 'for place in {targets} "$HOME"; do mkdir -p "$2/image$place" || exit; d
 def send_container(connection: Connection, environment: ContainerEnvironment, base: str, ensure: Callable[[Recipe], str]) -> str:
     """Install a prefix whose Python runs inside a container of the image; returns the path of the prefix on the cluster.
 
-    `ensure` builds the prefix of a recipe if the prefix is missing, and returns the path of the prefix. Raises `ValueError` if
-    the image or a mount cannot be used; the sentence names the remedy.
+    `base` is the base directory on the cluster. `ensure` builds the prefix of a recipe if the prefix is missing, and returns the
+    path of the prefix. Raises `ValueError` if the image or a mount cannot be used; the sentence names the remedy.
     """
     check_no_variable(environment.image, "environment: image")
     mounts = _mounts(environment, base, lambda path: expand_home(connection, path))
@@ -223,7 +223,11 @@ def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequ
 
 
 def pyxis_options(image: str, mounts: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the options of Pyxis with which `srun` starts a task inside a container."""
+    """Return the options of Pyxis with which `srun` starts a task inside a container.
+
+    `image` is a path or a reference to an image in a registry. `mounts` have the form SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
+    `options` are further options of srun.
+    """
     return [
         f"--container-image={image.removeprefix('docker://')}",
         f"--container-mounts={','.join(mounts)}",
@@ -234,15 +238,19 @@ def pyxis_options(image: str, mounts: Sequence[str], options: Sequence[str]) -> 
 
 
 def _places(mounts: Sequence[str], which: int) -> list[str]:
-    """Return the path before the first colon (`which` is 0) or after the first colon (`which` is 1) of each mount."""
+    """Return the source (`which` is 0) or the target (`which` is 1) of each mount.
+
+    `mounts` have the form SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
+    """
     return [each.split(":")[which] for each in mounts]
 
 
 def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[str]:
     """Return the mounts of the base directory `base` and of the environment, as SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
 
-    Leaves out a mount of files that the container sees anyway. `expand` replaces "~" in a path. Raises `ValueError` for a mount
-    in another form.
+    A mount of files that the container sees anyway, at the same path, is left out. `expand` replaces "~" in a path. Raises
+    `ValueError` if a mount of the environment has another form or a relative path, or has OPTIONS although the container runtime
+    is Charliecloud.
     """
     mounts: list[tuple[str, ...]] = []
     for each in [base, *environment.mounts]:
@@ -256,7 +264,10 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
     roots = [f"{path.rstrip('/')}/" for path in (*anyway, *(each[0] for each in mounts if each[:1] == each[1:]))]
 
     def is_needed(mount: tuple[str, ...]) -> bool:
-        """Return False if another mount makes the same files visible, so that this mount would be superfluous."""
+        """Return False if the container sees the files of `mount` at the same path without the mount.
+
+        `mount` has the source, the target, and options if there are any. The result is True for a mount with options.
+        """
         path = mount[0]
         return mount[:1] != mount[1:] or not (path in anyway or any(path.startswith(root) for root in roots))
 
@@ -266,6 +277,7 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
 def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:
     """Return the recipe that puts an image into a prefix; None if the image is on the cluster, or if Pyxis fetches the image.
 
+    `mounts` have the form SOURCE:TARGET or SOURCE:TARGET:OPTIONS; an image for Charliecloud gets a directory for each target.
     Raises `ValueError` if an image on this machine cannot be read.
     """
     image, runtime = environment.image, environment.runtime
@@ -310,7 +322,10 @@ _EXPLAINED = (
 
 
 def explain(said: str, program: str) -> str:
-    """Return the error output `said` of a container program as one line, or for a known error a sentence with the remedy."""
+    """Return the error output `said` of a container program as one line; for a known error, return a sentence with the remedy.
+
+    `program` is the name of the container program.
+    """
     said = re.sub(r"\x1b\[[0-9;]*m", "", said)
     line = next((" ".join(line.split()) for line in reversed(said.splitlines()) if line.strip()), "")
     for pattern, sentence in _EXPLAINED:

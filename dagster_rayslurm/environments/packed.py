@@ -42,10 +42,11 @@ def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
 
 
 def _script(path: str, platform: Platform) -> tuple[str, list[str], Python | None]:
-    """Return a shell script that unpacks the archive, further arguments of the script, and the Python that starts the archive.
+    """Return a shell script that unpacks the archive `path`, the script's last arguments, and the Python that runs the archive.
 
-    The further arguments come after the archive and the prefix. The Python is an interpreter on the cluster; None if the script
-    needs no interpreter of the cluster. Raises `ValueError` for a file that no known tool wrote.
+    The script's first two arguments are the path of the archive and the prefix. The returned arguments, if any, follow. The
+    Python is an interpreter on the cluster for an archive of pex; None for any other archive. Raises `ValueError` for a file that
+    no known tool wrote, or if the platform has no Python for an archive of pex. Raises `OSError` if the archive cannot be read.
     """
     with open(path, "rb") as file:
         start = file.read(_HEADER)

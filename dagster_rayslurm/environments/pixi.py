@@ -121,7 +121,10 @@ def _locked(
 def _check_fit(
     wanted: pixi_manifest.Wanted, conda: Sequence[CondaLockedBinaryPackage], pypi: Sequence[PypiLockedPackage], lock: str
 ) -> None:
-    """Raise `ValueError` if the lock lacks a package or a version that the manifest wants. Only pixi itself can check more."""
+    """Raise `ValueError` if the locked packages `conda` and `pypi` lack a package or a version that the manifest wants.
+
+    `lock` is the path of the lock file, for the message. Only pixi itself can check more.
+    """
     from packaging.utils import canonicalize_name
     from rattler.exceptions import InvalidMatchSpecError
 
@@ -177,7 +180,8 @@ def _check_glibc(conda: Sequence[CondaLockedBinaryPackage], platform: Platform) 
 def _check_cpu(conda: Sequence[CondaLockedBinaryPackage], lock: str, platform: Platform) -> None:
     """Raise `ValueError` if packages need newer CPUs than the platform has.
 
-    Such packages of conda-forge depend on `_x86_64-microarch-level`, whose version is the level.
+    Packages for newer CPUs depend on the package `_x86_64-microarch-level` of conda-forge, whose version is the needed level.
+    `lock` is the path of the lock file, for the message.
     """
     level = next((f"x86-64-v{each.version}" for each in conda if each.name == "_x86_64-microarch-level"), "")
     if level > platform.level:
@@ -203,7 +207,8 @@ def _wheels(
 ) -> tuple[list[Piece], list[str]]:
     """Return the wheels of PyPI packages, and the paths of the source directories from which this machine builds some wheels.
 
-    Raises `ValueError` if a locked wheel does not run on the platform.
+    `uv` is the path of uv. `top` is the directory of the lock file. `python` is the Python of the new environment. Raises
+    `ValueError` if a locked wheel does not run on the platform.
     """
     tags = set(wheels.tags_of(platform, python))
     sources = {f"{each.name} {each.version}": _source(top, each) for each in pypi}
@@ -219,7 +224,7 @@ def _wheels(
 
 
 def _source(top: str, package: LockedPackage) -> Any:
-    """Return the place and SHA-256 of a locked package as an object of `packaging.pylock`, such as `PackageWheel`.
+    """Return the URL or path, and the SHA-256, of a locked package as an object of `packaging.pylock`, such as `PackageWheel`.
 
     `top` is the directory of the lock file.
     """

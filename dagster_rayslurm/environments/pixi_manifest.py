@@ -59,7 +59,8 @@ def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
 def wanted(tables: Mapping[str, Any], features: Iterable[str], selectors: Sequence[str]) -> Wanted:
     """Return the packages, activation variables and activation scripts of the features `features` of a manifest.
 
-    `selectors` name the `[target.NAME]` tables that apply to the platform, such as "unix" and "linux-64"; later selectors win.
+    `tables` are the result of `read_manifest`. If several features set a variable, the first feature counts. `selectors` name the
+    `[target.NAME]` tables that apply to the platform, such as "unix" and "linux-64"; later selectors win.
     """
     found = Wanted([], [], {}, [])
     for name in features:

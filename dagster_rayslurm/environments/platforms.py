@@ -56,7 +56,7 @@ class Platform:
     on_node: tuple[str, ...] = ()
 
     def runner(self, python: Python | None) -> tuple[str, ...]:
-        """Return the `srun` words to put before a command; () if the command can run on the edge node.
+        """Return the `srun` words to put before a command that builds an environment; () if the command can run on the edge node.
 
         `python` is the Python of the cluster that the command needs; None if the command needs no such Python.
         """
@@ -67,10 +67,15 @@ class Platform:
 def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConfig], age: float, log: Any) -> Platform:
     """Return the common platform of the nodes that `queues` ask for; without queues, the platform of the edge node.
 
-    The platform has the Python that the command or path `wanted` names, or all Pythons with a usual name if `wanted` is "". An
-    answer of up to `age` seconds ago is used again. If no node is free, an older answer is used. If there is no older answer, the
-    function logs a warning to `log` and returns the platform of the edge node. Raises `ValueError` if the nodes of the queues
-    have different architectures.
+    Args:
+        connection: the connection to the edge node.
+        wanted: the command or path of the Python that the platform lists; "" to list all Pythons with a usual name.
+        queues: the configurations of jobs that will use the platform.
+        age: seconds for which an earlier answer of a machine is used again.
+        log: a logger.
+
+    If no node is free, an older answer is used. If there is no older answer, the function logs a warning and returns the platform
+    of the edge node. Raises `ValueError` if the nodes of the queues have different architectures.
     """
     here = _platform(f"the edge node {connection.place}" if queues else connection.place, _found(connection, wanted, [], age))
     nodes = []
@@ -116,9 +121,12 @@ def cached(*names: str) -> str:
 
 
 def _found(connection: Connection, wanted: str, runner: list[str], age: float) -> dict[str, Any]:
-    """Return an answer of `edge.platform`: a cached answer of up to `age` seconds ago, else a new answer, else an older answer.
+    """Return the dict by which `edge.environment.platform` describes a machine of the cluster; this machine caches the dict.
 
-    Returns a dict with a `problem` if there is no answer at all.
+    `wanted` is the Python to look for, as a command or path; "" for all Pythons with a usual name. `runner` has the `srun` words
+    that run a command on the machine; [] for the edge node. A cached dict is returned if the dict is at most `age` seconds old.
+    Otherwise the cluster is asked. If the cluster gives no answer, a cached dict of any age is returned; without a cached dict,
+    the result is a dict with a `problem`.
     """
     key = json.dumps([connection.place, wanted, runner, _FORMAT])
     path = cached("platforms", hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json")

@@ -37,10 +37,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The commands that build a prefix; a word of a command is a text, or a `Piece` that stands for a file to send.
+    """The commands that build a prefix on the cluster.
 
-    `edge.PREFIX` in a word stands for the path of the prefix. `inputs` returns a value that changes when a file on this machine
-    changes from which the recipe was written.
+    A word of a command is a text, or a `Piece` that stands for the path of a sent file. `edge.PREFIX` in a word stands for the
+    path of the prefix. `inputs` returns a value that changes with the files on this machine from which the recipe was written.
     """
 
     commands: Sequence[Sequence[str | Piece]]
@@ -115,7 +115,7 @@ _rayslurm() {{ _rayslurm=$?; printf '{COMMAND_FAILED}%s\\n' "$1" >&2; return $_r
 def activate_script(commands: Sequence[str]) -> str:
     """Return the text of an `activate.sh` that reads bash's login files and runs `commands`.
 
-    The script stops at a command that fails, and prints the command.
+    If a command fails, the script ends with the exit code of the command, and prints the command to the error output.
     """
     lines = [f"{{ {command}\n}} || _rayslurm {shlex.quote(command)} || return" for command in commands]
     return _ACTIVATE + "\n".join([*lines, ""])

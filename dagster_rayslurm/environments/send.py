@@ -59,13 +59,20 @@ def send_environment(
 ) -> Environment:
     """Install a missing environment on the cluster; returns a pre-deployed environment with the path of the installed prefix.
 
-    An environment that is not a `SentEnvironment` is returned unchanged. The prefix is built for the nodes that `queues` ask for,
-    or without queues for the edge node. If several processes need the prefix at the same time, one process builds the prefix and
-    the other processes wait. `progress` is called during transfers; without `progress`, long transfers are logged. If `make` is
-    False, a missing prefix is an error.
+    An environment that is not a `SentEnvironment` is returned unchanged. If several processes need the prefix at the same time,
+    one process builds the prefix and the other processes wait.
+
+    Args:
+        connection: the connection to the edge node.
+        environment: the environment to install.
+        base: the absolute path of the base directory.
+        log: a logger.
+        queues: the prefix is built for the nodes that these configurations ask for; without queues, for the edge node.
+        progress: a function that is called during transfers with the bytes sent and the size; None to log long transfers.
+        make: whether to build a missing prefix. If False, a missing prefix is an error.
 
     Raises:
-        StartError: the environment cannot be made; the sentence says what to do.
+        StartError: the environment cannot be made, or the prefix is missing and `make` is False; the sentence says what to do.
         OSError: the cluster cannot be reached, or a file cannot be sent.
     """
     if not isinstance(environment, SentEnvironment):
@@ -143,9 +150,10 @@ def _written(environment: Environment, platform: Platform, write: Callable[[Any,
 
 
 def _writer(environment: Environment) -> tuple[str, Callable[[Any, Platform], Recipe]]:
-    """Return the Python that the environment needs, as a command, a path or "" for any, and the function that creates recipes.
+    """Return the Python to look for on the cluster, and the function that creates the recipe of the environment.
 
-    Only the module of the returned function is imported, because each import takes time.
+    The Python is a command or a path; "" stands for any Python. Only the module of the returned function is imported, because
+    each import takes time.
     """
     if isinstance(environment, UvEnvironment):
         from .uv import uv_recipe, wanted_command
@@ -179,8 +187,9 @@ def fetch(pieces: Sequence[Piece], log: Any) -> list[str]:
 def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: Any, progress: Progress | None) -> None:
     """Send the recipe's files that the cluster lacks, and run the recipe's commands on the cluster.
 
-    `title` describes the environment in lists. Raises `StartError` if a step fails, and `OSError` if the cluster cannot be
-    reached.
+    `title` describes the environment in lists of environments. `base` is the base directory. `progress` is called during
+    transfers; if `progress` is None, long transfers are logged. Raises `StartError` if a step fails, and `OSError` if the cluster
+    cannot be reached.
     """
     began, pieces = time.monotonic(), {posixpath.join(base, each.place): each for each in recipe.pieces}
     path, lacking = recipe.path(base), missing(connection, base, list(pieces))
@@ -211,7 +220,11 @@ def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: An
 
 
 def _send_commands(connection: Connection, environment: CommandEnvironment, base: str, warn: Callable[[str], None]) -> str:
-    """Send a directory with an `activate.sh` that runs the commands; returns the path of the directory on the cluster."""
+    """Send a directory with an `activate.sh` that runs the commands; returns the path of the directory on the cluster.
+
+    If the environment names a Python, the directory also has a `bin/python` that starts this Python. `warn` is called with a
+    sentence if a group may write to the base directory `base`.
+    """
     texts = {"activate.sh": activate_script(environment.commands)}
     if environment.python is not None:
         texts["bin/python"] = f'#!/bin/sh\nexec {shlex.quote(environment.python)} "$@"\n'

@@ -89,10 +89,16 @@ def _content(path: str) -> bytes:
 
 
 def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the lock of a project as the text of a pylock.toml (PEP 751), and the paths of pyproject.toml and uv.lock.
+    """Return a project's lock as the text of a pylock.toml (PEP 751), and a list of the paths of pyproject.toml and uv.lock.
 
-    The text is cached while both files do not change, unless the lock has local packages besides the project itself. Raises
-    `ValueError` if a file is missing, or if uv refuses the lock.
+    Args:
+        uv: the path of uv on this machine.
+        version: the version of uv.
+        project: the absolute path of the project's directory.
+        groups: the dependency groups to include in the text.
+
+    The text is cached until pyproject.toml or uv.lock changes. A text with local packages besides the project itself is not
+    cached. Raises `ValueError` if a file is missing, or if uv refuses the lock.
     """
     if not os.path.isfile(manifest := os.path.join(project, "pyproject.toml")):
         raise ValueError(f"there is no pyproject.toml in {project}; name the directory of a project of uv, or use requirements=…")
@@ -118,7 +124,8 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
 def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python) -> tuple[list[Piece], list[str]]:
     """Return the wheels of a lock for the platform, and the paths of the source directories from which some wheels are built.
 
-    Raises `ValueError` if the lock has no fitting wheel of a package.
+    `uv` is the path of uv. `top` is the directory for relative paths in the lock. `python` is the Python of the new environment.
+    Raises `ValueError` if the lock has no fitting wheel of a package, or if a wheel cannot be built.
     """
     from packaging.pylock import PylockSelectError
 
@@ -136,9 +143,10 @@ def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python)
 
 
 def _lacking(lock: Pylock, platform: Platform, python: Python, tags: set[Any], error: Exception) -> str:
-    """Return the error message for a lock without fitting wheels.
+    """Return the error message for a lock that lacks a fitting wheel for the platform and the Python.
 
-    The message says that wheels need a newer glibc, or that the lock has no wheel for the platform.
+    `tags` are the tags of wheels that run on the platform, and `error` is the exception about the missing wheel. If the lock has
+    wheels for a newer glibc, the message names the packages of these wheels; otherwise the message contains `error`.
     """
     from packaging.pylock import PylockSelectError
 
@@ -155,10 +163,10 @@ def _lacking(lock: Pylock, platform: Platform, python: Python, tags: set[Any], e
 
 
 def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tuple[Python, Piece | None]:
-    """Return the Python for a new environment, and the archive to send if the cluster lacks the Python, else None.
+    """Return the Python for a new environment, and an archive of the Python, or None if the cluster has the Python.
 
-    `wanted` is a version, a command or a path, or None; `allowed` is the project's `requires-python`, or None. Raises
-    `ValueError` if there is no fitting Python.
+    `wanted` is a version such as "3.11", a command or a path; None for any Python. `allowed` is the project's `requires-python`;
+    None for any version. Raises `ValueError` if there is no fitting Python.
     """
     if not platform.glibc:
         raise ValueError(f"{platform.place} has another C library than glibc, for which no wheels are fetched")
@@ -188,7 +196,8 @@ def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tu
 def _bring(uv: str, version: str, platform: Platform) -> tuple[Python, Piece]:
     """Return a Python for the platform, and an archive that has the Python in the directory `interpreter`.
 
-    uv downloads the Python, unless the archive is cached on this machine. Raises `ValueError` if uv fails.
+    `version` is the wanted version, such as "3.11". uv downloads the Python, unless the archive is cached on this machine. Raises
+    `ValueError` if uv fails.
     """
     request = f"cpython-{version}-linux-{platform.machine}-gnu"
     directory = os.path.dirname(cached("pythons", request, ""))

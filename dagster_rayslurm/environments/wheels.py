@@ -54,7 +54,10 @@ def _version_of(uv: str) -> str:
 
 
 def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
-    """Run uv on this machine and return the output; raises `ValueError` with the error message of uv if uv fails."""
+    """Run uv on this machine and return the output; raises `ValueError` with the error message of uv if uv fails.
+
+    `directory` is the working directory of uv; None for the working directory of this process.
+    """
     environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     try:
         done = subprocess.run(
@@ -71,8 +74,9 @@ def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
 def compile_requirements(uv: str, requirements: str, platform: Platform, python: Python, final: bool = False) -> str:
     """Resolve a requirements file to wheels for a platform; returns the text of a pylock.toml.
 
-    The text is cached on this machine, and uv keeps the versions in the text until the requirements change. `final` says that the
-    requirements never change; a cached text is then returned without a run of uv. Raises `ValueError` if uv finds no solution.
+    `requirements` is the path of the file. The text is cached on this machine. A later call keeps the versions of the cached text
+    that the requirements still allow. `final` is True if the file never changes; a cached text is then returned without a run of
+    uv. Raises `ValueError` if uv finds no solution, or if the platform's glibc is too old for wheels.
     """
     version = ".".join(map(str, python.version[:2]))
     newest = next((minor for minor in _MANYLINUX if platform.glibc >= (2, minor)), None)
@@ -107,7 +111,10 @@ def described(platform: Platform, python: Python) -> str:
 
 
 def tags_of(platform: Platform, python: Python) -> list[Any]:
-    """Return the tags of wheels that run on the platform, the best first. Plain linux tags are missing, as they name no glibc."""
+    """Return the tags of wheels that run on the platform with the given Python, the best first.
+
+    Tags such as `linux_x86_64` are left out, because such tags name no glibc.
+    """
     from packaging.tags import compatible_tags, cpython_tags
 
     names = [f"manylinux_2_{minor}_{python.machine}" for minor in range(platform.glibc[1], 4, -1)]
@@ -148,7 +155,10 @@ def state_of(paths: Iterable[str], directories: Iterable[str]) -> object:
 
 
 def runs_on(source: Any, tags: set[Any]) -> bool:
-    """Return True if `source` is a wheel with one of `tags`, or if `source` is not a wheel but source code."""
+    """Return True if `source` is a wheel with one of `tags`, or if `source` is not a wheel but source code.
+
+    `source` is an object of `packaging.pylock`, such as `PackageWheel`.
+    """
     from packaging.utils import parse_wheel_filename
 
     return kind_of(source) != "wheel" or bool(set(parse_wheel_filename(source.filename)[-1]) & tags)
@@ -167,8 +177,16 @@ def kind_of(source: object) -> str:
 def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, python: Python, tags: set[Any]) -> Piece:
     """Return the wheel of a package: the wheel in the lock, or a wheel that this machine builds from the locked sources.
 
-    `name` is the package in words, for error messages. `top` is the directory for relative paths in the lock. Raises `ValueError`
-    if there can be no wheel for the platform.
+    Args:
+        uv: the path of uv on this machine.
+        name: the package in words, for error messages.
+        source: the place of the wheel or of the sources, as an object of `packaging.pylock`.
+        top: the directory for relative paths in the lock.
+        platform: the platform on which a built wheel must run.
+        python: the Python on which a built wheel must run.
+        tags: the tags of wheels that run on the platform. A wheel in the lock is not compared with `tags`.
+
+    Raises `ValueError` if there can be no wheel for the platform.
     """
     what = kind_of(source)
     if what == "vcs":
@@ -238,7 +256,16 @@ def _content(place: str) -> Iterator[bytes]:
 
 
 def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Platform, python: Python, tags: set[Any]) -> Piece:
-    """Return a wheel that this machine builds once from sources; `get()` returns the path of the sources, `digest` is the hash.
+    """Return the wheel that this machine builds from a package's sources; an earlier wheel of the same sources is used again.
+
+    Args:
+        uv: the path of uv on this machine.
+        name: the package in words, for error messages.
+        digest: the hash of the sources.
+        get: a function that returns the path of the sources; called only if the wheel must be built.
+        platform: the platform, for error messages.
+        python: the Python, for error messages.
+        tags: the tags of wheels that run on the platform.
 
     Raises `ValueError` if the wheel cannot be built, or does not run on the platform.
     """
@@ -291,6 +318,9 @@ def uv_program(uv: str, version: str, platform: Platform, python: Python) -> Pie
 
 
 def install_command(there: Piece, wheels: list[Piece], *options: str) -> list[str | Piece]:
-    """Return the command with which uv, sent as the file `there`, installs wheels into the prefix."""
+    """Return the command with which uv, sent as the file `there`, installs wheels into the prefix.
+
+    `options` are further options of `uv pip install`.
+    """
     arguments = "--no-index", "--no-deps", "--no-cache", COMPILE, *options
     return [there, "pip", "install", *ISOLATED, *arguments, "--python", f"{PREFIX}/bin/python", *wheels]

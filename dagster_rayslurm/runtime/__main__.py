@@ -27,7 +27,11 @@ _dispensable = mmap.mmap(-1, 1)
 
 
 def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the payload of a run directory without Slurm; returns 0 when the payload or the parent process has ended."""
+    """Run the payload of the run directory `run_dir` without Slurm.
+
+    `spec` is the start record of the runtime. Returns 0 when the payload or the parent process has ended, even if the payload has
+    failed.
+    """
     from dataclasses import replace
 
     from .protocol import record
@@ -54,9 +58,10 @@ def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of a Slurm job; returns the exit code.
+    """Run the runtime on one node of a Slurm job; returns the exit code of this process.
 
-    The first node runs the payload of the run directory; the other nodes join the first node's Ray cluster.
+    The first node runs the payload of the run directory `run_dir`; the other nodes join the first node's Ray cluster. `spec` is
+    the start record of the runtime.
     """
     from .supervisor import request_server
 
@@ -69,9 +74,10 @@ def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def element(spec, array_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of an element of a job array; returns the exit code.
+    """Run the runtime on one node of an element of a job array; returns the exit code of this process.
 
     The function does the same as `node`, with the element's own run directory below `array_dir`, the directory of the array.
+    `spec` is the start record of the array.
     """
     from .payload import element as elements
     from .supervisor import request_server
@@ -88,7 +94,11 @@ def element(spec, array_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of a job in which each component has its own payload and Ray cluster; returns the exit code."""
+    """Run the runtime on one node of a job in which each component has its own payload and Ray cluster; returns the exit code.
+
+    The first node of a component runs the component's payload; the other nodes of the component join the first node's Ray
+    cluster. `spec` is the start record of the whole job, and `run_dir` is the run directory of the whole job.
+    """
     from dataclasses import replace
 
     from .node.allocation import head_address
@@ -115,15 +125,19 @@ def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def session(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of a session's Slurm job; returns the exit code.
+    """Run the runtime on one node of a session's Slurm job; returns the exit code of this process.
 
-    The first node runs payloads for clients until the session ends; the other nodes join the first node's Ray cluster.
+    The first node runs payloads for clients until the session ends; the other nodes join the first node's Ray cluster. `spec` is
+    the start record of the session, and `session_dir` is the directory of this generation of the session.
     """
     return _lead_or_work(spec, _allocation(spec), session_dir, lambda runner, here: _serve_clients(runner, session_dir, here))
 
 
 def serve(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run a session on this machine, without Slurm, until the session ends; returns the exit code 0."""
+    """Run a session on this machine, without Slurm, until the session ends; returns the exit code 0.
+
+    `spec` is the start record of the session, and `session_dir` is the directory of this generation of the session.
+    """
     _serve_clients(_supervisor(spec), session_dir)
     return 0
 
@@ -145,9 +159,10 @@ def _serve_clients(runner, session_dir, here=None):  # type: (Supervisor, str, O
 
 
 def _run_on_time(runner, here):  # type: (Supervisor, Optional[allocation.Allocation]) -> None
-    """Run the payloads of a runtime until the runtime ends; in a Slurm job, also act before the job's time limit.
+    """Run the payloads of the runtime `runner` until the runtime ends.
 
-    `here` is the allocation of the Slurm job; None without Slurm.
+    `here` is the allocation of the Slurm job; None without Slurm. In a Slurm job, the function also warns payloads and ends a
+    session before the job's time limit.
     """
     if here is not None:
         from .supervisor import time_limit
@@ -165,9 +180,11 @@ def _supervisor(spec, **more):  # type: (RuntimeSpec, Any) -> Supervisor
 
 
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
-    """Returns the Slurm allocation of this task, and changes `os.environ` to describe the component of this task.
+    """Return the Slurm allocation of this task.
 
-    Exits with an error message outside a Slurm step, or if the number of the job's components differs from the start record.
+    In a heterogeneous job, the function also changes the variables in `os.environ` to those of the task's own component. The
+    process exits with an error message in two cases: this task does not belong to a Slurm step; or the job and the start record
+    `spec` have different numbers of components.
     """
     from .node import allocation
 
@@ -181,9 +198,10 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 
 
 def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
-    """Call `lead` if this task is on the first node of the allocation, else run a worker node; returns the exit code.
+    """Call `lead` if this task is on the first node of the allocation `here`; otherwise run a worker node. Returns the exit code.
 
-    `log_dir` is the directory of the nodes' logs.
+    `lead` is called with a new runtime and `here`, and returns the exit code. `spec` is the start record. `log_dir` is the
+    directory of the nodes' logs.
     """
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)
@@ -205,7 +223,11 @@ _ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads; 
 
 
 def main(argv):  # type: (list[str]) -> int
-    """Run the role, such as `node`, that the first argument names (see the module's docstring); returns the role's exit code."""
+    """Run the role that the first word of `argv` names, such as `node`; returns the role's exit code.
+
+    `argv` has the words of the command line after the program; the module's docstring lists the roles. The process exits with
+    that docstring for an unknown role.
+    """
     role = argv[0] if argv else ""
     if role == "ray-node":
         from .ray import node_main
