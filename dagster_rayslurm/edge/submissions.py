@@ -87,13 +87,14 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence
         if not text:
             continue
         found = {"name": name, "known": name in skip}  # type: dict[str, Any]
-        if name not in skip:
-            found["handle"] = text.decode("utf-8", "replace")
-            found["job_id"] = files.read(os.path.join(path, "job_id"), 0, 64).decode("utf-8", "replace").strip()
-            found["age"] = abs(time.time() - os.stat(os.path.join(path, HANDLE)).st_mtime)
-            reporters = [each for each in os.listdir(path) if each.startswith(REPORTER + ".")]
-            found["reporter"] = reporters[0][len(REPORTER) + 1 :] if reporters else ""
-        runs.append(found)
+        with contextlib.suppress(FileNotFoundError):  # A sweep has just removed the run directory.
+            if name not in skip:
+                found["handle"] = text.decode("utf-8", "replace")
+                found["job_id"] = files.read(os.path.join(path, "job_id"), 0, 64).decode("utf-8", "replace").strip()
+                found["age"] = abs(time.time() - os.stat(os.path.join(path, HANDLE)).st_mtime)
+                reporters = [each for each in os.listdir(path) if each.startswith(REPORTER + ".")]
+                found["reporter"] = reporters[0][len(REPORTER) + 1 :] if reporters else ""
+            runs.append(found)
     if not any(not each["known"] for each in runs):
         return {"runs": runs, "queue": [0, "", ""]}  # There is no run to look for in the queue.
     code, out, error = slurm.run(list(squeue), b"", timeout, [])

@@ -75,9 +75,13 @@ def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConf
         log: a logger.
 
     If no node is free, an older answer is used. If there is no older answer, the function logs a warning and returns the platform
-    of the edge node. Raises `ValueError` if the nodes of the queues have different architectures.
+    of the edge node. Raises `ValueError` if the nodes of the queues have different architectures, or if the platform of the edge
+    node cannot be found.
     """
-    here = _platform(f"the edge node {connection.place}" if queues else connection.place, _found(connection, wanted, [], age))
+    found = _found(connection, wanted, [], age)
+    if "problem" in found:
+        raise ValueError(f"environment: the platform of the edge node {connection.place} cannot be found: {found['problem']}")
+    here = _platform(f"the edge node {connection.place}" if queues else connection.place, found)
     nodes = []
     for queue in {tuple(srun_command(each, None)): each for each in queues}.values():
         place = f"partition {queue.partition} of {connection.place}" if queue.partition else f"a node of {connection.place}"

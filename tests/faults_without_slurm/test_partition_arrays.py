@@ -212,6 +212,24 @@ def test_dagster_is_killed_before_it_knows_the_array(service: Service, fake_slur
 
 
 @pytest.mark.thorough
+def test_an_array_whose_partitions_cannot_be_read_is_cancelled_before_they_run_again(
+    service: Service, fake_slurm: FakeSlurm
+) -> None:
+    service.let("0")
+    killed = service.start()
+    assert wait_until(lambda: len(service.ran()) == 2 or killed.poll() is not None, 90), service.log
+    service.kill()
+    [context] = (service.home / "base" / "runs").glob("*/array-1/pipes_context.json")
+    context.unlink()
+    again = service.start(service.failed())
+    assert wait_until(lambda: len(fake_slurm.calls("sbatch")) == 2 or again.poll() is not None, 90), service.log
+    assert not {1, 2, 3} & set(fake_slurm.jobs("PENDING", "RUNNING")), service.log
+    service.let("10")
+    assert again.wait(90) == 0, service.log
+    assert len(service.materialized()) == 10 and max(service.ran().values()) == 2
+
+
+@pytest.mark.thorough
 def test_dagster_is_cancelled(service: Service, fake_slurm: FakeSlurm) -> None:
     service.let("3")
     process = service.start()

@@ -405,6 +405,12 @@ def test_nodes_that_do_not_answer(cluster: Cluster, fake_slurm: FakeSlurm, monke
     )
 
 
+def test_an_edge_node_that_does_not_tell_its_platform(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "platform", lambda *_: {"problem": "no answer within 60 s"})
+    with pytest.raises(ValueError, match="the platform of the edge node this machine cannot be found: no answer within 60 s"):
+        platforms.look_at(LocalConnection(), sys.executable, [], 60.0, LOG)
+
+
 def test_what_several_partitions_have_in_common() -> None:
     both = platforms.common(
         [
