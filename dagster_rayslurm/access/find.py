@@ -26,7 +26,10 @@ class NoCluster(ValueError):
 
 
 class NoClusterNow(NoCluster):
-    """Raised when the run, session or job with the given name has no running Ray cluster now. If it has not ended, it may get one."""
+    """Raised when the run, session or job with the given name has no running Ray cluster now.
+
+    A run, session or job that has not ended may get a cluster later.
+    """
 
 
 @dataclass(frozen=True)

@@ -207,5 +207,5 @@ def test_only_an_idle_session_that_has_served_gives_way() -> None:
 
 def test_only_the_first_reason_for_the_end_counts() -> None:
     queue = SESSION.ended_by(End(EndReason.CLUSTER_LOST, "one")).ended_by(End(EndReason.CANCEL, "two"))
-    assert (queue.closing, queue.ending_since, queue.failed) == ("one", 1.0, "one")
+    assert (queue.closing, queue.failed) == ("one", "one")
     assert queue.added(item("a"), False, 3.0).start_next(NODE, may_start, 3.0)[1] is None
