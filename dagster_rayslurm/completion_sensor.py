@@ -29,13 +29,15 @@ def build_completion_sensor(
 ) -> dg.SensorDefinition:
     """Returns a sensor that reports the end of each run that `ComputeResource.submit` has submitted; each end is reported once.
 
-    Each tick looks at all runs by one listing and one `squeue`. Without `job` and `asset_selection`, the sensor reports a
-    successful run as an `AssetMaterialization` of the run's asset, with the metadata that the payload reported, and a failed run
-    as an `AssetObservation` with the sentence of the failure.
+    Each tick lists all submitted runs and Slurm's queue with one remote call. What the sensor does for a run that has ended
+    depends on `job` and `asset_selection`:
 
-    With `job` or `asset_selection`, the sensor requests a Dagster run for each run that has ended. The Dagster run has the handle
-    in its tags. The user's asset in the Dagster run returns `compute.reattach(context=context).get_materialize_result()`; this
-    call also copies output files.
+    - Without both, the sensor stores an event of the run's asset. For a success this is an `AssetMaterialization` with the
+      metadata that the payload reported, for a failure an `AssetObservation` with a sentence about the failure. Output files are
+      not copied.
+    - With either, the sensor requests a Dagster run, for a success and a failure alike. The `RunHandle` of the submitted run is
+      in a tag of the Dagster run, where `reattach` finds the handle. Write the asset so that it returns
+      `compute.reattach(context=context).get_materialize_result()`; this call also copies output files.
 
     If the cluster does not answer within 30 seconds, the tick is skipped, and the skip reason names the cluster.
 

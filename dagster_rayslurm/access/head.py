@@ -148,7 +148,10 @@ class Head:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _check(self) -> None:
-        """Reads every few seconds how to reach the cluster; raises ClusterEnded when the cluster has ended."""
+        """Update `access` every few seconds, and never return; raises ClusterEnded when the cluster has ended.
+
+        Errors of the connection are ignored.
+        """
         while True:
             await asyncio.sleep(_CHECK)
             with contextlib.suppress(OSError):

@@ -68,9 +68,9 @@ def cluster_option(name: str) -> str | None:
 
 
 def given(name: str) -> str | None:
-    """Returns the value of the option `name`, or else of the option's environment variable; None if neither is set.
+    """Returns the value of a cluster option, or else of the option's environment variable; None if neither is set.
 
-    `name` is a name as for `cluster_option`.
+    `name` is the Python name of the option: "cluster", "source" (for `--from`), "remote_base" or "prefix", which has no variable.
     """
     variable = _VARIABLES.get(name)
     return cluster_option(name) or (os.environ.get(variable) if variable else None) or None

@@ -320,7 +320,10 @@ def shortened(text: str) -> str:
 
 
 def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
-    """Returns a clause about the last exception in `found`, and about the original cause of the exception if there is a cause."""
+    """Returns a clause about the last exception in `found`, followed by ", caused by" and its original cause if it has a cause.
+
+    `found` is a result of `read_traceback`, with at least one exception. `nodes` has the hostnames of nodes by IP address.
+    """
     last = cause = len(found) - 1
     while cause > 0 and found[cause].link == "cause":
         cause -= 1

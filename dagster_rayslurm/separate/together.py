@@ -138,10 +138,12 @@ def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[st
 
 
 def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
-    """Returns the verdict on the run: success, or the kind of the first failure with a sentence on each failure.
+    """Returns the verdict on the run from the verdicts of its components: success if no component failed.
 
-    A component that failed because of another component is named, but gets no sentence of its own. `judged` has the verdict and
-    evidence of each component.
+    If components failed, the kind is the kind of the failure that most likely caused the others, and the sentence tells the
+    failure of each component that failed by itself. Components that were ended because of these failures are only named. If all
+    components have the same verdict about the whole job, such as a cancellation, the result is this verdict. `judged` has the
+    verdict and the evidence of each component; the only key is None for a run without components.
     """
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     if not failed or None in failed:

@@ -267,7 +267,11 @@ def _in_background(work: Callable[[], None]) -> None:
 
 @dataclass(eq=False)
 class SharedQueue:
-    """Access to the one answer of squeue that all processes and hosts of a user share."""
+    """The user's jobs in Slurm's queue, as last printed by `squeue`, through a file on the cluster that all processes share.
+
+    The processes of a user, on any host, read the last output from the file. One process runs `squeue` again when the output is
+    older than `poll_interval`. So the load on Slurm does not grow with the number of processes.
+    """
 
     connection: Connection
     directory: str  # Directory of the shared answer, on a file system that all edge nodes share.

@@ -148,7 +148,11 @@ class _Scan:
     _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)  # Path, name; rules of the directory.
 
     def manifest(self, root: str | None) -> Manifest:
-        """Decide how to include each symbolic link, and return the manifest; `root` is the bundled directory or None."""
+        """Decide how to include each symbolic link that `walk` has found; return the manifest of all entries.
+
+        `root` is the path of the bundled directory, with links resolved; None if the files were named one by one. Raises
+        ValueError if an entry cannot be read or copied, or if the entries exceed the limits.
+        """
         if root is not None:
             self._places[root] = ""
         while self._links:
@@ -397,7 +401,11 @@ def _digest(argument: str, entry: Entry) -> str:
 
 
 def _content(argument: str, entry: Entry) -> Iterator[bytes]:
-    """Yield the content of a file in blocks; raises `ValueError` if the file is unreadable, or if the size has changed."""
+    """Yield the content of a file of a bundle in blocks.
+
+    Raises ValueError if the file cannot be read, is gone, or has another size than `entry`. `argument` is the name of the user's
+    argument that named the file, for the error message.
+    """
     try:
         with open(entry.source, "rb", buffering=0) as file:
             left = entry.size

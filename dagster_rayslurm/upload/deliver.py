@@ -156,10 +156,10 @@ def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Pr
 def _make(
     connection: Connection, base: str, path: str, function: Callable[..., None], *content: object, more: float = 0.0
 ) -> None:
-    """Create the runtime or a bundle at `path` on the cluster, by `function` of the module `base_directory`.
+    """Make the runtime or a bundle at `path` on the cluster: call `function` of the module `edge.base_directory` there.
 
-    `function` is called with the directory of `path`, the last part of `path`, and `content`. `more` is added to the timeout
-    of the call. Raises `OSError` if the call fails.
+    `function` gets the directory of `path`, the last part of `path`, and `content`. `base` is the base directory, which an error
+    message names. The call may take `_UNPACK_TIMEOUT` plus `more` seconds. Raises OSError if the call fails or takes longer.
     """
     try:
         _call(connection, base, f"making {path}", _UNPACK_TIMEOUT + more, function, *posixpath.split(path), *content)

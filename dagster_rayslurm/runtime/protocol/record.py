@@ -177,9 +177,11 @@ class RunRecord:
         self._journal.append(b"".join(map(encode, records)))
 
     def output(self, stream: str, text: str, at: float) -> None:
-        """Append output of the payload to the recorded output, or count the output as dropped.
+        """Append output of the payload to the recorded output; never raises OSError.
 
-        `stream` is "stdout" or "stderr", and `at` is the time of the output in seconds since the epoch.
+        If the record would exceed its size limit, or if the write fails, the output is dropped, and a remark takes its place. All
+        later output is then dropped, too; the `end` record has the number of dropped characters. `stream` is "stdout" or
+        "stderr", and `at` is the time of the output in seconds since the epoch.
         """
         if not self._stdio_dropped:
             line = encode({"s": stream, "t": round(at, 3), "d": text})

@@ -189,9 +189,12 @@ class RayCluster:
         return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Wait for `_IDLE` seconds, then search the whole cluster for leaks, and store the leaks in the attribute `leaks`.
+        """Schedule a search of the idle cluster for leaks in `_IDLE` seconds, whose result is stored in `leaks`; returns at once.
 
-        If a payload runs after the wait, there is no search. `is_idle` returns whether no payload runs.
+        Leaks are what earlier payloads have left in the cluster: submitted jobs that run, resources that are not free, and the
+        actors and placement groups that may hold the resources. `is_idle` returns whether no payload runs. If a payload runs when
+        the search begins or ends, or if Ray does not answer, `leaks` stays unchanged. A new call cancels a search that has not
+        begun.
         """
 
         def check(tables: Optional[Tables]) -> None:

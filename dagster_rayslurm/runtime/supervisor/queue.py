@@ -117,7 +117,12 @@ class Entry(NamedTuple):
 
 
 class Next(Enum):
-    """The ways in which a runtime without payloads ends after a delay, unless a payload comes in time."""
+    """What the supervisor does when the runtime has no payload; `Queue.settled` returns a member and a delay in seconds.
+
+    FINISH: all work is done. End the runtime now; in the separate topology, when the payloads of all components have ended.
+    STOP: the runtime accepts no payloads any more. End the runtime after the delay, in which clients can still learn the reason.
+    IDLE: close the session after the delay, unless a payload comes before.
+    """
 
     FINISH = "no other payload will come"
     STOP = "leave"
