@@ -42,7 +42,7 @@ _INSTEAD = {
         "SlurmMetric SlurmMetricsCallback SlurmMetricsContext": _METADATA,
         "StepOIDCAuthProvider": _LOGIN,
         "build_slurm_orphan_reconcile_sensor reconcile_orphaned_slurm_runs": (
-            "leave it out; the next attempt at a step goes on with the job that still runs"
+            "leave it out; the next attempt at a step reattaches to the job that still runs"
         ),
         "run_with_ray_reserve_topup wait_for_stable_ray_resources": (
             "leave it out; a payload starts when all nodes are in the Ray cluster, or RayLauncher(min_nodes=…) of them"

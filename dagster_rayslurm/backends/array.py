@@ -107,8 +107,8 @@ class ArrayBackend(BatchBackend):
         alive = [row for row in queue.rows if is_job_of(row.name, plan.payload.nonce) and row.state not in TERMINAL]
         if not same and alive:
             step.log.warning(
-                f"[rayslurm] job array {alive[0].label} goes on with what the attempt before asked for, not with what is "
-                f"asked for now; see {run_dir} on {self.connection.place}, where `scancel --name={alive[0].name}` ends it"
+                f"[rayslurm] job array {alive[0].label} still runs with the settings of an earlier attempt, which have changed "
+                f"since; see {run_dir} on {self.connection.place}, where `scancel --name={alive[0].name}` ends the array"
             )
         return same and any(array["job_id"] for array in self._found(run_dir, queue))
 
@@ -116,7 +116,7 @@ class ArrayBackend(BatchBackend):
         queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True)
         for array in self._found(run_dir, queue):
             if array["job_id"] and not wait_until_gone(self.connection, int(array["job_id"])):
-                sentence = f"job array {array['job_id']} of the attempt before is cancelled, and Slurm has not confirmed its end"
+                sentence = f"job array {array['job_id']} of an earlier attempt is cancelled, and Slurm has not confirmed its end"
                 raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
 
     def prepare(self, plan: Plan, run_dir: str, step: Step) -> _Prepared:
@@ -267,7 +267,7 @@ class Arrays:
         job = self._job(request, SubmittedJob(job_id, queue.began - 1.0), _array_dir(self.run_dir, number))
         wanted = set(self.waiting)
         self._add(number, job, {at: key for at, key in enumerate(keys) if key in wanted})
-        self.step.log.info(f"[rayslurm] going on with Slurm job array {job_id} of {len(keys):,} elements")
+        self.step.log.info(f"[rayslurm] reattached to Slurm job array {job_id} of {len(keys):,} elements")
 
     def submit_next(self) -> bool:
         """Submit one array of waiting partitions, as large as Slurm has room for; returns whether an array was submitted.

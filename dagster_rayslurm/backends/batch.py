@@ -174,7 +174,7 @@ class JobBackend(ClusterBackend):
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
         which = f"Slurm job {submitted.job_id} ({request.job_name})"
-        done = f"going on with {which}" if step.reattached else f"submitted {which} to {request.partitions_text}"
+        done = f"reattached to {which}" if step.reattached else f"submitted {which} to {request.partitions_text}"
         step.log.info(f"[rayslurm] {done} on {place}")
         return SlurmJob(
             commands=commands,
@@ -221,7 +221,7 @@ class SubmittedBackend(JobBackend):
             queue_timeout=self.queue_timeout,
             log=step.log,
         )
-        step.log.info(f"[rayslurm] going on with Slurm job {handle.job_id} ({handle.job_name}) on {self.connection.place}")
+        step.log.info(f"[rayslurm] reattached to Slurm job {handle.job_id} ({handle.job_name}) on {self.connection.place}")
         running = BatchJob(job, self.connection, handle.cluster_id, step=step)
         register(running)
         return running
@@ -269,7 +269,7 @@ class BatchBackend(JobBackend):
         job_id = self.connection.read(os.path.join(run_dir, JOB_ID), 0, 64).decode().strip()
         write_cancel_request(self.connection, run_dir, now=False)
         if not wait_until_gone(self.connection, int(job_id), grace_period):
-            sentence = f"Slurm job {job_id} of the attempt before is cancelled, and Slurm has not confirmed its end"
+            sentence = f"Slurm job {job_id} of an earlier attempt is cancelled, and Slurm has not confirmed its end"
             raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
 
     def _prepare(

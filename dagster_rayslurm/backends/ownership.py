@@ -213,7 +213,7 @@ def reattachable_job(
             settings.
         job_of: A function that returns the id of the payload's job, or None if the job is gone. The argument is the `start`
             line of the payload's record, or None if the record has no such line.
-        log: The step's Dagster log, which gets a warning if the job goes on with other settings.
+        log: The step's Dagster log, which gets a warning if the job still runs with other settings.
         requeue: Whether Slurm may requeue the job. If True, an `end` line after a signal from outside is ignored, because the
             payload may run again.
     """
@@ -227,7 +227,7 @@ def reattachable_job(
     job_id = job_of(start)
     if job_id is not None and not same:
         log.warning(
-            f"[rayslurm] Slurm job {job_id} goes on with what the attempt before asked for, which is not what is asked for now; "
+            f"[rayslurm] Slurm job {job_id} still runs with the settings of an earlier attempt, which have changed since; "
             f"see {run_dir} on {connection.place}, where `scancel {job_id}` ends the job"
         )
         return None

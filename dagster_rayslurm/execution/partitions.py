@@ -110,7 +110,7 @@ def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: Compute
     """
     keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
     if found := done & set(keys):
-        context.log.info(f"[rayslurm] {len(found):,} of {len(keys):,} partitions are materialized by an attempt before")
+        context.log.info(f"[rayslurm] {len(found):,} of {len(keys):,} partitions were materialized by earlier attempts")
     loss_timeout = resource.connection_loss_timeout
     return PartitionResults(
         context, keys, done & set(keys), plan.uses_pipes, resource.require_messages, loss_timeout=loss_timeout
@@ -156,7 +156,7 @@ class PartitionResults:
     uses_pipes: bool
     require_messages: bool
     failed: dict[str, Verdict] = field(default_factory=dict)  # Why partitions failed.
-    told: set[str] = field(default_factory=set)  # Failed partitions of which an attempt before has told.
+    told: set[str] = field(default_factory=set)  # Failed partitions that an earlier attempt has logged.
     handler: Any = None  # Dagster's handler of all other Pipes messages.
     # Returns the ownership of the payload; only its owner materializes partitions.
     owner: Callable[[], Ownership] = lambda: UNCONTESTED

@@ -131,10 +131,10 @@ def reattach_or_new(
         return _new_launch(step, plan, backend, home, history)
     bookmark = Bookmark(home.runs / f"{name}{BOOKMARK}")
     offset = bookmark.read() if history.output_is_local else 0
-    shown = f"at byte {offset} of its output; at most the last batch is repeated"
+    shown = f"from byte {offset} on; at most the last batch is shown twice" if offset else "from its beginning"
     context.log.warning(
-        "[rayslurm] an attempt before left its payload behind, and nobody heard how it ended: going on with "
-        f"{name}, {shown if offset else 'whose output is repeated from its beginning'}"
+        f"[rayslurm] reattached to {name}, a payload that an earlier attempt did not follow to its end; "
+        f"its output is shown {shown}"
     )
     state = ReattachState(offset, history.logged_since(name), bookmark.note)
     history.note(name)

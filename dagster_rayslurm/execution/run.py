@@ -312,7 +312,7 @@ class PayloadRun:
                     self.on_start(self.first.running, self.first.plan, self.launch.name, self.backend.connection)
                     followed = [(each.follower, partial(self._poll, each, raise_ignored)) for each in self.payloads.values()]
                     yield Following(followed)
-            except GeneratorExit:  # Nobody goes on with the steps, as after the death of this process.
+            except GeneratorExit:  # The steps are given up, as at the death of this process.
                 self.detached = True
                 raise
             except BaseException as error:

@@ -31,7 +31,7 @@ from .scenarios import (
 
 pytestmark = pytest.mark.timeout(200)
 
-GOES_ON = "going on with "
+REATTACHED = "reattached to "
 
 UNDER_WAY = ("cluster-start", "running", "ending")
 """Phases in which a session has accepted the payload. In earlier phases the next run finds the session again."""
@@ -76,7 +76,7 @@ def one_result(dagster: Dagster, killed: str) -> None:
     run = dagster.runs()[-1]
     assert dagster.materializations() == [run.run_id] and run.parent_run_id == killed
     shown = numbers("\n".join([*dagster.output(killed), *dagster.output(run.run_id)]))
-    assert shown == list(range(AFTER)) if GOES_ON in dagster.said() else shown[-AFTER:] == list(range(AFTER))
+    assert shown == list(range(AFTER)) if REATTACHED in dagster.said() else shown[-AFTER:] == list(range(AFTER))
     assert f"messages {list(range(AFTER))}" in (said := dagster.said()) and said.count("messages [0, 1,") == 1
 
 
@@ -98,8 +98,8 @@ def test_dagster_is_killed(mode: str, phase: str, dagster: Dagster, site: Site) 
         dagster.define(mode, **held.fields)
         retry = dagster.start(retry_of=killed)
         if phase in UNDER_WAY or (phase not in WITHOUT_A_JOB and mode != "slurm-session"):
-            assert wait_until(lambda: GOES_ON in dagster.log or retry.poll() is not None, 60)
-            assert GOES_ON in dagster.log, dagster.log[-4000:]
+            assert wait_until(lambda: REATTACHED in dagster.log or retry.poll() is not None, 60)
+            assert REATTACHED in dagster.log, dagster.log[-4000:]
         held.let_on()
         let_go(site)
         assert retry.wait(90) == 0, dagster.log[-5000:]
@@ -123,12 +123,12 @@ def test_a_service_that_is_stopped_leaves_its_job_to_the_retry(mode: str, phase:
         stopped = dagster.mark_failed()
         dagster.define(mode, **held.fields)
         retry = dagster.start(retry_of=stopped)
-        assert wait_until(lambda: GOES_ON in dagster.log or retry.poll() is not None, 60)
+        assert wait_until(lambda: REATTACHED in dagster.log or retry.poll() is not None, 60)
         held.let_on()
         let_go(site)
         assert retry.wait(90) == 0, dagster.log[-5000:]
     one_result(dagster, stopped)
-    assert GOES_ON in dagster.said() and len(submitted(site)) == len(site.lines("ran")) == 1
+    assert REATTACHED in dagster.said() and len(submitted(site)) == len(site.lines("ran")) == 1
     assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
 
 
@@ -167,8 +167,8 @@ def test_dagster_is_killed_while_output_flows(mode: str, dagster: Dagster, site:
     said = dagster.said()
     assert f"messages {list(range(total // 20))}" in said and said.count("messages [0, 1,") == 1
     assert dagster.materializations() == [runs[-1].run_id] and len(site.lines("ran")) == len(submitted(site)) == 1
-    assert said.count("submitted Slurm job") == 1 and said.count("at most the last batch is repeated") >= 2
-    assert "going on with Slurm job" in said or mode == "slurm-session"
+    assert said.count("submitted Slurm job") == 1 and said.count("at most the last batch is shown twice") >= 2
+    assert "reattached to Slurm job" in said or mode == "slurm-session"
     with dagster.instance() as instance:
         (record,) = instance.fetch_materializations(dg.AssetKey("slow"), limit=10).records
     made = record.asset_materialization
@@ -186,8 +186,8 @@ def test_dagster_is_killed_while_its_payload_waits_for_its_turn(
     run.process.wait()
     killed = dagster.mark_failed()
     retry = dagster.start(retry_of=killed)
-    assert wait_until(lambda: GOES_ON in dagster.log or retry.poll() is not None, 60)
-    assert GOES_ON in dagster.log and not is_there(site, "ran"), dagster.log[-4000:]
+    assert wait_until(lambda: REATTACHED in dagster.log or retry.poll() is not None, 60)
+    assert REATTACHED in dagster.log and not is_there(site, "ran"), dagster.log[-4000:]
     run.give_way()
     let_go(site)
     assert retry.wait(90) == 0, dagster.log[-4000:]
@@ -205,7 +205,7 @@ def test_something_else_is_asked_for_after_that(mode: str, dagster: Dagster, sit
         killed = dagster.mark_failed()
         dagster.define(mode, queue={"time_limit": "00:04:00"})
         retry = dagster.start(retry_of=killed)
-        assert wait_until(lambda: f"Slurm job {first} goes on with what" in dagster.log, 60), dagster.log[-4000:]
+        assert wait_until(lambda: f"Slurm job {first} still runs with the settings" in dagster.log, 60), dagster.log[-4000:]
         let_go(site)
         assert retry.wait(90) == 0, dagster.log[-4000:]
     one_result(dagster, killed)
@@ -223,7 +223,7 @@ def test_the_process_of_a_step_is_killed(mode: str, dagster: Dagster, site: Site
     with held_in("running", dagster, mode, executor="multiprocess", retries=1) as held:
         step = next(each for each in psutil.Process(held.process.pid).children(True) if "spawn_main" in " ".join(each.cmdline()))
         step.kill()
-        assert wait_until(lambda: GOES_ON in dagster.log, 60), dagster.log[-4000:]
+        assert wait_until(lambda: REATTACHED in dagster.log, 60), dagster.log[-4000:]
         let_go(site)
         assert held.process.wait(90) == 0, dagster.log[-4000:]
     (run,) = dagster.runs()
@@ -254,7 +254,7 @@ def test_a_process_that_was_taken_for_dead_leaves_its_job_to_the_retry(dagster: 
     assert wait_until(lambda: dagster.runs() and dagster.output(dagster.runs()[0].run_id), 90), dagster.log[-4000:]
     taken_for_dead = dagster.mark_failed()
     new = dagster.start(retry_of=taken_for_dead)
-    assert wait_until(lambda: "going on with Slurm job" in dagster.log, 60), dagster.log[-4000:]
+    assert wait_until(lambda: "reattached to Slurm job" in dagster.log, 60), dagster.log[-4000:]
     old.terminate()
     assert old.wait(60) != 0
     let_go(site)

@@ -186,7 +186,7 @@ def test_dagster_is_killed(service: Service, fake_slurm: FakeSlurm) -> None:
     assert wait_until(lambda: len(service.materialized()) == 3 or killed.poll() is not None, 90), service.log
     service.kill()
     again = service.start(service.failed())
-    assert wait_until(lambda: "going on with Slurm job array 1 of 6 elements" in service.log or again.poll() is not None, 90)
+    assert wait_until(lambda: "reattached to Slurm job array 1 of 6 elements" in service.log or again.poll() is not None, 90)
     service.let("10")
     assert again.wait(90) == 0, service.log
     keys = [f"p{number:02}" for number in range(10)]
@@ -204,7 +204,7 @@ def test_dagster_is_killed_before_it_knows_the_array(service: Service, fake_slur
     [job_id] = (service.home / "base" / "runs").glob("*/array-1/job_id")
     job_id.unlink()
     again = service.start(service.failed())
-    assert wait_until(lambda: "going on with Slurm job array 1 of 10 elements" in service.log or again.poll() is not None, 90)
+    assert wait_until(lambda: "reattached to Slurm job array 1 of 10 elements" in service.log or again.poll() is not None, 90)
     service.let("10")
     assert again.wait(90) == 0, service.log
     assert set(service.ran().values()) == {1} and len(service.materialized()) == 10

@@ -174,7 +174,7 @@ def test_dagster_and_the_head_node_are_killed(service: Service, fake_slurm: Fake
     assert wait_until(lambda: len(service.materialized()) >= 5 or killed.poll() is not None, 60), service.log
     service.kill()
     again = service.start(service.failed())
-    assert wait_until(lambda: "going on with" in service.log and len(service.materialized()) == 12, 60), service.log
+    assert wait_until(lambda: "reattached to" in service.log and len(service.materialized()) == 12, 60), service.log
     service.let("25")
     assert wait_until(lambda: len(service.materialized()) == 25 or again.poll() is not None, 60), service.log
     begun = {f"p{number:02}": 1 for number in range(27)}  # The two last ones wait.

@@ -263,7 +263,7 @@ def test_after_a_kill_each_payload_is_found_again(fake_slurm: FakeSlurm, tmp_pat
         [run] = instance.get_runs()
         instance.report_run_failed(run)
     retry = project.start("job", run.run_id)
-    assert wait_until(lambda: project.log.count("] going on with Slurm job") == 10 or retry.poll() is not None, 60), project.log
+    assert wait_until(lambda: project.log.count("] reattached to Slurm job") == 10 or retry.poll() is not None, 60), project.log
     for each in fake_slurm.jobs():
         fake_slurm.release(each)
     assert retry.wait(60) == 0 and len(fake_slurm.jobs()) == 10, project.log

@@ -113,7 +113,7 @@ def test_the_next_attempt_goes_on_with_the_job(mode: str, waits: bool, tmp_path:
         [run] = instance.get_runs()
         assert run.status == dg.DagsterRunStatus.FAILURE
     retry = service.start(run.run_id)
-    assert wait_until(lambda: "going on with" in service.log or retry.poll() is not None, 60), service.log
+    assert wait_until(lambda: "reattached to" in service.log or retry.poll() is not None, 60), service.log
     if waits:
         fake_slurm.release(1)
     (tmp_path / "go").write_text("")

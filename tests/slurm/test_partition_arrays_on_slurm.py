@@ -161,7 +161,7 @@ def test_dagster_is_killed_and_a_retry_finds_the_array(service: OnStack, site: S
     assert wait_until(lambda: len(service.materialized()) == 2 or killed.poll() is not None, 100), service.log
     service.kill()
     again = service.start(service.failed())
-    assert wait_until(lambda: "going on with Slurm job array" in service.log or again.poll() is not None, 60), service.log
+    assert wait_until(lambda: "reattached to Slurm job array" in service.log or again.poll() is not None, 60), service.log
     service.let("6")
     assert again.wait(100) == 0, service.log
     keys = [f"p{number:02}" for number in range(6)]

@@ -443,7 +443,7 @@ def test_an_interrupt_while_it_waits(session_compute: Make, script: Any, site: S
     time.sleep(1.5)
     process.send_signal(2)
     _, said = process.communicate(timeout=60)
-    assert b"nobody waits for the session any more" in said, said.decode()[-2000:]
+    assert b"no step waits for the session any more" in said, said.decode()[-2000:]
     assert site.jobs() == [blocker]
     site.sh('scancel "$1"', blocker)
 

@@ -344,10 +344,10 @@ class SessionAcquisition:
             last = self.registry.stop_waiting(number, self._waiter)
         except OSError as error:
             command = f"`{self.site.end_command} {job.job_id}` on {self.site.connection.place}"
-            self._log.error(f"[rayslurm] {name} may hold a session that nobody waits for ({error}); run {command}")
+            self._log.error(f"[rayslurm] {name} may hold a session for which no step waits ({error}); run {command}")
             return
         if last:
-            self._log.info(f"[rayslurm] nobody waits for the session any more: cancelling {name}")
+            self._log.info(f"[rayslurm] no step waits for the session any more: cancelling {name}")
             job.cancelled = True
             job.cancel_until_gone()
 
