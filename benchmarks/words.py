@@ -13,8 +13,8 @@ PARTIES = {
     "`ray symmetric-run`": "Ray's own command for a script on several nodes. One `srun` in a batch script starts this command on "
     "every node (`benchmarks/payloads/symmetric.sh`).",
     "dagster-slurm": "the package dagster-slurm from PyPI, in its own Python environment. Each asset has its own Slurm job. "
-    'Where the table cell says `allocation_scope="run"`, all payloads of a Dagster run share one Slurm job and one Ray cluster. Ray\'s '
-    "object store has 1 GB, the smallest size that dagster-slurm accepts.",
+    'Where the table cell says `allocation_scope="run"`, all payloads of a Dagster run share one Slurm job and one Ray cluster. '
+    "Ray's object store has 1 GB, the smallest size that dagster-slurm accepts.",
 }
 """Those who are compared."""
 
