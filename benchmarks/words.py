@@ -1,28 +1,32 @@
 """What the report says in words: who takes part, and why a promise is not met where the reason is known."""
 
 PARTIES = {
-    "`slurm`, `slurm-session`, `slurm-hetjob`, `local`": "the modes of dagster-rayslurm.",
-    "by hand": "for Ray, a hand-written script that is optimized for speed only (`benchmarks/payloads/limit.sh`). Ray starts on "
-    "all nodes at once, each node imports Ray once, nothing sleeps, and the payload starts as soon as all nodes are alive. "
-    "The script checks nothing, protects nothing and cleans up little, so it marks the limit of what is possible. For other "
-    "benchmarks, the table cell names the method.",
-    "Ray's Slurm guide": "our version of the procedure in Ray's documentation for Slurm (`benchmarks/payloads/guide.sh`): `srun` "
-    "for the head, a sleep of 10 s, an `srun` and a sleep of 5 s for each worker, and then the payload.",
-    "`ray symmetric-run`": "Ray's own command, started on every node by one `srun` under `sbatch` "
-    "(`benchmarks/payloads/symmetric.sh`).",
-    "dagster-slurm": "the package from PyPI, in its own environment, with a job for each asset and one Ray cluster for each "
-    'Dagster run (`allocation_scope="run"`). Its object store has 1 GB, the smallest size that its option accepts.',
+    "`slurm`, `slurm-session`, `slurm-hetjob`, `local`": "dagster-rayslurm in its four modes.",
+    "by hand": "for payloads in a new Slurm job, a hand-written batch script that is optimized only for speed "
+    "(`benchmarks/payloads/limit.sh`). The script starts Ray on all nodes at the same time, and each node imports Ray only once. "
+    "The script starts the payload as soon as all Ray nodes are alive, without fixed pauses. The script checks nothing, protects "
+    "nothing and cleans up little. Its times therefore show about how fast a run can be. In all other benchmarks, the table cell "
+    "names what was done by hand.",
+    "Ray's Slurm guide": "our version of the batch script that Ray's documentation describes for Slurm "
+    "(`benchmarks/payloads/guide.sh`). The script starts the Ray head with `srun` and sleeps for 10 s. For each worker node, the "
+    "script runs a further `srun` and sleeps for 5 s. Then the script starts the payload.",
+    "`ray symmetric-run`": "Ray's own command for a script on several nodes. One `srun` in a batch script starts this command on "
+    "every node (`benchmarks/payloads/symmetric.sh`).",
+    "dagster-slurm": "the package dagster-slurm from PyPI, in its own Python environment. Each asset has its own Slurm job. "
+    'Where the table cell says `allocation_scope="run"`, all payloads of a Dagster run share one Slurm job and one Ray cluster. '
+    "Ray's object store has 1 GB, the smallest size that dagster-slurm accepts.",
 }
 """Those who are compared."""
 
 _EXIT = (
-    "The measurement begins with Python's last exit handler, and Python still has to release Ray afterwards. Even the script by "
-    "hand takes more than 0.2 s for this."
+    "The measured time begins in the last exit handler of the payload's Python. After this handler, Python still releases the "
+    "objects of Ray before the process ends. The script by hand has the same delay."
 )
 REASONS: dict[str, str] = {
     "cold, 1 node: payload's exit to the return": _EXIT,
     "cold, 2 nodes: payload's exit to the return": _EXIT,
-    "slurm.bash: total - payload's work": "Most of this time is Slurm's start and end of the job (see the phases). Slurm's time "
-    "varies between measurements as much as dagster-rayslurm and the script by hand differ.",
+    "slurm.bash: total - payload's work": "Slurm needs most of this time to start and end the job (see the benchmark `phases`). "
+    "From one measurement to the next, Slurm's time varies by as much as the difference between dagster-rayslurm and the script "
+    "by hand.",
 }
 """By what the names of figures begin with."""
