@@ -99,7 +99,7 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
 
     The command's output is live, and the exit code of `submit` is the command's exit code. Ctrl-C cancels the run; a second
     Ctrl-C leaves the run no grace period. Other exit codes: 2 for wrong options, 124 after the time limit, 125 if anything but
-    the command has failed, 130 after Ctrl-C.
+    the command has failed, 130 after Ctrl-C, 143 after SIGTERM.
 
     With --json, standard output has one object, after the end; the command's output goes to standard error.
     """
