@@ -265,8 +265,8 @@ class SessionConfig(StrictConfig):
     idle_timeout: Annotated[int, at_least(1, "seconds")] = 600
     """Seconds without a payload after which the session ends itself; before its first payload at least 90."""
     yield_when_idle: bool = True
-    """On Slurm, end an idle session at once when a job or another session of the same user and remote_base waits for nodes of
-    its partition; a session with a payload never ends for that reason."""
+    """On Slurm, end a session that is idle for 5 seconds or more when a job or another session of the same user and remote_base
+    waits for nodes of its partition; a session with a payload never ends for that reason."""
     carrier: Annotated[str, choice("auto", "direct", "srun")] = "auto"
     """How requests get to the session: "direct" by TCP from the edge node, "srun" by a step in its allocation, "auto" by TCP
     where that gets through, else by a step."""
