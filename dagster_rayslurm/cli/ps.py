@@ -76,8 +76,9 @@ def _cells(entry: Entry) -> list[str]:
 def show(ident: str, as_json: bool) -> None:
     """Show one run, session or job.
 
-    NAME is the name of a run or session, the beginning of such a name, a job id, a cluster id, or a step. A step stands for
-    its only run that has not ended, or else for its newest run. For a run, --json prints the records of the run's journal, one object per line.
+    NAME is the name of a run or session, the beginning of such a name, a job id, a cluster id, or a step. A step stands for its
+    only run that has not ended, or else for its newest run. For a run, --json prints the records of the run's journal, one
+    object per line.
     """
     with one_sentence_errors():
         one = entry(ident)
