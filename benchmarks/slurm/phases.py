@@ -28,8 +28,7 @@ Processes = Sequence[tuple[float, str]]
 
 PHASES = (
     ("logged in", "SSH login"),
-    ("delivered", "deliver the script"),
-    ("submitted", "sbatch"),
+    ("submitted", "deliver the files, sbatch"),
     ("job", "Slurm starts the job"),
     ("tasks", "srun starts a task on each node"),
     ("runtime", "the runtime is up on the head"),
@@ -108,7 +107,6 @@ def _stamps(edge: Edge, compute: ComputeResource, base: str, runs: str, fingerpr
     (logged_in,) = edge.login_times(fingerprint)
     times = {
         "logged in": logged_in,
-        "delivered": _first(log, "[rayslurm] delivered "),
         "submitted": _first(log, "[rayslurm] submitted "),
         "first": edge.read_json(f"{base}.json")["first"],
         **_from_files(edge, run_dir),

@@ -144,8 +144,8 @@ def _found() -> Cluster | None:
 
 
 def _from_environment(prefix: str) -> Cluster:
-    def read(variable: str, integer: bool) -> Any:
-        return read_variable(variable, "SSHConnectionResource", integer)
+    def read(variable: str, field: str, integer: bool) -> Any:
+        return read_variable(variable, f"SSHConnectionResource.{field}", integer)
 
     fields = {"pre_deployed_env_path": os.environ.get("RAYSLURM_ENV_PATH") or None}
     where = f"the variables {prefix}*"

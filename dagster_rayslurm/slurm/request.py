@@ -370,10 +370,16 @@ LOG = "slurm.log"  # File in the run directory with the output of the batch scri
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 _TASK = 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1'  # Shell command of each task of a heterogeneous job, see `_srun`.
-# Variables of the batch script that are true of the first component only, see `_srun`.
-_FIRST_COMPONENT_VARIABLES = """\
-CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \\
-    SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE"""
+# In Slurm 24.11, srun takes --cpus-per-task from these variables, so that the step of an exclusive job would get too few CPUs.
+# Only the tasks get the first variable.
+_UNSET = """\
+cpus=${SLURM_CPUS_PER_TASK:+,SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK}
+unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK"""
+# In a heterogeneous job, the batch script's variables for devices, CPUs and tasks hold for the first component only. srun would
+# pass these variables to the other components, or use them itself (24.11).
+_UNSET_IN_HETJOB = """\
+unset CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \\
+    SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK"""
 
 _END = """\
 # scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.
@@ -447,6 +453,7 @@ def render_script(
         resets = _resets(component, request.components[number - 1]) if number else ()
         lines += [f"#SBATCH {option}" for option in (*resets, *sbatch_options(component))]
     lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit", *([_ELEMENT] if request.array is not None else [])]
+    lines.append(_UNSET if len(request.components) == 1 else _UNSET_IN_HETJOB)
     for name, value in check_environment(site, "SlurmResource.site").items():
         lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
     mark = _ELEMENT_ENDED if request.array is not None else ""
@@ -485,19 +492,18 @@ def _srun(request: JobRequest, command: Sequence[str], more: Sequence[str]) -> s
 
     `more` are further options of srun.
     """
-    # Without --cpus-per-task the step gets all of the job's CPUs (22.05 and later, --exact).
+    # Without --cpus-per-task the step gets all of the job's CPUs, see `_UNSET`.
     words, number, nodes = shlex.join(check_text(word) for word in command), len(request.components), request.queue.num_nodes
     # The path of the log is relative, because srun replaces patterns in an absolute path, and no escape works in all versions.
-    before, which, output = "", f"--nodes={nodes} --ntasks={nodes}", " --output=node-%t.log --open-mode=append"
+    which, output, export = f"--nodes={nodes} --ntasks={nodes}", " --output=node-%t.log --open-mode=append", 'ALL"$cpus"'
     if number > 1:
         # In a heterogeneous job `--output` counts the tasks of each component from 0 (22.05), so a shell chooses the log by
-        # SLURM_NODEID. The batch script's variables for devices and tasks hold for the first component only. srun would pass
-        # these variables to the other components, or use them itself (24.11).
-        before, which, output = f"unset {_FIRST_COMPONENT_VARIABLES}\n", f"--het-group=0-{number - 1}", ""
+        # SLURM_NODEID.
+        which, output, export = f"--het-group=0-{number - 1}", "", "ALL"
         words = f"sh -c {shlex.quote(_TASK)} rayslurm \\\n    {words}"
     options = (
         f"{which} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
-        f"--mpi=none --input=none --chdir=.{output} --export=ALL",
+        f"--mpi=none --input=none --chdir=.{output} --export={export}",
         *([shlex.join(check_text(word) for word in more)] if more else []),
     )
-    return before + " \\\n    ".join(("srun", *options, words))
+    return " \\\n    ".join(("srun", *options, words))

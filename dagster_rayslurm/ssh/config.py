@@ -37,7 +37,7 @@ class SSHConnectionResource(SSHLogin, StrictResource):
         return cls(**fields)
 
 
-def _reference(variable: str, integer: bool) -> Any:
+def _reference(variable: str, _: str, integer: bool) -> Any:
     """Returns an `EnvVar` reference to an environment variable, which holds an integer if `integer` is True.
 
     The variable may be missing; then the first use of the reference raises an error that names the variable.

@@ -115,12 +115,12 @@ class SSHLogin(StrictModel):
 # -- environment variables ----------------------------------------------------------------------------------------------
 
 
-def read_variables(prefix: str, read: Callable[[str, bool], Any]) -> dict[str, Any]:
+def read_variables(prefix: str, read: Callable[[str, str, bool], Any]) -> dict[str, Any]:
     """Returns the values of the fields of an SSH connection for which environment variables are set.
 
     The names of the variables begin with `prefix`. The result always has a value for `host`, also if the variable is not set. The
-    fields of a jump host are a dictionary in the field `jump_host`. `read(variable, integer)` returns the value for a field;
-    `integer` is True if the environment variable `variable` holds an integer.
+    fields of a jump host are a dictionary in the field `jump_host`. `read(variable, field, integer)` returns the value for the
+    field `field`; `integer` is True if the environment variable `variable` holds an integer.
     """
     stem = prefix.rstrip("_") + "_"
     jump = f"{stem}JUMP_"
@@ -129,9 +129,9 @@ def read_variables(prefix: str, read: Callable[[str, bool], Any]) -> dict[str, A
     return fields | ({"jump_host": _read(jump, read)} if f"{jump}HOST" in os.environ else {})
 
 
-def _read(stem: str, read: Callable[[str, bool], Any]) -> dict[str, Any]:
+def _read(stem: str, read: Callable[[str, str, bool], Any]) -> dict[str, Any]:
     return {
-        name: read(stem + variable, name in _INTEGERS)
+        name: read(stem + variable, name, name in _INTEGERS)
         for variable, name in _variables().items()
         if stem + variable in os.environ or name == "host"
     }

@@ -342,7 +342,9 @@ def test_an_environment_that_cannot_start(session_compute: Make, script: Any, si
 
 def test_one_that_ends_at_once_is_one_failure(session_compute: Make, script: Any, site: Site) -> None:
     """It came up, and its nodes grant less than was asked for: the next one would have no more."""
-    compute = session_compute(queue={"cpus_per_node": 2}, slurm={"site": {"SRUN_CPUS_PER_TASK": "1"}})
+    # The first variable counts for srun of 22.05, the second for srun of 24.11.
+    site_variables = {"SRUN_CPUS_PER_TASK": "1", "SLURM_CPUS_PER_TASK": "1"}
+    compute = session_compute(queue={"cpus_per_node": 2}, slurm={"site": site_variables})
     failure = run_asset(compute, script(WHERE)).failure
     assert failure.kind == "cluster-start" and failure.allow_retries, failure.description
     assert "the session did not come up" in (failure.description or "") and "cpus_per_node=2" in (failure.description or "")

@@ -84,13 +84,15 @@ EVERY_FIELD_SCRIPT = r"""#!/bin/sh
 #SBATCH --mail-user='O'\''Neil <o@x>'
 
 cd '/scratch/a b/100%' || exit
+cpus=${SLURM_CPUS_PER_TASK:+,SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK}
+unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export HTTPS_PROXY=http://proxy:3128
 export NCCL_NOTE='it'"'"'s $HOME'
 # scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.
 trap : TERM
 srun \
     --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \
-    --mpi=none --input=none --chdir=. --output=node-%t.log --open-mode=append --export=ALL \
+    --mpi=none --input=none --chdir=. --output=node-%t.log --open-mode=append --export=ALL"$cpus" \
     /opt/ray/bin/python -I '/scratch/a b/x.pyz' node '/scratch/a b/100%'
 """
 
@@ -149,10 +151,10 @@ HETJOB_SCRIPT = r"""#!/bin/sh
 #SBATCH --no-requeue
 
 cd /scratch/runs/1 || exit
+unset CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \
+    SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 # scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.
 trap : TERM
-unset CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \
-    SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE
 srun \
     --het-group=0-3 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \
     --mpi=none --input=none --chdir=. --export=ALL \
@@ -313,7 +315,7 @@ def test_the_shell_gets_every_value_as_it_is(
 def run_script(directory: Path, script: str, shell: str, srun: str) -> "subprocess.CompletedProcess[str]":
     """Run a job script with a function in the place of srun."""
     path = directory / "job.sh"
-    path.write_text(script.replace("\ntrap ", f"\n{srun}\ntrap "), encoding="utf-8")
+    path.write_text(script.replace("\ncd ", f"\n{srun}\ncd ", 1), encoding="utf-8")
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "SLURM_JOB_ID": "7"}
     return subprocess.run([shell, path], capture_output=True, text=True, encoding="utf-8", env=environment, timeout=30)
 
