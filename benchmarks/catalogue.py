@@ -115,8 +115,8 @@ BENCHMARKS = {
             "environment.large",
             "slurm.environments:large",
             ENVIRONMENTS,
-            "Compares `rayslurm env push` of a 2 GB archive in a terminal, and a run that sends another archive, with `sftp` and "
-            "`tar`.",
+            "The time to send an archive of 2 GB to the cluster and unpack the archive there: with `rayslurm env push` in a "
+            "terminal, and by hand with `sftp` and `tar`.",
             usual=False,
         ),
         Benchmark(
@@ -262,7 +262,7 @@ BENCHMARKS = {
             "local.warm",
             "here.local:local_warm",
             HERE,
-            "Compares a Ray payload on a warm Ray cluster with the same script by hand.",
+            "Runs one Ray script on a warm Ray cluster: with dagster-rayslurm, and as a plain process started by hand.",
         ),
         Benchmark("local.preload", "here.preload:local_preload", HERE, "The same with Ray imported beforehand.", usual=False),
         Benchmark(

@@ -149,7 +149,7 @@ def _missed(results: Results) -> str:
 def _why(figure: Figure) -> str:
     found = f"**{figure.name}**: {figure.problem or f'{figure.result}, promised {_bar(figure)}'}"
     reason = next((why for name, why in REASONS.items() if figure.name.startswith(name)), "")
-    return f"{found}. {reason or 'The reason is not known yet.'}"
+    return f"{found}. {reason or 'It is not known yet why this promise was not met.'}"
 
 
 def _bar(figure: Figure) -> str:
