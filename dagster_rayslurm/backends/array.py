@@ -261,7 +261,9 @@ class Arrays:
         self._next_number = max(self._next_number, number + 1)
         request = self._request(number, len(keys))
         if not (job_id and keys):
-            cancel_named(self.connection, request.job_name, self.step.log)
+            if not cancel_named(self.connection, request.job_name, self.step.log):
+                sentence = f"an earlier attempt may still have a job array {request.job_name}, which could not be cancelled"
+                raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
             return
         # The time of the submission is not known, so this snapshot of the queue is the first that counts.
         job = self._job(request, SubmittedJob(job_id, queue.began - 1.0), _array_dir(self.run_dir, number))

@@ -80,7 +80,7 @@ def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConf
     """
     found = _found(connection, wanted, [], age)
     if "problem" in found:
-        raise ValueError(f"environment: the platform of the edge node {connection.place} cannot be found: {found['problem']}")
+        raise ValueError(f"the platform of the edge node {connection.place} cannot be found: {found['problem']}")
     here = _platform(f"the edge node {connection.place}" if queues else connection.place, found)
     nodes = []
     for queue in {tuple(srun_command(each, None)): each for each in queues}.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,9 @@ from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 
 JOB_ID, CLUSTER = "dagster-rayslurm/job_id", "dagster-rayslurm/cluster"  # Keys of tags of a run.
+
+# Whether an execution plan has several steps, by the plan's id, a hash of its content. A step may announce thousands of payloads.
+_several_steps: dict[str, bool] = {}
 
 _TRIES = 5  # Tries to write tags that a step on another host overwrites at the same moment.
 
@@ -56,10 +58,13 @@ def announce(
         context.log.warning(f"[rayslurm] the run has no tag for Slurm job {running.job_id}: {error}")
 
 
-@functools.lru_cache(maxsize=16)  # A step may announce thousands of payloads.
 def _has_several_steps(instance: dg.DagsterInstance, plan_id: str | None) -> bool:
     """Returns whether the execution plan with the id `plan_id` has more than one step; False without an id."""
-    return plan_id is not None and len(instance.get_execution_plan_snapshot(plan_id).step_keys_to_execute) > 1
+    if plan_id is None:
+        return False
+    if plan_id not in _several_steps:
+        _several_steps[plan_id] = len(instance.get_execution_plan_snapshot(plan_id).step_keys_to_execute) > 1
+    return _several_steps[plan_id]
 
 
 def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str], base: Path) -> None:

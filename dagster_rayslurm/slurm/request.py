@@ -373,7 +373,7 @@ _TASK = 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1'  # Shell command of each tas
 # In Slurm 24.11, srun takes --cpus-per-task from these variables, so that the step of an exclusive job would get too few CPUs.
 # Only the tasks get the first variable.
 _UNSET = """\
-cpus=${SLURM_CPUS_PER_TASK:+,SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK}
+RAYSLURM_CPUS=${SLURM_CPUS_PER_TASK:+,SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK}
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK"""
 # In a heterogeneous job, the batch script's variables for devices, CPUs and tasks hold for the first component only. srun would
 # pass these variables to the other components, or use them itself (24.11).
@@ -495,7 +495,7 @@ def _srun(request: JobRequest, command: Sequence[str], more: Sequence[str]) -> s
     # Without --cpus-per-task the step gets all of the job's CPUs, see `_UNSET`.
     words, number, nodes = shlex.join(check_text(word) for word in command), len(request.components), request.queue.num_nodes
     # The path of the log is relative, because srun replaces patterns in an absolute path, and no escape works in all versions.
-    which, output, export = f"--nodes={nodes} --ntasks={nodes}", " --output=node-%t.log --open-mode=append", 'ALL"$cpus"'
+    which, output, export = f"--nodes={nodes} --ntasks={nodes}", " --output=node-%t.log --open-mode=append", 'ALL"$RAYSLURM_CPUS"'
     if number > 1:
         # In a heterogeneous job `--output` counts the tasks of each component from 0 (22.05), so a shell chooses the log by
         # SLURM_NODEID.

@@ -275,10 +275,10 @@ def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
     return alive, targets
 
 
-def cancel_named(connection: Connection, name: str, log: Any) -> None:
+def cancel_named(connection: Connection, name: str, log: Any) -> bool:
     """Cancels the job with the name `name`, if there is such a job, and waits up to a minute until Slurm confirms the job's end.
 
-    If Slurm does not confirm the end, the function logs an error to `log`, and raises nothing. The function is for use after an
+    Returns whether Slurm has confirmed the end. If not, the function logs an error to `log`. The function is for use after an
     interrupted submission, when the job's id is not known.
     """
     reason, began = "Slurm has not confirmed its end", time.monotonic()
@@ -287,12 +287,13 @@ def cancel_named(connection: Connection, name: str, log: Any) -> None:
             _cancel_by_name(connection, name)
             alive = [row for row in fetch_queue(connection).named(name) if row.state not in TERMINAL]
             if not alive and time.monotonic() - began > _LATE_SUBMISSION:
-                return
+                return True
             time.sleep(ASK_INTERVAL)
     except OSError as error:
         reason = str(error)
     which = f"a Slurm job named {name} may have been submitted ({reason})"
     log.error(f"[rayslurm] {which}; run `scancel --name={name}` on {connection.place}")
+    return False
 
 
 def _cancel_by_name(connection: Connection, name: str) -> None:

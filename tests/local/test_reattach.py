@@ -71,7 +71,7 @@ class Outliving:
         poll = attempt.poll
 
         def first_poll(evidence):
-            print("attached", step.run_id, flush=True)
+            print("both follow:", step.run_id, flush=True)
             attempt.poll = poll
             return poll(evidence)
 
@@ -169,7 +169,7 @@ class Scene:
             (run,) = instance.get_runs()
             instance.report_run_failed(run)
         new = self.start(run.run_id)
-        assert wait_until(lambda: self.log.count("attached") == 2, 60), self.log
+        assert wait_until(lambda: self.log.count("both follow:") == 2, 60), self.log
         return old, new
 
     def let_go(self) -> None:

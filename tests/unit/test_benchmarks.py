@@ -206,9 +206,9 @@ def test_phases_are_the_differences_of_stamps_and_those_of_the_second_node_are_s
     stamps.update({"submitted": 2.5, "worker's task": 4.5, "worker's ray": 7.5, "worker's raylet": 9.5, "job": 2.4})
     # A job may start before `sbatch` has ended: nothing lasts less than no time.
     first, second = figures([stamps, {**stamps, "first": 20.0}])
-    assert [sample.values[0] for sample in first.also] == [1.0, 1.0, 0.5, 0.0, 2.6, *[1.0] * 8]
-    assert first.also[-1].values == (1.0, 8.0)
-    assert first.ours.values == (13.0, 20.0)
+    assert [sample.values[0] for sample in first.also] == [1.0, 1.5, 0.0, 1.6, *[1.0] * 8]
+    assert first.also[-1].values == (1.0, 9.0)
+    assert first.ours.values == (12.0, 20.0)
     assert [sample.values[0] for sample in second.also] == [4.5, 7.5, 9.5, stamps["joined"]]
 
 

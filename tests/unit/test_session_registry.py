@@ -265,7 +265,7 @@ def test_the_last_waiter_cancels_a_pending_session(cluster: Cluster) -> None:
         assert cluster.jobs("PENDING") == ["1"]  # Another one waits for it still.
         with pytest.raises(RunFailure, match="queue_timeout=8 s"):
             patient.result(40)
-    assert cluster.jobs("CANCELLED") == ["1"] and any("nobody waits" in line for line in log.lines)
+    assert cluster.jobs("CANCELLED") == ["1"] and any("no step waits" in line for line in log.lines)
     cluster.slurm.set(starts=True)
     assert cluster.acquire().session.manifest.generation == 2
 

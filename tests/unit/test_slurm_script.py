@@ -84,7 +84,7 @@ EVERY_FIELD_SCRIPT = r"""#!/bin/sh
 #SBATCH --mail-user='O'\''Neil <o@x>'
 
 cd '/scratch/a b/100%' || exit
-cpus=${SLURM_CPUS_PER_TASK:+,SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK}
+RAYSLURM_CPUS=${SLURM_CPUS_PER_TASK:+,SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK}
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export HTTPS_PROXY=http://proxy:3128
 export NCCL_NOTE='it'"'"'s $HOME'
@@ -92,7 +92,7 @@ export NCCL_NOTE='it'"'"'s $HOME'
 trap : TERM
 srun \
     --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \
-    --mpi=none --input=none --chdir=. --output=node-%t.log --open-mode=append --export=ALL"$cpus" \
+    --mpi=none --input=none --chdir=. --output=node-%t.log --open-mode=append --export=ALL"$RAYSLURM_CPUS" \
     /opt/ray/bin/python -I '/scratch/a b/x.pyz' node '/scratch/a b/100%'
 """
 
