@@ -26,7 +26,7 @@ REASONS: dict[str, str] = {
     "cold, 1 node: payload's exit to the return": _EXIT,
     "cold, 2 nodes: payload's exit to the return": _EXIT,
     "slurm.bash: total - payload's work": "Slurm needs most of this time to start and end the job (see the benchmark `phases`). "
-    "From one measurement to the next, Slurm's time varies by as much as the difference between dagster-rayslurm and the script "
-    "by hand.",
+    "This time varies from one measurement to the next, by at least the difference between the medians of dagster-rayslurm and "
+    "of the hand-written script.",
 }
 """By what the names of figures begin with."""

@@ -71,7 +71,10 @@ class Launcher(StrictConfig):
         return None
 
     def footprint(self) -> Footprint:
-        """Returns the resources that the payload requires on each node; () for no requirement."""
+        """Returns what the payload requires of each node: one `Requirement` for each launcher field about CPUs, GPUs or memory.
+
+        The amount in a `Requirement` is None if the field is unset. A launcher without such fields returns ().
+        """
         return ()
 
 

@@ -254,10 +254,11 @@ def merge(base: C, own: C | None) -> C:
 
 
 def _without_contradictions(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns new values, by field, for fields of the queue `base` that may contradict the fields in `given`.
+    """Returns the fields of the queue `base` that must change before `given` overrides `base`, with their new values.
 
-    `given` has the names and values of the fields that override `base`. With the new values, no field of `base` contradicts a
-    field in `given`.
+    `given` has the names and values of the fields that override `base`. For example, the result has `mem=None` if `given` sets
+    `mem_per_cpu`, because a job cannot have both. The result always has `extra_sbatch`, without the options that contradict
+    a field in `given`.
     """
     changes: dict[str, Any] = {}
     if given.get("mem") is not None:

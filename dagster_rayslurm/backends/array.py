@@ -264,6 +264,8 @@ class Arrays:
             if not cancel_named(self.connection, request.job_name, self.step.log):
                 sentence = f"an earlier attempt may still have a job array {request.job_name}, which could not be cancelled"
                 raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
+            with contextlib.suppress(OSError):
+                self.connection.remove(os.path.join(_array_dir(self.run_dir, number), SECRETS))
             return
         # The time of the submission is not known, so this snapshot of the queue is the first that counts.
         job = self._job(request, SubmittedJob(job_id, queue.began - 1.0), _array_dir(self.run_dir, number))

@@ -86,9 +86,10 @@ class RunningPayload(Protocol):
         return {}
 
     def release(self, evidence: Evidence) -> None:
-        """End a runtime that must not go on, such as a runtime that never started; then stop watching the runtime.
+        """End what must not go on after the step, such as a Slurm job that has not started.
 
-        Called when the step is done with the payload. `evidence` is all that the step knows about the payload.
+        Called when the step is done with the payload. A session goes on, and so does a job that a later attempt owns. `evidence`
+        is all that the step knows about the payload.
         """
 
 
@@ -129,7 +130,11 @@ class Backend(Protocol):
         """Returns the command or batch script of a plan, for display; words in capitals stand for values not yet known."""
 
     def sweep(self, retention_days: float) -> None:
-        """Remove run directories and other files not used for `retention_days` from the machine or cluster where runtimes run."""
+        """Remove what was not used for `retention_days`, and what the caller cannot remove itself.
+
+        A backend for Slurm removes run directories and other files on the cluster, in a thread of its own. A backend for this
+        machine removes at most the directories of sessions that have ended.
+        """
 
 
 @runtime_checkable

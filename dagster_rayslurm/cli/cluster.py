@@ -68,7 +68,10 @@ class Cluster:
 
     @cached_property
     def base(self) -> str:
-        """The absolute path of the base directory on the cluster."""
+        """The absolute path of the base directory on the cluster.
+
+        To find the home directory of a path with "~", dagster-rayslurm logs in. Raises OSError if the login fails.
+        """
         return absolute(self.connection, self.remote_base)
 
 

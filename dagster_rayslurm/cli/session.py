@@ -83,7 +83,7 @@ def session() -> None:
 @cluster_options
 @click.pass_obj
 def list_sessions(layout: Layout, everything: bool, as_json: bool) -> None:
-    """List the sessions, with their state and work, and the time that they will last."""
+    """List the sessions, with their state and work, and the time that they will last; with --all, also those that have ended."""
     with one_sentence_errors():
         found = [each for each in _sessions(layout) if everything or each.row["state"] not in _OVER]
         with ThreadPoolExecutor(_THREADS) as pool:

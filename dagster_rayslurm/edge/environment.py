@@ -107,13 +107,16 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
 
 
 def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Run `PROBE` with the Python `python`; returns a dict with `facts` and `paths`, or with a `problem` if `PROBE` fails.
+    """Run the program `PROBE` with the Python `python`; returns a dict with `facts` and `paths`, or with a `problem`.
+
+    The `problem` is "activate" or "python" if the script `activate` or `PROBE` fails, and "late" if `PROBE` takes too long.
 
     Args:
         start: the words before Python on the command line, such as srun with options; [] to start Python on this machine.
         python: the path or name of Python.
         activate: the path of a script to source before Python starts, or "".
-        imports: names of modules that Python tries to import. `unimportable` in the facts is the reason for a failure, or "".
+        imports: names of modules that Python then tries to import. If an import fails, `unimportable` in the facts is the reason;
+            otherwise, it is "".
         timeout: seconds for `PROBE`, and again for the imports.
 
     The facts are valid until one of `paths` changes. With a `problem`, the dict also has the exit code `code` and the error

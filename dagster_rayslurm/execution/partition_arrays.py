@@ -21,6 +21,7 @@ from ..errors import FailureKind, StartError
 from ..failures import CompletedRun, RunFailure
 from ..follow.follower import WARNING_PHASES
 from ..follow.forward import OutputWriter, RecordPipes
+from ..outcome import unhealthy_nodes
 from ..plan import Plan
 from ..runtime.protocol.record import SECRETS
 from ..ssh.base import Connection
@@ -30,6 +31,7 @@ from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_cancelin
 from .partitions import PartitionResults, nothing_missing, results_so_far
 from .reattach import Launch, reattach_or_new
 from .run import discard, start_errors, superseded, sweep_old_files
+from .unhealthy import remember
 
 _TOLD = "told.json"  # File in the run directory: the failed partitions that the Dagster log has shown.
 _MOST_BYTES = 16 * 1024 * 1024  # Most bytes of `_TOLD` that are read.
@@ -239,15 +241,17 @@ class _ArrayRun:
         """Judge partitions that have ended, show the partitions' output, and materialize the partitions that succeeded.
 
         The output of a partition is not shown again if an earlier attempt has shown that the partition failed. If a whole array
-        was cancelled, this method also sets `stopped`, so that no further array is submitted.
+        was cancelled, this method also sets `stopped`, so that no further array is submitted. The method stores the nodes that
+        failed a health check, so that later arrays can avoid these nodes.
         """
-        failed = False
+        failed, unhealthy = False, dict[str, Any]()
         for each in ended:
-            fresh = each.key not in self._told
+            fresh, end = each.key not in self._told, each.evidence.end or {}
+            facts = end.get("context") or {}
             if fresh:
                 self._show(each)
-            end = each.evidence.end or {}
-            nodes = (((end.get("context") or {}).get("allocation")) or {}).get("nodes") or []
+                unhealthy.update({row["node"]: row for row in facts.get("unhealthy") or ()})
+            nodes = (facts.get("allocation") or {}).get("nodes") or []
             own: dict[str, Any] = {"Slurm job ID": each.label, **({"Slurm nodes": ", ".join(nodes)} if nodes else {})}
             usage = {"cpu_seconds": 0.0, "peak_memory": 0, **(end.get("usage") or {})}
             verdict = self.results.conclude(each.key, each.evidence, each.messages, usage, own)
@@ -256,6 +260,7 @@ class _ArrayRun:
                 failed = failed or fresh
             history = self._history.setdefault(each.array, _History())
             history.add(each, verdict.kind == FailureKind.CANCELLED)
+        remember(unhealthy_nodes(list(unhealthy.values())), self.backend, self.log)
         if failed:
             with suppress(OSError):  # Without the file, a retry shows some failures again.
                 self.connection.write(os.path.join(self.run_dir, _TOLD), json.dumps(sorted(self._told)).encode())

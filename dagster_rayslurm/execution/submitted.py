@@ -155,7 +155,8 @@ def submit_once(
                 discard(connection, os.path.join(runs, other.run))
                 after = number
                 continue
-        log.info(f"[rayslurm] Slurm job {job_id} ({other.job_name}) was submitted before with the key {own.key!r}")
+        job = f"Slurm job {job_id}" if job_id else "a Slurm job that is no longer in the queue"
+        log.info(f"[rayslurm] {job} ({other.job_name}) was submitted before with the key {own.key!r}")
         return replace(other, job_id=job_id or "", submitted_at=time.time() - age)
 
 

@@ -189,7 +189,11 @@ def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext
 
 @dataclass
 class MessageForwarder:
-    """Forwards the Pipes messages of one payload to Dagster, each message once, and logs lines about the payload."""
+    """Forwards the Pipes messages of one payload to Dagster, and logs lines about the payload.
+
+    Lines that an earlier Dagster process has logged are not logged again. A message that Dagster refuses is logged, and noted in
+    the evidence.
+    """
 
     handler: Any
     logger: Any

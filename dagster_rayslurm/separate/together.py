@@ -85,10 +85,11 @@ class ReportMerger:
 
 
 def merge(reports: Reports) -> list[Any]:
-    """Merge the components' reports on one asset or check; returns the `params` of each Pipes message to pass to Dagster.
+    """Merge the components' reports on one asset or check; returns a list with the `params` of one merged Pipes message.
 
-    The reports of a single component are returned unchanged. A merged check has passed if the check has passed in all components;
-    otherwise the merged check has the worst severity of the failed checks. Raises ValueError if reports contradict each other.
+    If only one component has reports, the list contains the `params` of each of its reports, unchanged. A merged check has passed
+    if the check has passed in all components; otherwise the merged check has the worst severity of the failed checks. Raises
+    ValueError if several components have reports, and one of them has two. Raises ValueError, too, if the data versions differ.
     """
     by_component, names, first = dict(reports), [component for component, _ in reports], reports[0][1]
     if len(by_component) == 1:

@@ -56,13 +56,14 @@ def install(
     """Install the runtime and bundles on the cluster, except what is there already; only this user can read the installed files.
 
     `base` is the absolute path of the base directory. `progress` is called during the upload of each large bundle, with the bytes
-    sent and the size. `warn` is called with a sentence if a group may write to the base directory.
+    sent and the size.
 
-    If nothing is missing, the function makes one small remote call. Several processes may install at the same time; then each
-    machine sends a large bundle at most once.
+    If nothing is missing, the function makes one small remote call. Several processes may install at the same time. Processes on
+    the same machine send each large bundle once; processes on different machines may each send the bundle.
 
-    Raises ValueError if a file changed since its bundle was named, and OSError if a file cannot be written on this machine or the
-    cluster, or another user owns or can change the base directory.
+    Raises ValueError if a file changed since its bundle was named. Raises OSError if a file cannot be written on this machine or
+    the cluster, if another user owns the base directory, or if everybody may write to the base directory or a directory in it. If
+    only a group may write there, the function calls `warn` with a sentence, and installs the files.
     """
     items: dict[str, Bundle | None] = {runtime_place(base): None}
     items |= {place_of(base, bundle): bundle for bundle in bundles}
@@ -120,8 +121,9 @@ def log_progress(log: Any) -> Progress:
 def missing(connection: Connection, base: str, paths: Sequence[str], warn: Callable[[str], object] = lambda _: None) -> list[str]:
     """Return the items of `paths` that do not exist on the cluster, and mark the existing items as used now.
 
-    `paths` are absolute and below the base directory `base`. `warn` is called with a sentence if a group may write to the base
-    directory. Raises PermissionError if another user owns or can change the base directory.
+    `paths` are absolute and below the base directory `base`. Raises PermissionError if another user owns the base directory, or
+    if everybody may write to the base directory or a directory in it. If only a group may write to the base directory, the
+    function calls `warn` with a sentence.
     """
     where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
     look = base_directory.look

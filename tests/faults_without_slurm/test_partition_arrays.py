@@ -165,13 +165,15 @@ def test_an_element_whose_runtime_is_killed(
 
 COMPUTE = """ComputeResource(
         mode="slurm", slurm=SlurmResource(remote_base={base!r}, poll_interval=1),
-        default_launcher=BashLauncher(grace_period=1), local_base={base!r},
+        default_launcher=BashLauncher(grace_period=1), local_base={base!r}, keep_run_dirs={keep!r},
     )"""
 
 
 @pytest.fixture
-def service(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Service]:
-    made = Service(tmp_path, COMPUTE.format(base=str(tmp_path / "base")), count=10, allocation="each")
+def service(tmp_path: Path, fake_slurm: FakeSlurm, request: pytest.FixtureRequest) -> Iterator[Service]:
+    """A Dagster instance with ten partitions; the parameter is `keep_run_dirs` of the resource."""
+    compute = COMPUTE.format(base=str(tmp_path / "base"), keep=getattr(request, "param", "failed"))
+    made = Service(tmp_path, compute, count=10, allocation="each", secret_env={"PASSWORD": "not for others"})
     yield made
     made.kill()
     made.dagster.dispose()
@@ -212,6 +214,7 @@ def test_dagster_is_killed_before_it_knows_the_array(service: Service, fake_slur
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("service", ["all"], indirect=True)
 def test_an_array_whose_partitions_cannot_be_read_is_cancelled_before_they_run_again(
     service: Service, fake_slurm: FakeSlurm
 ) -> None:
@@ -219,14 +222,17 @@ def test_an_array_whose_partitions_cannot_be_read_is_cancelled_before_they_run_a
     killed = service.start()
     assert wait_until(lambda: len(service.ran()) == 2 or killed.poll() is not None, 90), service.log
     service.kill()
-    [context] = (service.home / "base" / "runs").glob("*/array-1/pipes_context.json")
+    runs = service.home / "base" / "runs"
+    [context] = runs.glob("*/array-1/pipes_context.json")
     context.unlink()
+    assert list(runs.glob("*/array-1/secrets.json"))
     again = service.start(service.failed())
     assert wait_until(lambda: len(fake_slurm.calls("sbatch")) == 2 or again.poll() is not None, 90), service.log
     assert not {1, 2, 3} & set(fake_slurm.jobs("PENDING", "RUNNING")), service.log
     service.let("10")
     assert again.wait(90) == 0, service.log
     assert len(service.materialized()) == 10 and max(service.ran().values()) == 2
+    assert list(runs.glob("*/array-1")) and not list(runs.rglob("secrets.json"))
 
 
 @pytest.mark.thorough

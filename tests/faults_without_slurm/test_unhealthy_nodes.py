@@ -15,6 +15,7 @@ from dagster_rayslurm import ComputeResource, HetComponent, SessionConfig, Slurm
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..fake_slurm import FakeSlurm
+from ..local.test_partitions import KEYS, Scene
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -127,6 +128,24 @@ def test_the_users_own_exclusion_is_kept(make: Make, fake_slurm: FakeSlurm, scri
     fake_slurm.set(partitions={"compute": ["c1", "c2", "c3"]})
     failure = run_asset(make(bad="c*", queue={"exclude": "c1"}), script("pass"), uses_pipes=False).failure
     assert "c3 is bad" in (failure.description or "") and scripts(fake_slurm) == [["c1"], ["c1,c2"]]
+
+
+@pytest.mark.ray
+def test_later_job_arrays_avoid_the_node(make: Make, fake_slurm: FakeSlurm, script: Any, tmp_path: Path) -> None:
+    payload = script(
+        pipes_script("""
+        import os
+        pipes.report_asset_materialization(metadata={"node": os.environ["SLURMD_NODENAME"]})
+        """)
+    )
+    scene = Scene(make())
+    tags = {"dagster/asset_partition_range_start": KEYS[0], "dagster/asset_partition_range_end": KEYS[1]}
+    assert scene.run(str(payload), tags=tags, retries=1, max_concurrent=1, allocation="each").success, scene.failures
+    [failure] = scene.failures
+    assert failure.kind == "cluster-start" and "c1 is bad" in str(failure.description)
+    assert remembered(tmp_path / "base") == {"c1": "command: exit code 3: c1 is bad"}
+    assert scripts(fake_slurm) == [[], ["c1"]]
+    assert [found["node"] for [found] in scene.materializations().values()] == ["c2", "c2"]
 
 
 @pytest.mark.parametrize("topology", ["spanning", "separate"])

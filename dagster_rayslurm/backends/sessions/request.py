@@ -52,12 +52,13 @@ def send_request(
     """Send a request to a session and return the session's answer.
 
     `carrier` says how the request gets to the session: "direct" by TCP from the edge node, "srun" by an `srun` in the session's
-    allocation, "auto" by TCP and, if TCP fails, by `srun`.
+    allocation, "auto" by TCP and, if TCP fails or failed a short time ago, by `srun`. A session on this machine gets each request
+    by TCP.
 
     Raises:
         Unreachable: the session did not receive the request.
         AnswerLost: the session may have received the request, but the session's answer is not known.
-        ConnectionFailed: the edge node cannot be reached.
+        ConnectionFailed: the edge node cannot be reached to start `srun`.
     """
     said, manifest, directory = session.announcement, session.manifest, session.directory
     if said is None:

@@ -78,9 +78,10 @@ class StepEnergy:
         self._measured = is_measured(config)
 
     def _run(self, words: Sequence[str], on_answer: Callable[[Optional[str]], None]) -> bool:
-        """Start a program of Slurm; return False if this node, or the container on this node, does not have the program.
+        """Start a program of Slurm; return whether the program was started.
 
-        `on_answer` is called with the program's output, or None if the program failed.
+        The result is False if this node, or the container on this node, does not have the program. Otherwise, `on_answer` is
+        called later with the program's output, or with None if the program failed or took longer than `_TIMEOUT` seconds.
         """
         try:
             query_program(self.loop, words, _TIMEOUT, on_answer)

@@ -120,7 +120,7 @@ def parse_amd(text: str) -> List[Gpu]:
 
 
 class Shared(Enum):
-    """The ways to count memory that several processes share."""
+    """How often a sum counts memory that several processes share: once for each process, once in all, or not at all."""
 
     EACH = "in each process"
     ONCE = "the largest share of a process, once: all of Ray's processes map the same object store"

@@ -105,7 +105,7 @@ def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str
 
 
 class Entry(NamedTuple):
-    """A waiting or running payload. Of the payload itself, the queue reads only the specification."""
+    """A payload that waits in the queue or runs. The queue reads only the `spec` of the payload."""
 
     payload: Payload
     fresh: bool  # Whether the payload gets a Ray cluster of its own.
