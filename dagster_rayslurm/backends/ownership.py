@@ -208,7 +208,7 @@ def reattachable_job(
     Args:
         connection: The connection to the cluster.
         run_dir: The payload's run directory.
-        nonce: The payload's nonce.
+        nonce: The random text that tells the payload of `run_dir` from all others.
         request: The fingerprint of the settings of the retry. `REQUEST_FILE` has the fingerprint of the earlier attempt's
             settings.
         job_of: A function that returns the id of the payload's job, or None if the job is gone. The argument is the `start`

@@ -141,8 +141,8 @@ def _environment(one: Entry) -> str:
 def _of_session(one: Entry) -> str:
     """Returns shell commands that set the environment variables of a session's runtime, and the variables to connect to Ray.
 
-    The commands then change to the home directory. If the Ray cluster has a token, the function writes the token into a file in
-    the directory of the session.
+    The last command changes to the home directory. If the Ray cluster has a token, this function also writes the token into a
+    file in the directory of the session. One of the variables is the path of this file.
     """
     assert one.generation is not None and one.generation.announcement is not None
     text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")

@@ -62,7 +62,7 @@ def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any
 
 @dataclass(frozen=True)
 class Slurm:
-    """The facts of the edge node, which include the answers of Slurm's programs, and the configuration `wanted` to examine."""
+    """The facts about the edge node with the answers of Slurm's programs (`facts`), and the user's configuration (`wanted`)."""
 
     facts: Mapping[str, Any]
     wanted: Wanted

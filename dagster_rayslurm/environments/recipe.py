@@ -61,7 +61,7 @@ class Recipe:
         ]
 
     def words_for_copy(self, base: str) -> list[list[str]]:
-        """Return the commands that build a copy of the prefix on a node's own disk.
+        """Return the commands that build a copy of the prefix on a node's own disk. `base` is the base directory on the cluster.
 
         The commands compile no modules, because compilation would take most of the time. Python compiles a module at the first
         import.

@@ -353,9 +353,10 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
 def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
     """Returns the time on the cluster, in seconds of the epoch, and a snapshot of the queue.
 
-    Without `shared`, the function runs squeue. Otherwise `shared` are the last three arguments of `edge.slurm.queue`: the path of
-    the shared answer, the interval in seconds, and the time of the answer that is known. If there is no newer answer, the
-    function returns None in place of the snapshot. Raises SlurmUnanswered or another OSError.
+    Without `shared`, the function runs squeue. With `shared`, the function calls `edge.slurm.queue`, which runs squeue only if
+    the answer that all processes share is too old. `shared` are then the path of the shared answer, the interval of squeue in
+    seconds, and the time of the answer that the caller knows. If there is no newer answer, the function returns None in place of
+    the snapshot. Raises SlurmUnanswered or another OSError.
     """
     try:
         done = run_slurm(connection, squeue_command(), timeout=_TIMEOUT, function=slurm.queue, options=shared)

@@ -102,7 +102,7 @@ class Site:
     needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 
     def deliver(self) -> None:
-        """Upload the bundles that are missing on the cluster. In local mode, do nothing."""
+        """Upload the bundles of the step (code, input files) that the cluster does not have. In local mode, do nothing."""
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
         """Claim generation `number` of a session by creating the generation's directory, and start the generation's allocation.

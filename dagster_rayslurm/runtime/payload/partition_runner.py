@@ -236,9 +236,10 @@ def become(command: List[str], env: Dict[str, str], parent: int) -> None:
 
 
 def main() -> int:
-    """Run the partitions that the Pipes context names, and return the exit code. In a forked process, run one partition.
+    """Run the partitions that the Pipes context names, each in a forked process, and return the exit code.
 
-    The exit code is 0 when all partitions have ended, even if partitions have failed. After SIGTERM, the exit code is 143.
+    The exit code is 0 when all partitions have ended, even if partitions have failed. After SIGTERM, the exit code is 143. In
+    each forked process, the function returns 0 at the end of the partition's script, if the script raised no exception.
     """
     __import__("preload_child")
     del sys.path[0]  # The directory of this file.

@@ -158,7 +158,7 @@ class Multiplexer:
         self.over = False
 
     async def open(self, port: int) -> Stream:
-        """Open a connection to a port of the node, and return the connection.
+        """Open a connection to a port on the node of the other side, and return the connection.
 
         The connection ends at once if nothing listens on the port.
         """
