@@ -49,7 +49,7 @@ def test_a_payload_runs_in_a_job(slurm_compute: Callable[..., ComputeResource], 
     assert f"Comment=dagster run {ran.result.run_id} step asset_under_test" in facts
     assert "JobName=rayslurm-asset_under_test-" in facts and "s3cret-value" not in facts
     # The job is over as soon as its payload is, and nothing of a success stays.
-    assert wait_until(lambda: not site.jobs(), 2.5), site.sh("squeue --me")
+    assert wait_until(lambda: not site.jobs(), 30), site.sh("squeue --me")
     assert site.sh('ls "$1/runs"', site.base).split() == []
 
 
@@ -154,7 +154,8 @@ def test_a_failed_payload_is_a_failed_job(slurm_compute: Callable[..., ComputeRe
     where, _, run_dir = str(failure.metadata["Run directory"].value).rpartition(":")
     assert where.startswith("dev@") and site.sh('ls "$1"', run_dir).split()
     job_id = failure.metadata["Slurm job ID"].value
-    assert "ExitCode=7:0" in site.sh(f"scontrol show job {job_id}")
+    # The run ends with the record, and Slurm's job a moment later.
+    assert wait_until(lambda: "ExitCode=7:0" in site.sh(f"scontrol show job {job_id}"), 60)
 
 
 def test_a_ray_cluster_spans_all_nodes(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
