@@ -59,7 +59,8 @@ def execute_arrays(
         sweep_old_files(backend, home, resource.retention_days)
         launch = reattach_or_new(context, plan, backend, home, writes_results=True)
     pipes = RecordPipes(context)
-    with pipes.session(extras, plan.uses_pipes) as session:
+    # Dagster's own handler gets no "opened" message, because each partition has a Pipes session of its own.
+    with pipes.session(extras, uses_pipes=False) as session:
         pipes_context, _ = results.attach(pipes, lambda: launch.step.owner)
         run = _ArrayRun(context, backend, resource, launch, results, max_concurrent)
         with open_event_log(context.instance.event_log_storage, context.run.run_id):

@@ -82,6 +82,7 @@ def test_failed_partitions_are_named_and_a_retry_runs_only_these(
     for key in FIRST_SIX:
         assert shown.count(f"hello from {key}\n") == shown.count(f"---- partition {key}: ") == 1 + (key == "part 03")
         assert f"[{key}] scoring" in log
+    assert "did not receive any messages" not in log
     assert [call[-1] for call in fake_slurm.calls("sbatch")] == ["job.sh"] * 2
     assert not list((tmp_path / "base" / "runs").glob("*array*")) and sorted(scene.materializations("below")) == FIRST_SIX
 

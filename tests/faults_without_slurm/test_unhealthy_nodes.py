@@ -144,7 +144,7 @@ def test_later_job_arrays_avoid_the_node(make: Make, fake_slurm: FakeSlurm, scri
     [failure] = scene.failures
     assert failure.kind == "cluster-start" and "c1 is bad" in str(failure.description)
     assert remembered(tmp_path / "base") == {"c1": "command: exit code 3: c1 is bad"}
-    assert scripts(fake_slurm) == [[], ["c1"]]
+    assert scripts(fake_slurm) == [[], [], ["c1"], ["c1"]]  # The fake keeps the script of an array for each element.
     assert [found["node"] for [found] in scene.materializations().values()] == ["c2", "c2"]
 
 
