@@ -35,7 +35,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_NONE = (
+NO_CLUSTER = (
     "no cluster is configured; set SLURM_EDGE_NODE_HOST, name a cluster in rayslurm.toml, or read one from your definitions "
     "with --from module:resource"
 )
@@ -85,7 +85,7 @@ def the_cluster() -> Cluster:
     """
     cluster = find_cluster()
     if cluster is None:
-        raise click.ClickException(_NONE)
+        raise click.ClickException(NO_CLUSTER)
     return cluster
 
 

@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
 from ..backends.layout import Layout
-from ..backends.listing import Entry, Kind, find, list_all, list_here
+from ..backends.listing import Entry, Kind, find, list_all, list_here, named
 from ..runtime.protocol.record import JOURNAL, LineReader, Record
 from ..ssh.local import LocalConnection
-from .cluster import find_cluster
+from .cluster import NO_CLUSTER, find_cluster
 from .common import duration, json_option, one_sentence_errors, print_json, print_table, print_values
 from .options import all_cluster_options, cluster_options
 
 _COLUMNS = ("name", "kind", "state", "job", "node", "since", "says")
 _CHUNK = 1024 * 1024
+# Functions that turn values of `show` into text, by the name of the value.
+_TEXTS: Mapping[str, Callable[[float], str]] = {
+    "at": lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)),
+    "elapsed": "{:.1f} s".format,
+    "cpu_seconds": "{:.1f}".format,
+    "peak_memory": lambda size: f"{size / 2**20:.0f} MiB",
+}
 
 ident_argument = click.argument("ident", metavar="NAME")
 
 
-def entries() -> list[Entry]:
-    """Returns runs and sessions of the local mode, and runs, sessions and jobs of the cluster if a cluster is configured."""
+def entries(ident: str = "") -> list[Entry]:
+    """Returns runs and sessions of the local mode, and runs, sessions and jobs of the cluster if a cluster is configured.
+
+    Raises ClickException if no cluster is configured, and nothing on this machine has the name `ident`, unless `ident` is "".
+    """
     cluster, layout = find_cluster(), click.get_current_context().find_root().obj
     base = str(layout.base)
     found = list_here(base)
     if cluster is None:
+        if ident and not named(ident.partition("/")[0], found):
+            listed = "`rayslurm ps --all` lists what is there"
+            raise click.ClickException(f"nothing on this machine is called {ident!r} ({listed}), and {NO_CLUSTER}")
         return found
     if isinstance(cluster.connection, LocalConnection) and os.path.realpath(cluster.base) == os.path.realpath(base):
         found = [each for each in found if each.kind == Kind.SESSION]
@@ -37,7 +50,7 @@ def entries() -> list[Entry]:
 
 def entry(ident: str) -> Entry:
     """Returns the run, session or job with the name or id `ident`; raises ValueError if none, or more than one, matches."""
-    return find(ident, entries())
+    return find(ident, entries(ident))
 
 
 @click.command()
@@ -61,6 +74,8 @@ def ps(layout: Layout, everything: bool, here: bool, as_json: bool) -> None:
     print_table(map(_cells, shown), *_COLUMNS)
     if hidden := len(found) - len(shown):
         click.echo(f"{hidden} more have ended; `rayslurm ps --all` lists them", err=True)
+    if not shown and not here and find_cluster() is None:
+        click.echo(f"Only this machine was searched: {NO_CLUSTER}", err=True)
 
 
 def _cells(entry: Entry) -> list[str]:
@@ -98,7 +113,7 @@ def show(ident: str, as_json: bool) -> None:
     elif as_json:
         print_json(values)
     else:
-        print_values({**values, "at": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(values["at"])) if values["at"] else None})
+        print_values({name: _TEXTS[name](value) if name in _TEXTS and value else value for name, value in values.items()})
 
 
 def read_journal(run: Entry) -> Iterator[Record]:

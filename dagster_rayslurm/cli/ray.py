@@ -45,7 +45,7 @@ def find_target(target: str, wait: bool = False) -> Found:
     while True:
         with one_sentence_errors():
             try:
-                there = entries()
+                there = entries(target)
                 return choose(target, there)
             except (NoClusterNow, OSError) as error:
                 # Once it waits, it also waits for Slurm or the edge node to answer again.

@@ -36,10 +36,11 @@ def make_resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResourc
     """
     # `slurm` may be absent for a Slurm on this machine.
     slurm = {**fields.get("slurm", {}), "remote_base": cluster.remote_base, "ssh": _ssh_resource(cluster.ssh)}
-    return _at_base(resource_from({"mode": ExecutionMode.SLURM.value, **fields, "slurm": slurm}, cluster.source))
+    return at_base(resource_from({"mode": ExecutionMode.SLURM.value, **fields, "slurm": slurm}, cluster.source))
 
 
-def _at_base(resource: ComputeResource) -> ComputeResource:
+def at_base(resource: ComputeResource) -> ComputeResource:
+    """Returns the resource with the base directory that `--base` or RAYSLURM_BASE names as `local_base`, if either is given."""
     base = given_base()
     return resource if base is None else changed(resource, local_base=base)
 
@@ -68,7 +69,7 @@ def load_cluster(source: str) -> Cluster:
 
     def make(cluster: Cluster) -> ComputeResource:
         assert found.slurm is not None
-        return _at_base(changed(found, slurm=changed(found.slurm, remote_base=cluster.remote_base)))
+        return at_base(changed(found, slurm=changed(found.slurm, remote_base=cluster.remote_base)))
 
     return Cluster(found.slurm.ssh, found.slurm.remote_base, where, make)
 

@@ -34,7 +34,7 @@ from ..slurm.standalone import activate_prefix, standalone_script
 from .cluster import Cluster, find_cluster, the_cluster
 from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log
 from .options import all_cluster_options, cluster_option
-from .resource import changed
+from .resource import at_base, changed
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -263,7 +263,7 @@ def _resource(cluster: Cluster | None, mode: str | None) -> ComputeResource:
     If `mode` is None, the resource keeps its own mode, but a resource in local mode gets the mode slurm.
     """
     if cluster is None:
-        return ComputeResource()
+        return at_base(ComputeResource())
     own = cluster.resource.mode
     mode = mode or (ExecutionMode.SLURM.value if own == ExecutionMode.LOCAL else own)
     return cluster.resource if mode == own else changed(cluster.resource, mode=mode)

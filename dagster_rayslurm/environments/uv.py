@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # The paths of packages that a lock file of uv takes from this machine; "." is the project itself.
 _LOCAL = re.compile(rb'^source = \{ (?:editable|virtual|directory|path) = "([^"]*)"', re.MULTILINE)
+# What uv says if this machine has no Python for the project.
+_LACKS_PYTHON = re.compile(r"cpython-\d|No interpreter found")
 _VERSION = re.compile(r"\d+(\.\d+)*")
 
 
@@ -118,7 +120,10 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
     except ValueError as error:
         if "needs to be updated" in str(error):
             raise ValueError(f"uv.lock in {project} does not fit its pyproject.toml; run there: uv lock") from None
-        raise ValueError(f"uv refuses the lock of {project}: {error}") from None
+        hint = (
+            "; uv needs a Python here that `requires-python` in pyproject.toml allows" if _LACKS_PYTHON.search(str(error)) else ""
+        )
+        raise ValueError(f"uv refuses the lock of {project}: {error}{hint}") from None
 
 
 def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python) -> tuple[list[Piece], list[str]]:

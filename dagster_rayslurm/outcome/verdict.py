@@ -231,7 +231,10 @@ def with_hint(verdict: Verdict, evidence: Evidence) -> Verdict:
 
 def _missing_module(context: Mapping[str, Any]) -> str:
     environment = context.get("python") or "the payload's Python"
-    return f"install it in the environment of {environment}, or name the directory that has it in the launcher's working_dir"
+    install = f"install it in the environment of {environment}"
+    if re.search(r"/prefixes/[0-9a-f]{32}/", environment):  # dagster-rayslurm has made this environment.
+        install = "add it to the project or the requirements from which the environment is made (`uv add`, `pixi add`)"
+    return f"{install}, or name the directory that has it in the launcher's working_dir"
 
 
 def _old_python(context: Mapping[str, Any]) -> str:

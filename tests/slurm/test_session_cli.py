@@ -68,7 +68,7 @@ def test_a_session_from_pending_to_its_end(
 
     stopped = rayslurm("stop", "study")
     assert stopped.returncode == 0 and f"Slurm job {job}" in stopped.stdout and not site.jobs(), stopped.stderr
-    assert "ended by cleanup_cluster" in str(running.result().failure)
+    assert "its session was stopped, by `rayslurm session stop`" in str(running.result().failure)
     assert rows(rayslurm("list", "--json")) == []
     (ended,) = rows(rayslurm("list", "--all", "--json"))
     assert ended["state"] == "ended" and ended["job_id"] == job

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_an_ambiguous_or_unknown_run_is_explained(kept: Path, base: Path) -> Non
     other = base / "runs" / f"{kept.name}x"
     other.mkdir()
     (other / "status.json").write_bytes((kept / "status.json").read_bytes())
-    for name, says in (("nope", "no run, session or job"), (kept.name[:4], "2 runs, sessions or jobs")):
+    for name, says in (("nope", "nothing on this machine"), (kept.name[:4], "2 runs, sessions or jobs")):
         answer = invoke(base, "logs", name)
         assert answer.exit_code == 1 and says in answer.output and ("rayslurm ps" in answer.output or kept.name in answer.output)
 
@@ -82,13 +83,28 @@ def test_texts_of_a_table_stay_as_they_are_and_fit_the_terminal(base: Path) -> N
 @pytest.mark.parametrize(("option", "code"), [([], 1), (["-f"], 125)])
 def test_logs_that_follow_nothing_do_not_exit_as_the_payload(base: Path, option: list[str], code: int) -> None:
     done = invoke(base, "logs", *option, "nope")
-    assert done.exit_code == code and done.stderr.startswith("Error: no run, session or job is called 'nope'")
+    assert done.exit_code == code and done.stderr.startswith("Error: nothing on this machine is called 'nope' (")
+
+
+def test_without_a_cluster_the_empty_list_says_how_to_name_one(base: Path) -> None:
+    hint = "no cluster is configured; set SLURM_EDGE_NODE_HOST, name a cluster in rayslurm.toml"
+    for words in (["ps"], ["show", "nope"], ["dashboard", "nope"]):
+        assert hint in invoke(base, *words).stderr, words
+    assert hint not in invoke(base, "ps", "--here").stderr
+
+
+def test_a_run_of_submit_is_below_the_given_base(base: Path) -> None:
+    assert invoke(base, "submit", "--mode", "local", "--no-ray", "--name", "burn", "--", "false").exit_code == 1
+    row = json.loads(invoke(base, "ps", "--all", "--json").stdout)
+    assert row["name"].startswith("submit-burn-") and row["directory"].startswith(f"{base}/runs/")
+    shown = invoke(base, "show", row["name"]).stdout
+    assert re.search(r"elapsed +\d+\.\d s +\n", shown) and re.search(r"peak memory +\d+ MiB", shown), shown
 
 
 def test_ctrl_c_before_a_run_is_found_ends_logs(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dagster_rayslurm.cli import ps
 
-    def interrupted() -> None:
+    def interrupted(ident: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ps, "entries", interrupted)

@@ -70,3 +70,9 @@ def test_an_older_python_is_named(said: str) -> None:
 def test_only_a_payloads_own_failure_gets_a_hint() -> None:
     verdict = Verdict("environment", "No module named 'ray'")
     assert with_hint(verdict, Evidence()) == verdict
+
+
+def test_a_module_that_a_made_environment_lacks() -> None:
+    python = f"/home/ann/.dagster_rayslurm/prefixes/{32 * 'a'}/bin/python"
+    sentence = with_hint(Verdict("payload", "No module named 'x'"), Evidence(end={"context": {"python": python}})).sentence
+    assert "; add it to the project or the requirements from which the environment is made (`uv add`, `pixi add`), or" in sentence

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,6 +150,9 @@ def test_bad_input_is_one_sentence(cluster: Cluster) -> None:
     wheel(cluster.index, "right")
     cluster.write("left", "right")
     cluster.refuses(environment, "uv.lock in .*a project does not fit its pyproject.toml; run there: uv lock")
+    for file in (cluster.project / "pyproject.toml", cluster.project / "uv.lock"):
+        file.write_text(re.sub('requires-python = ".*"', 'requires-python = ">=3.99"', file.read_text()))
+    cluster.refuses(environment, "uv refuses the lock .*; uv needs a Python here that `requires-python` in pyproject.toml allows")
     wheel(cluster.index, "far", tag=f"py3-none-manylinux_2_39_{MACHINE}")
     cluster.refuses(cluster.lock("far"), "wheels of far need a newer glibc than this machine .*, glibc 2.28, .* has; lock")
     wheel(cluster.index, "mac", tag="py3-none-macosx_11_0_arm64")

@@ -30,7 +30,7 @@ _ANNOUNCEMENT_POLL = 1.0  # Seconds between two checks that the session's announ
 # The end of a payload whose Dagster process has closed its end of the pipe, or has released its lock.
 ORPHANED = End(EndReason.CANCEL, "the Dagster process that asked for the run is gone")
 CANCELLED = End(EndReason.CANCEL, "cancelled from Dagster")
-_STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
+_STOPPED = End(EndReason.CANCEL, "its session was stopped, by `rayslurm session stop` or `cleanup_cluster`")
 
 
 def serve_run_dir(
