@@ -27,6 +27,7 @@ from dagster_rayslurm.runtime.node.resources import (
     single_node_share,
     visible_gpus,
 )
+from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.process.scratch import Scratch
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, STDIO, LineReader
@@ -509,6 +510,19 @@ def test_a_node_that_is_signalled_before_it_reached_the_head_ends_the_step(job: 
     assert wait_until(lambda: "the head's runtime cannot be reached" in job.log(), 60), job.log()
     job.tasks[0].terminate()
     assert job.tasks[0].wait(30) == 143 and "the head's goes on" in job.log()
+
+
+@pytest.mark.timeout(120)
+def test_a_node_that_is_signalled_after_its_head_was_killed_ends(job: Job) -> None:
+    """Slurm signals it because the head's task has failed: nobody is left to wait for."""
+    patient = HURRIED.replace("0.5", "1000.0")
+    job.start(None, TIDY, components=[ComponentSpec("cpu"), ComponentSpec("gpu")], runtime=["-c", patient])
+    assert wait_until(lambda: (job.path / "up").exists() and (job.path / "joined").exists(), 60), job.log()
+    for each in processes.descendants(job.tasks[0].pid):
+        os.kill(each.pid, signal.SIGKILL)
+    assert job.tasks[0].wait(30) != 0 and wait_until(lambda: "the head's runtime cannot be reached" in job.log(), 30), job.log()
+    job.tasks[1].terminate()
+    assert job.tasks[1].wait(30) == 0, job.log()
 
 
 @pytest.mark.timeout(120)

@@ -317,16 +317,17 @@ class Worker(Listener):
             self.loop.stop()  # Slurm ends the step, and the head ended first.
 
     def _signalled(self, signum: int) -> None:
-        """Handle a signal: end this runtime if the head is not connected; otherwise the head decides when this runtime ends.
+        """Handle a signal: end this runtime if the head is lost; otherwise the head decides when this runtime ends.
 
         Slurm usually signals all processes of the step. The head then gets the signal as well, and gives payloads their grace
-        period. If the job has several components, Slurm may end only the component of this node; see `_leave_component`.
+        period. If the job has several components, Slurm may end only the component of this node; see `_leave_component`. That
+        method is also called later if this node of a component has never been connected to the head.
         """
         self._agent.log("received %s" % signal.Signals(signum).name)
         self._was_signalled = True
         # If the keeper, this runtime's parent, is gone, nothing cleans up after SIGKILL: end while there is time.
-        alone = len(self.spec.components) <= 1 and not self._head.is_connected
-        if alone or os.getppid() != self._parent:
+        lost = not self._head.is_connected and (self._was_connected or len(self.spec.components) <= 1)
+        if lost or os.getppid() != self._parent:
             self.loop.stop()
         elif len(self.spec.components) > 1:
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
