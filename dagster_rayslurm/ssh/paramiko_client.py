@@ -146,9 +146,12 @@ def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
     """Authenticate by keys, then by password, as OpenSSH does; by several methods if the server requires more than one.
 
     `transport` is the transport of paramiko, and `user` the user name on the server. Raises `ConnectionFailed` if the server does
-    not accept the login.
+    not accept the login, or if the connection is lost before the server answers.
     """
     tried: list[str] = []
+    answered = (
+        False  # Whether the server has answered. After an answer, a closed connection means that no more tries are allowed.
+    )
     offered: list[str] = []  # The methods that the server takes next; empty after an accepted one if the login is complete.
     prompts = login.Prompts([ssh])
 
@@ -157,14 +160,21 @@ def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
 
         The result is None if the server does not offer this method.
         """
-        nonlocal offered
+        nonlocal offered, answered
         try:
             offered = method(user, *arguments)
         except paramiko.BadAuthenticationType as error:
-            offered = error.allowed_types
+            offered, answered = error.allowed_types, True
             return None
-        except paramiko.AuthenticationException:
+        except paramiko.AuthenticationException as error:
+            # paramiko raises this exception, too, if the connection is lost, or if no answer comes within `auth_timeout`.
+            if "timeout" in str(error):
+                raise errors.no_answer(ssh) from None
+            if not answered and not transport.is_active():
+                raise errors.failed(ssh, "the connection was lost during the login", temporary=True) from None
+            answered = True
             return False
+        answered = True
         return True
 
     def answers(title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG001

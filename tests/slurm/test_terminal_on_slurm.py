@@ -70,7 +70,7 @@ def test_the_programs_of_openssh_lead_there_too(site: Site, tmp_path: Path, monk
     examined = json.loads(site.rayslurm("doctor", "--json").stdout)
     for name, value in site.environment.items():
         monkeypatch.setenv(name, value)
-    end_master(control_path(SSHLogin(**read_variables("SLURM_EDGE_NODE_", lambda name, number: read_variable(name, "", number)))))
+    end_master(control_path(SSHLogin(**read_variables("SLURM_EDGE_NODE_", read_variable))))
     assert not [line for line in examined["lines"] if line["verdict"] in ("failure", "warning")], examined
 
 

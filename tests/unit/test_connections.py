@@ -24,7 +24,7 @@ from dagster_rayslurm.ssh.base import Backoff, ConnectionFailed, ConnectionGone
 from dagster_rayslurm.ssh.local import private_dir
 from dagster_rayslurm.ssh.login import SLOTS, KnownKey, Prompts, Trust, check_host_key, judge, known_keys, login_slot
 from dagster_rayslurm.ssh.openssh import control_path, explain, master_command, options
-from dagster_rayslurm.ssh.paramiko_client import ParamikoTransport
+from dagster_rayslurm.ssh.paramiko_client import ParamikoTransport, log_in
 from dagster_rayslurm.ssh.pool import connection_to
 
 # -- known hosts ---------------------------------------------------------------------------------------------------------
@@ -291,3 +291,32 @@ def test_a_jump_host_that_goes_away_does_not_count_as_silent() -> None:
     finally:
         client.close()
         server.close()
+
+
+def test_a_connection_that_is_lost_in_the_login_is_no_refusal(tmp_path: Path) -> None:
+    """A link may be cut at any moment, and a refused key is not tried again."""
+    key = paramiko.ECDSAKey.generate()
+    key.write_private_key_file(str(tmp_path / "key"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            stream, _ = listener.accept()
+            transport = paramiko.Transport(stream)
+
+            class Server(paramiko.ServerInterface):
+                def get_allowed_auths(self, username: str) -> str:
+                    return "publickey"
+
+                def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+                    stream.close()
+                    return paramiko.AUTH_FAILED
+
+            transport.add_server_key(key)
+            transport.start_server(server=Server())
+
+        threading.Thread(target=serve, daemon=True).start()
+        host, port = listener.getsockname()
+        ssh = resource(host=host, port=port, user="me", key_path=str(tmp_path / "key"), host_key_checking="off")
+        with pytest.raises(ConnectionFailed) as caught:
+            log_in(ssh)
+    assert caught.value.temporary and str(caught.value).endswith("the connection was lost during the login")
