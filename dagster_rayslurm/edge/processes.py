@@ -20,6 +20,8 @@ _PIPE = 1024 * 1024  # Most bytes that a pipe holds (pipe(7)).
 # The running commands, by name of the thread that waits for each.
 _running = {}  # type: dict[str, subprocess.Popen[bytes]]
 _ended = set()  # type: set[str]  # Names of threads whose commands are to be killed, even commands that have not begun.
+_starting = set()  # type: set[str]  # Names of threads whose commands may have begun, and are not in `_running` yet.
+_all_ended = threading.Event()  # Set when no further command may begin.
 
 
 def run(
@@ -32,8 +34,8 @@ def run(
     """Run a command until the command ends; returns the exit code, the output, and the error output.
 
     The code is 128 + N if signal N ended the command, 127 if the program does not exist, 126 if the program cannot be started for
-    another reason, and None if the command took over `timeout` seconds and was killed. Background processes that the command
-    leaves behind are not waited for, and the output of such processes is dropped.
+    another reason, and None if the command took over `timeout` seconds and was killed, or would have begun after `end_all`.
+    Background processes that the command leaves behind are not waited for, and the output of such processes is dropped.
 
     `stdin` is the input of the command. Without a `timeout`, the command may take any time. `environ` are the environment
     variables of the command; None for the variables of this process. `directory` is the command's working directory; "" for the
@@ -42,7 +44,11 @@ def run(
     deadline = None if timeout is None else time.monotonic() + timeout
     words = [word.encode("utf-8", "surrogateescape") for word in command]
     pipe = subprocess.PIPE
+    name = threading.current_thread().name
+    _starting.add(name)
     try:
+        if _all_ended.is_set():
+            return None, b"", b""
         process = subprocess.Popen(
             words,
             stdin=pipe,
@@ -53,10 +59,11 @@ def run(
             env=environ and dict(environ),
             cwd=directory or None,
         )
+        _running[name] = process
     except OSError as error:
         return 127 if error.errno == errno.ENOENT else 126, b"", words[0] + b": " + os.strerror(error.errno or 0).encode()
-    name = threading.current_thread().name
-    _running[name] = process
+    finally:
+        _starting.discard(name)
     if name in _ended:
         end(name)
     try:
@@ -144,7 +151,11 @@ def end(name: str) -> None:
 
 
 def end_all() -> None:
-    """Kill all running commands, and wait until the commands have ended."""
+    """Kill all running commands, also those that are just beginning, and wait until the commands have ended."""
+    _all_ended.set()
+    deadline = time.monotonic() + _GRACE
+    while _starting and time.monotonic() < deadline:
+        time.sleep(0.005)
     threads = [threading.Thread(target=_end, args=(process,), daemon=True) for process in list(_running.values())]
     for thread in threads:
         thread.start()

@@ -183,6 +183,18 @@ def test_a_small_read_does_not_wait_for_a_large_output(connect: Any, tmp_path: P
         assert len(large.result().stdout) == 100_000_000 and reads > 3
 
 
+def test_the_end_of_the_connection_kills_commands_that_are_just_beginning(connect: Any) -> None:
+    """`nothing_is_left` fails this test if one command goes on."""
+    for _ in range(3):
+        connection, transport = connect()
+        connection.home()
+        with ThreadPoolExecutor(20) as pool:
+            running = [pool.submit(connection.run, ["sleep", "57"]) for _ in range(20)]
+            assert wait_until(lambda: sleeps(os.environ["PYTEST_OF_RAYSLURM"]), 30)
+            transport.streams[0].close()
+            assert all(isinstance(each.exception(), ConnectionLost) for each in running)
+
+
 def test_the_end_of_the_connection_kills_all_commands(connect: Any) -> None:
     connection, transport = connect()
     command = ["sh", "-c", "(trap '' TERM; sleep 77) & timeout 99 sleep 77 & sleep 77"]
