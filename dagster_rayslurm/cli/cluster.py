@@ -7,8 +7,7 @@ when a command asks for the resource, because many commands need only the connec
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,23 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..backends.layout import Layout, absolute
+from ..backends.layout import absolute
 from ..errors import one_sentence
 from ..fields import BASE, check_text, read_variable
 from ..ssh.base import Connection, check_no_variable, is_rooted
 from ..ssh.fields import SSHLogin, read_variables
 from ..ssh.pool import connection_to
-from .common import one_sentence_errors
-from .options import FILE, cluster_option, given
+from .common import listed, one_sentence_errors
+from .config_file import FILE, find_file, read_file, user_file
+from .options import cluster_option, given
 
 if TYPE_CHECKING:
     from ..compute import ComputeResource
     from ..slurm.config import SlurmResource
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 NO_CLUSTER = (
     "no cluster is configured; set SLURM_EDGE_NODE_HOST, name a cluster in rayslurm.toml, or read one from your definitions "
@@ -106,15 +101,6 @@ def find_cluster() -> Cluster | None:
         return replace(found, remote_base=remote_base)
 
 
-def given_base() -> str | None:
-    """Returns the base directory on this machine that `--base` or RAYSLURM_BASE names; None if neither is given."""
-    from click.core import ParameterSource
-
-    root = click.get_current_context().find_root()
-    was_given = root.get_parameter_source("base") not in (None, ParameterSource.DEFAULT)
-    return str(root.obj.base) if was_given and isinstance(root.obj, Layout) else None
-
-
 def _prefix() -> str:
     return (given("prefix") or "SLURM_EDGE_NODE_").rstrip("_") + "_"
 
@@ -128,16 +114,14 @@ def _found() -> Cluster | None:
     prefix, named = _prefix(), given("cluster")
     source = None if cluster_option("cluster") else given("source")
     if source:
-        from .resource import load_cluster
-
-        return load_cluster(source)
+        return _from_definitions(source)
     if named is None and (cluster_option("prefix") or f"{prefix}HOST" in os.environ):
         return _from_environment(prefix)
     path = find_file(Path.cwd())
     if path is None:
         if named is not None:
             raise ValueError(
-                f"there is no {FILE} in {Path.cwd()} or above, nor in {_user_file().parent}, to name cluster {named!r}"
+                f"there is no {FILE} in {Path.cwd()} or above, nor in {user_file().parent}, to name cluster {named!r}"
             )
         return None
     return from_file(path, named)
@@ -158,50 +142,30 @@ def _from_environment(prefix: str) -> Cluster:
 def _resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResource:
     from .resource import make_resource
 
-    return make_resource(cluster, fields)
+    return make_resource(fields, cluster.ssh, cluster.remote_base, cluster.source)
+
+
+# ---- The user's own definitions
+
+
+def _from_definitions(source: str) -> Cluster:
+    """Returns the cluster of the `ComputeResource` that `source` names; `source` is MODULE:RESOURCE, as for `load_resource`.
+
+    Raises `ValueError` if the resource is not found, or if the resource has no cluster (no field `slurm`).
+    """
+    from ..config import resolve_variables
+    from .resource import at_remote_base, load_resource
+
+    where = f"--from {source}"
+    found = load_resource(source)
+    if found.slurm is None:
+        raise ValueError(f"{where}: the resource has no cluster; set ComputeResource(slurm=SlurmResource(…))")
+    found = resolve_variables(found, "ComputeResource")
+    assert found.slurm is not None
+    return Cluster(found.slurm.ssh, found.slurm.remote_base, where, lambda cluster: at_remote_base(found, cluster.remote_base))
 
 
 # ---- rayslurm.toml
-
-
-def _user_file() -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "rayslurm" / FILE
-
-
-def find_file(directory: Path) -> Path | None:
-    """Returns the path of the nearest `rayslurm.toml`; None if there is none.
-
-    The function looks in `directory`, then in the parent directories of `directory`, then in the user's configuration directory.
-    Raises `ValueError` if the file belongs to another user than this user or root. Such a file could make commands log in to
-    another host and run code there.
-    """
-    for path in (*(each / FILE for each in (directory, *directory.parents)), _user_file()):
-        if path.is_file():
-            if path.stat().st_uid not in (0, os.geteuid()):
-                raise ValueError(f"{path} belongs to another user and is not read; use another directory, or --from")
-            return path
-    return None
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Returns a dict with the content of a `rayslurm.toml`: "default" (a name or None) and "clusters" (the tables by name).
-
-    Raises `ValueError` if the file is not valid.
-    """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
-    unknown = [name for name in content if name not in ("default", "clusters")]
-    if unknown:
-        raise ValueError(f"{path}: {unknown[0]!r} is unknown; the file has `default` and tables [clusters.NAME]")
-    clusters = content.get("clusters", {})
-    if not isinstance(clusters, dict) or not clusters or not all(isinstance(each, dict) for each in clusters.values()):
-        raise ValueError(f"{path} has no cluster; add a table [clusters.NAME] with the fields of ComputeResource")
-    default = content.get("default")
-    if default is not None and not isinstance(default, str):
-        raise ValueError(f"{path}: `default` is {default!r}; write the name of a cluster there")
-    return {"default": default, "clusters": clusters}
 
 
 def from_file(path: Path, name: str | None) -> Cluster:
@@ -263,8 +227,3 @@ def _resolved(value: Any, field: str) -> Any:
             return read_variable(value["env"], field)
         return {name: _resolved(each, f"{field}.{name}".lstrip(".")) for name, each in value.items()}
     return [_resolved(each, field) for each in value] if isinstance(value, list) else value
-
-
-def listed(names: Iterable[str]) -> str:
-    """Returns the names in quotes, separated by commas."""
-    return ", ".join(map(repr, names))

@@ -109,3 +109,8 @@ def terminal_log(quiet: bool) -> logging.Logger:
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     return log
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns the names in quotes, separated by commas."""
+    return ", ".join(map(repr, names))

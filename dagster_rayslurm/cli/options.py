@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
+
+from ..backends.layout import Layout
+from .config_file import FILE, find_file, read_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FILE = "rayslurm.toml"
 _KEY = "dagster_rayslurm."  # Prefix of the options in click's `Context.meta`, which nested commands share.
 _VARIABLES = {"cluster": "RAYSLURM_CLUSTER", "source": "RAYSLURM_FROM", "remote_base": "RAYSLURM_REMOTE_BASE"}
 
@@ -28,8 +31,6 @@ def _option(*names: str, **more: Any) -> Callable[[F], F]:
 
 def _cluster_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
     """Returns the names of clusters that begin with `incomplete`, for shell completion; [] if no `rayslurm.toml` can be read."""
-    from .cluster import find_file, read_file
-
     try:
         path = find_file(Path.cwd())
         return [name for name in (read_file(path)["clusters"] if path else ()) if name.startswith(incomplete)]
@@ -74,3 +75,10 @@ def given(name: str) -> str | None:
     """
     variable = _VARIABLES.get(name)
     return cluster_option(name) or (os.environ.get(variable) if variable else None) or None
+
+
+def given_base() -> str | None:
+    """Returns the base directory on this machine that `--base` or RAYSLURM_BASE names; None if neither is given."""
+    root = click.get_current_context().find_root()
+    was_given = root.get_parameter_source("base") not in (None, ParameterSource.DEFAULT)
+    return str(root.obj.base) if was_given and isinstance(root.obj, Layout) else None

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import dagster as dg
 
 from ..compute import ComputeResource
-from ..config import ExecutionMode, resolve_variables
+from ..config import ExecutionMode
 from ..resource_table import resource_from
 from ..ssh.config import SSHConnectionResource
 from ..ssh.fields import SSHLogin
-from .cluster import Cluster, given_base, listed
+from .common import listed
+from .options import given_base
 
 C = TypeVar("C", bound=dg.Config)
 
@@ -28,15 +29,21 @@ def changed(config: C, **fields: Any) -> C:
     return type(config)(**{**{name: getattr(config, name) for name in config.model_fields_set}, **fields})
 
 
-def make_resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResource:
+def make_resource(fields: Mapping[str, Any], ssh: SSHLogin | None, remote_base: str, source: str) -> ComputeResource:
     """Returns the `ComputeResource` of a cluster; `fields` are the fields of the resource, as in a `rayslurm.toml`.
 
-    The login and the base directory of `cluster` replace the values in `fields`. Raises `ValueError` if a field is wrong; the
-    message names the file, variables or option from which the configuration comes.
+    `ssh` and `remote_base` replace the values in `fields`. Raises `ValueError` if a field is wrong; the message begins with
+    `source`, which names the file or variables from which the configuration comes.
     """
     # `slurm` may be absent for a Slurm on this machine.
-    slurm = {**fields.get("slurm", {}), "remote_base": cluster.remote_base, "ssh": _ssh_resource(cluster.ssh)}
-    return at_base(resource_from({"mode": ExecutionMode.SLURM.value, **fields, "slurm": slurm}, cluster.source))
+    slurm = {**fields.get("slurm", {}), "remote_base": remote_base, "ssh": _ssh_resource(ssh)}
+    return at_base(resource_from({"mode": ExecutionMode.SLURM.value, **fields, "slurm": slurm}, source))
+
+
+def at_remote_base(resource: ComputeResource, remote_base: str) -> ComputeResource:
+    """Returns a copy of the resource with another base directory on the cluster, and with the `local_base` of `at_base`."""
+    assert resource.slurm is not None
+    return at_base(changed(resource, slurm=changed(resource.slurm, remote_base=remote_base)))
 
 
 def at_base(resource: ComputeResource) -> ComputeResource:
@@ -53,25 +60,6 @@ def _ssh_resource(login: SSHLogin | None) -> SSHConnectionResource | None:
 
 
 # ---- The user's own definitions
-
-
-def load_cluster(source: str) -> Cluster:
-    """Returns the cluster of the `ComputeResource` that `source` names; `source` is MODULE:RESOURCE, as for `load_resource`.
-
-    Raises `ValueError` if the resource is not found, or if the resource has no cluster (no field `slurm`).
-    """
-    where = f"--from {source}"
-    found = load_resource(source)
-    if found.slurm is None:
-        raise ValueError(f"{where}: the resource has no cluster; set ComputeResource(slurm=SlurmResource(…))")
-    found = resolve_variables(found, "ComputeResource")
-    assert found.slurm is not None
-
-    def make(cluster: Cluster) -> ComputeResource:
-        assert found.slurm is not None
-        return at_base(changed(found, slurm=changed(found.slurm, remote_base=cluster.remote_base)))
-
-    return Cluster(found.slurm.ssh, found.slurm.remote_base, where, make)
 
 
 def load_resource(source: str) -> ComputeResource:
