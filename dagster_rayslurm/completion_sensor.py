@@ -102,7 +102,7 @@ class _Look:
         self.place = "the cluster"
 
     def result(self, known: list[str]) -> Any:
-        """Returns the result of `run_call.look`, or raises the exception of `run_call.look`.
+        """Returns the result of `operations.look`, or raises the exception of `operations.look`.
 
         `known` has the names of the runs that the sensor has reported before. If the look of an earlier tick is still under
         way, the method waits for the earlier look, which used an earlier `known`. Raises TimeoutError after `_LOOK_TIMEOUT`
@@ -114,7 +114,7 @@ class _Look:
         return self._pending.result(_LOOK_TIMEOUT)
 
     def _run(self, future: Future[Any], known: list[str]) -> None:
-        from .run_call import look
+        from .operations import look
 
         try:
             result = look(self._compute, known, self._sensor, self._at)

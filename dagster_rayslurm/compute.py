@@ -92,7 +92,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         Dagster calls this method at the end of each process of the Dagster run.
         """
         if self.session.scope == "run" and (self.enable_cluster_reuse or self.mode == ExecutionMode.SLURM_SESSION):
-            from .run_call import end_run
+            from .operations import end_run
 
             end_run(self, context)
 
@@ -159,7 +159,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         Raises:
             RunFailure: the run did not succeed; the attribute `kind` of the failure says which part of the run failed.
         """
-        from .run_call import run
+        from .operations import run
 
         arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "components": components}
         arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
@@ -205,7 +205,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
         The arguments, the result and the exceptions are the same as for `run`.
         """
-        from .run_call import run_async
+        from .operations import run_async
 
         arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "components": components}
         arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
@@ -270,7 +270,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             RunFailure: partitions failed, or the run did not succeed. The message says how many partitions are materialized and
                 how many failed, and names the first failed partitions.
         """
-        from .run_call import run
+        from .operations import run
 
         arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "extra_env": extra_env}
         arguments |= {"secret_env": secret_env, "extra_files": extra_files, "environment": environment, "requires": requires}
@@ -327,7 +327,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         Raises:
             RunFailure: the job cannot be submitted.
         """
-        from .run_call import submit_and_leave
+        from .operations import submit_and_leave
 
         arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "components": components}
         arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
@@ -350,7 +350,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         Raises:
             RunFailure: the run did not succeed, the run directory is gone, or there is no handle.
         """
-        from .run_call import reattach
+        from .operations import reattach
 
         return reattach(self, context, handle)
 
@@ -360,7 +360,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         The id of a Ray cluster is in `CompletedRun.cluster_id`, and in the metadata "Ray cluster ID". Returns False if no Ray
         cluster with this id is found. Raises `RunFailure` if the job or session does not end, or if Slurm does not answer.
         """
-        from .run_call import end_cluster
+        from .operations import end_cluster
 
         return end_cluster(self, cluster_id)
 
@@ -379,7 +379,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         the runtime, and the content of the files that the runtime reads first. The arguments are the same as for `run`. Raises
         `RunFailure` if an argument is invalid.
         """
-        from .run_call import example
+        from .operations import example
 
         return example(self, payload_path=payload_path, launcher=launcher, queue=queue, components=components)
 

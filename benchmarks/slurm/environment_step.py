@@ -10,7 +10,7 @@ import dagster_rayslurm
 from dagster_rayslurm import ComputeResource
 from dagster_rayslurm.environments import SentEnvironment
 from dagster_rayslurm.environments.send import send_environment
-from dagster_rayslurm.run_call import environment_site
+from dagster_rayslurm.operations import environment_site
 from dagster_rayslurm.upload.deliver import missing
 
 from ..parties.edge import Edge

@@ -20,7 +20,7 @@ import dagster as dg
 
 from dagster_rayslurm import ComputeResource, PackedEnvironment, PreDeployedEnvironment, UvEnvironment
 from dagster_rayslurm.environments import SentEnvironment, send, wheels
-from dagster_rayslurm.run_call import environment_site
+from dagster_rayslurm.operations import environment_site
 from stack.settings import ROOT
 
 from ..figures import Figure, Options, Sample

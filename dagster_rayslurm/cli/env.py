@@ -15,7 +15,7 @@ from ..edge import environment as edge
 from ..environments import CommandEnvironment, ContainerEnvironment, Environment, SentEnvironment
 from ..environments.check import facts_of
 from ..environments.send import fetch, recipe_for, send_environment
-from ..run_call import EnvironmentSite, environment_site
+from ..operations import EnvironmentSite, environment_site
 from ..ssh.base import Progress
 from .cluster import the_cluster
 from .common import json_option, one_sentence_errors, print_json, print_table

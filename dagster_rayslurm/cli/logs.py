@@ -17,7 +17,7 @@ from ..backends.listing import Entry, Kind, list_here
 from ..backends.sessions.listing import end_generations
 from ..backends.sessions.local import end_session
 from ..edge import files as edge_files
-from ..execution.run import discard
+from ..execution.files import discard
 from ..execution.terminal import NOT_THE_PAYLOAD, TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome import judge

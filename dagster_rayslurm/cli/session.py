@@ -20,8 +20,8 @@ from ..backends.sessions.state import SessionState, job_of, state_of
 from ..config import ExecutionMode
 from ..errors import StartError
 from ..execution.terminal import Finished
+from ..operations import submit
 from ..plan import merge
-from ..run_call import submit
 from ..runtime.protocol.messages import Operation
 from ..slurm.pending import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue

@@ -26,8 +26,8 @@ from ..environments import (
 from ..execution.terminal import INTERRUPTED, NOT_THE_PAYLOAD, Detached
 from ..failures import RunFailure
 from ..launchers import BashLauncher, RayLauncher
+from ..operations import submit as run
 from ..plan import merge, parse_payload
-from ..run_call import submit as run
 from ..slurm.config import SlurmQueueConfig
 from ..slurm.request import make_request
 from ..slurm.standalone import activate_prefix, standalone_script

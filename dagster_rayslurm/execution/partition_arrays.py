@@ -27,10 +27,11 @@ from ..runtime.protocol.record import SECRETS
 from ..ssh.base import Connection
 from .announce import announce
 from .event_log import open_event_log
+from .files import discard, sweep_old_files
 from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_canceling
-from .partitions import PartitionResults, nothing_missing, results_so_far
+from .partition_results import PartitionResults, nothing_missing, results_so_far
 from .reattach import Launch, reattach_or_new
-from .run import discard, start_errors, superseded, sweep_old_files
+from .run import start_errors, superseded
 from .unhealthy import remember
 
 _TOLD = "told.json"  # File in the run directory: the failed partitions that the Dagster log has shown.

@@ -1,54 +1,27 @@
-"""Run a payload once for each partition of a step: find the missing partitions, judge each partition, and materialize it.
+"""Run a payload once for each partition of a step.
 
 All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each partition. The runner
-reports the end of each partition by one Pipes message. A partition that has succeeded is materialized at once, and counts even if
-other partitions fail.
+reports the end of each partition by one Pipes message.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import dagster as dg
-from dagster_pipes import PipesContextData
 
 from ..backends.base import Backend
-from ..backends.ownership import UNCONTESTED, Ownership
 from ..compute_fields import ComputeFields
-from ..errors import FailureKind
 from ..failures import CompletedRun, RunFailure
-from ..follow import Evidence
-from ..follow.forward import RecordPipes
-from ..outcome import SUCCESS, Verdict, judge, with_hint
 from ..plan import Plan
 from ..runtime.payload import partition_runner, preload_child
-from ..runtime.payload.partition_runner import METHOD, PARTITIONS
 from .event_log import open_event_log
-from .reattach import retried_runs
+from .partition_results import NO_MATERIALIZATION, nothing_missing, results_so_far
 from .run import drive, executing
 
-try:
-    # A step's output with this metadata has no materialization of its own (Dagster 1.13: `_core/execution/plan/execute_step.py`).
-    # Without it, Dagster would materialize the run's whole range of partitions once more.
-    from dagster._core.definitions.source_asset import SYSTEM_METADATA_KEY_SOURCE_ASSET_OBSERVATION as _NO_MATERIALIZATION
-except ImportError:
-    _NO_MATERIALIZATION = ""
-
-_PAGE = 1000  # Most records of Dagster's event log in one query.
-_NAMED = 3  # Failed partitions that the sentence of a failure names, with their reasons.
-_LOGGED = 20  # Failed partitions for which the Dagster log gets a line.
-_LISTED = 500  # Failed partitions in the metadata of a failure.
-_RETRY = 5.0  # Seconds between two looks at the owner of the payload over a lost connection.
-_MIB = 2**20
 _RUNNER = [Path(partition_runner.__file__), Path(preload_child.__file__)]
-
-_DATA_VERSION = "dagster/data_version"  # Tag of a materialization.
 
 
 def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) -> None:
@@ -60,7 +33,7 @@ def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) ->
         isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1
     ):
         raise ValueError(f"max_concurrent: {max_concurrent!r} is no number of partitions; pass 1 or more, or leave it out")
-    if not _NO_MATERIALIZATION:
+    if not NO_MATERIALIZATION:
         raise ValueError(f"run_partitions: Dagster {dg.__version__} would materialize each partition twice; use Dagster 1.13")
     if not context.has_assets_def or len(context.selected_asset_keys) != 1:
         raise ValueError("run_partitions: it runs the partitions of one asset; call it in a function with @dg.asset")
@@ -101,255 +74,3 @@ def execute_partitions(
         retry, metadata = failure.allow_retries, {**failure.metadata, **results.failures_metadata()}
         raise RunFailure(failure.kind, sentence, metadata, retry, failure.unhealthy) from None
     return completed
-
-
-def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields) -> PartitionResults:
-    """Returns a new `PartitionResults`, in which the partitions that earlier attempts have materialized count as done.
-
-    If there are such partitions, logs the number of these partitions.
-    """
-    keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
-    if found := done & set(keys):
-        context.log.info(f"[rayslurm] {len(found):,} of {len(keys):,} partitions were materialized by earlier attempts")
-    loss_timeout = resource.connection_loss_timeout
-    return PartitionResults(
-        context, keys, done & set(keys), plan.uses_pipes, resource.require_messages, loss_timeout=loss_timeout
-    )
-
-
-def nothing_missing(context: dg.OpExecutionContext, results: PartitionResults, extras: Any) -> CompletedRun:
-    """Returns the result for the user's asset if all partitions of the step are already materialized, so that no payload runs.
-
-    `results` has the partitions. `extras` are the Pipes extras.
-    """
-    with RecordPipes(context).session(extras, uses_pipes=False) as session:
-        return CompletedRun(session, results.metadata(), "", None, [])
-
-
-def materialized(context: dg.OpExecutionContext) -> set[str]:
-    """Returns the keys of the partitions that this run, or a run that this run retries from failure, has materialized.
-
-    Materializations by any other run do not count, because a user who runs a partition again wants a new materialization.
-    """
-    runs = [run.run_id for run in retried_runs(context)]
-    first = context.instance.get_run_record_by_id(runs[0])
-    begun = first.start_time if first else None
-    wanted = dg.AssetRecordsFilter(asset_key=next(iter(context.selected_asset_keys)), after_timestamp=begun)
-    keys, cursor, more = set(), None, True
-    while more:
-        page = context.instance.fetch_materializations(wanted, limit=_PAGE, cursor=cursor, ascending=True)
-        keys |= {str(each.partition_key) for each in page.records if each.run_id in runs}
-        cursor, more = page.cursor, page.has_more
-    return keys
-
-
-@dataclass
-class PartitionResults:
-    """The results of a step's partitions.
-
-    Handles the Pipes messages of the payload, judges each partition, and materializes successes.
-    """
-
-    context: dg.OpExecutionContext
-    keys: Mapping[str, str]  # By key as text: Dagster's key, which has several parts if partitions have dimensions.
-    done: set[str]  # Partitions that are materialized.
-    uses_pipes: bool
-    require_messages: bool
-    failed: dict[str, Verdict] = field(default_factory=dict)  # Why partitions failed.
-    told: set[str] = field(default_factory=set)  # Failed partitions that an earlier attempt has logged.
-    handler: Any = None  # Dagster's handler of all other Pipes messages.
-    # Returns the ownership of the payload; only its owner materializes partitions.
-    owner: Callable[[], Ownership] = lambda: UNCONTESTED
-    loss_timeout: float = 86400.0  # Seconds for which the cluster may be out of reach.
-    _pipes: Any = None
-    _unknown_since: float | None = None  # Since when the owner is not known, by the monotonic clock.
-
-    @property
-    def asset_key(self) -> dg.AssetKey:
-        """The key of the asset to which the partitions belong."""
-        return next(iter(self.context.selected_asset_keys))
-
-    @property
-    def missing(self) -> list[str]:
-        """The partitions that are not materialized, in the order of the run."""
-        return [key for key in self.keys if key not in self.done]
-
-    def attach(self, pipes: RecordPipes, owner: Callable[[], Ownership]) -> tuple[PipesContextData, Any]:
-        """Connect this object to `pipes`; returns the Pipes context of a payload, and the handler of the payload's messages.
-
-        The handler is this object. The Pipes context names the missing partitions. To find the missing partitions, the method
-        reads again which partitions are materialized. Therefore the caller makes sure that no earlier attempt materializes
-        partitions any more. `owner` returns the ownership of the payload.
-        """
-        self.handler, self._pipes, self.owner = pipes.handler, pipes, owner
-        self.done |= materialized(self.context) & set(self.keys)
-        windows = {key: self._window(key) for key in self.missing}
-        return {**pipes.pipes_context, PARTITIONS: windows}, self  # type: ignore[misc]
-
-    def handle_message(self, message: Any) -> None:
-        """Judge the partition whose end the message reports; pass any other Pipes message of the payload to Dagster's handler.
-
-        Ignores the end of a partition that is already materialized, or that this run does not have. Raises an exception of any
-        type if the message is malformed.
-        """
-        if message["method"] != METHOD:
-            self.handler.handle_message(message)
-            return
-        found = message["params"]
-        key = found["key"]
-        if key not in self.keys or key in self.done:
-            return  # A payload that a retry has taken over tells again what is materialized already.
-        evidence = Evidence(end=found["end"])
-        evidence.last_output.extend((stream, text) for stream, text in found["output"])
-        self.conclude(key, evidence, found["messages"], found["usage"])
-
-    def conclude(
-        self,
-        key: str,
-        evidence: Evidence,
-        messages: Sequence[str],
-        usage: Mapping[str, Any],
-        own: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Verdict:
-        """Judge a partition that has ended, and return the verdict.
-
-        Materializes a partition that succeeded, if this attempt owns the payload. Logs why a partition failed, for the first
-        `_LOGGED` failed partitions.
-
-        Args:
-            key: The key of the partition.
-            evidence: What the partition's record shows.
-            messages: The partition's Pipes messages, as lines of JSON.
-            usage: The partition's usage, with the keys "cpu_seconds" and "peak_memory" (in bytes).
-            own: Further metadata of the partition's materialization.
-        """
-        results = self._results(key, messages, evidence)
-        verdict = with_hint(judge(evidence, self.uses_pipes, self.require_messages), evidence)
-        if verdict.kind is None:
-            assert evidence.end is not None  # Without an end nothing succeeds.
-            if self._may_write():
-                self._materialize(key, results, evidence.end, usage, own)
-            return verdict
-        self.failed[key] = verdict
-        if len(self.failed) <= _LOGGED and key not in self.told:
-            more = "; further failures are not logged one by one" if len(self.failed) == _LOGGED else ""
-            self.context.log.error(f"[rayslurm] partition {key!r} failed: {verdict.sentence}{more}")
-        return verdict
-
-    def _may_write(self) -> bool:
-        """Returns whether this attempt owns the payload and so may materialize partitions.
-
-        If the cluster does not answer, the method asks again every few seconds. After `loss_timeout` seconds without an answer,
-        the method returns False.
-        """
-        while True:
-            try:
-                holds = self.owner().holds()
-                self._unknown_since = None
-                return holds
-            except OSError as error:
-                now = time.monotonic()
-                if self._unknown_since is None:
-                    self._unknown_since = now
-                    waits = "no partition is materialized before the cluster says whether another attempt has taken over"
-                    self.context.log.warning(f"[rayslurm] {waits}: {error}")
-                if now - self._unknown_since > self.loss_timeout:
-                    return False
-                time.sleep(_RETRY)
-
-    def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
-        """Handle the Pipes messages of the partition `key`; returns the materializations that the messages report.
-
-        `lines` are the messages as JSON. Each message is added to `evidence`. Log messages and custom messages go to Dagster. A
-        malformed message sets `evidence.message_error`. If an earlier attempt has shown that the partition failed, nothing goes
-        to Dagster, and the result is empty.
-        """
-        reported = dg.PipesMessageHandler(self.context, self._pipes)
-        for line in lines:
-            try:
-                message = json.loads(line)
-                method, params = message["method"], message.get("params") or {}
-                evidence.add_message(method, params)
-                if key in self.told:
-                    continue
-                if method == "log":
-                    self.handler.handle_message({**message, "params": {**params, "message": f"[{key}] {params['message']}"}})
-                elif method == "report_asset_check":
-                    raise ValueError("a partition cannot report an asset check")
-                elif method == "report_asset_materialization":
-                    reported.handle_message(message)
-                elif method not in ("opened", "closed"):
-                    self.handler.handle_message(message)
-            except Exception as error:  # noqa: BLE001 - users' messages may be malformed in any way, and Dagster raises anything
-                evidence.message_error = evidence.message_error or f"{type(error).__name__}: {error}"
-        results = [each for each in reported.get_reported_results() if isinstance(each, dg.MaterializeResult)]
-        for each in results:
-            if each.asset_key != self.asset_key:
-                evidence.message_error = f"it reports asset {each.asset_key.to_user_string() if each.asset_key else None!r}"
-        return results
-
-    def _materialize(
-        self,
-        key: str,
-        results: Sequence[dg.MaterializeResult],
-        end: Mapping[str, Any],
-        usage: Mapping[str, Any],
-        own: Mapping[str, Any],
-    ) -> None:
-        metadata = {name: value for each in results for name, value in (each.metadata or {}).items()}
-        metadata.update(own)
-        metadata["Elapsed (s)"] = round(end["ended_at"] - end["started_at"], 2)
-        metadata["CPU time (s)"] = round(usage["cpu_seconds"], 2)
-        metadata["Peak memory (MiB)"] = round(usage["peak_memory"] / _MIB, 1)
-        versions = [each.data_version.value for each in results if each.data_version is not None]
-        tags = {_DATA_VERSION: versions[-1]} if versions else None
-        # Written at once, and not yielded at the end of the step: a killed Dagster process must lose nothing.
-        self.context.log_event(dg.AssetMaterialization(self.asset_key, partition=self.keys[key], metadata=metadata, tags=tags))
-        self.done.add(key)
-        self.failed.pop(key, None)
-
-    def _window(self, key: str) -> dict[str, str] | None:
-        """Returns the time window of a partition for the Pipes context; None if the asset's partitions have no time windows.
-
-        `key` is the key of the partition. The result has the ISO times `start` and `end`.
-        """
-        definition = self.context.assets_def.partitions_def
-        if not isinstance(definition, dg.TimeWindowPartitionsDefinition):
-            return None
-        window = definition.time_window_for_partition_key(key)
-        return {"start": window.start.isoformat(), "end": window.end.isoformat()}
-
-    # ---- What users are told
-
-    def metadata(self) -> dict[str, Any]:
-        """Returns the metadata of the step's output: the number of partitions, and a mark for Dagster.
-
-        Because of the mark, Dagster does not materialize the partitions once more when the step ends.
-        """
-        return {"Partitions": len(self.keys), _NO_MATERIALIZATION: True}
-
-    def counted(self) -> str:
-        """Returns the beginning of a sentence, such as "3 of 5 partitions are materialized"."""
-        return f"{len(self.done):,} of {len(self.keys):,} partitions are materialized"
-
-    def verdict(self) -> Verdict:
-        """Returns the verdict on a payload that has ended: success if all partitions are materialized, otherwise a failure."""
-        return Verdict(FailureKind.PAYLOAD, self.sentence()) if self.missing else SUCCESS
-
-    def sentence(self) -> str:
-        """Returns a sentence that describes a failure: how many partitions failed or did not end, and why the first failed."""
-        failed = [f"{key!r} ({each.sentence})" for key, each in list(self.failed.items())[:_NAMED]]
-        more = f" and {len(self.failed) - _NAMED:,} more" if len(self.failed) > _NAMED else ""
-        lost = len(self.missing) - len(self.failed)
-        what = [f"{len(self.failed):,} failed: {', '.join(failed)}{more}"] if failed else []
-        what += [f"{lost:,} did not end"] if lost else []
-        return f"{self.counted()}, {' and '.join(what)}; re-execute the run from failure to run only those that are missing"
-
-    def failures_metadata(self) -> dict[str, Any]:
-        """Returns Dagster metadata of a failure: the numbers of all, of materialized and of failed partitions, and the reasons.
-
-        The reasons are sentences by partition key, for at most `_LISTED` failed partitions.
-        """
-        counts = {"Partitions": len(self.keys), "Partitions materialized": len(self.done), "Partitions failed": len(self.failed)}
-        listed = {key: each.sentence for key, each in list(self.failed.items())[:_LISTED]}
-        return {**counts, **({"Failed partitions": dg.MetadataValue.json(listed)} if listed else {})}

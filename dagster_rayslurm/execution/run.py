@@ -21,7 +21,6 @@ from ..backends.layout import Layout
 from ..backends.ownership import Ownership
 from ..compute_fields import DETACH, ComputeFields
 from ..config import ExecutionMode
-from ..edge.base_directory import sweep_runs
 from ..errors import FailureKind, StartError
 from ..failures import CompletedRun, RunFailure
 from ..follow import Evidence, Follower, Following, follow_all
@@ -29,20 +28,20 @@ from ..follow.forward import RecordPipes
 from ..outcome import SUCCESS, Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint
 from ..outcome.metadata import Metadata, failure_metadata, run_metadata, timeline_metadata
 from ..plan import Plan
-from ..runtime.protocol.record import SECRETS, Record, component_dir
-from ..runtime.protocol.spec import is_passable
+from ..runtime.protocol.record import SECRETS, component_dir
 from ..separate.together import ReportMerger, failures_metadata, judge_components, metadata_of_all
 from ..slurm.accounting import relevant_lines
 from ..slurm.shared_queue import SlurmUnanswered
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.local import LocalConnection
 from .announce import announce
+from .files import discard, fetch_outputs, missing_output_warnings, sweep_old_files
 from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_canceling
 from .reattach import Launch, reattach_or_new
 from .unhealthy import remember, second_try
 
 if TYPE_CHECKING:
-    from .partitions import PartitionResults
+    from .partition_results import PartitionResults
 
 T = TypeVar("T")
 # The steps of a run. It yields the payloads that are to be followed, and goes on when they have ended, or with the exception that
@@ -51,11 +50,6 @@ Steps = Generator[Following, None, T]
 
 Component = str | None  # The name of a component; None if the run has a single payload.
 _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled payload's record is still read.
-_RETRY = 5.0  # Seconds between two tries to download a file over a lost connection.
-_SHOWN = 5  # Most files that a warning names.
-_SWEEP_INTERVAL = 3600.0  # Seconds between two sweeps of one base directory by one process.
-# When this process last swept each base directory, by host and path, by the monotonic clock.
-_last_sweep: dict[tuple[str, Path], float] = {}
 
 
 def drive(steps: Steps[T]) -> T:
@@ -527,7 +521,7 @@ class PayloadRun:
             fetch_outputs(end, self.backend.connection, run_dir, outputs, self.resource.connection_loss_timeout)
         except OSError as error:
             problem = f"its outputs cannot be brought back: {error}"
-        for warning in _missing_output_warnings(end, succeeded):
+        for warning in missing_output_warnings(end, succeeded):
             self.log.warning(f"[rayslurm] {payload.label}{warning}")
         if problem is None and end["outputs_failed"]:
             copy = f"an output could not be copied to {outputs}"
@@ -545,77 +539,3 @@ def superseded(successor: str) -> RunFailure:
         f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
         "attempt has neither ended nor judged the payload",
     )
-
-
-# ---- Output files, and files that are no longer needed
-
-
-def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
-    """Copy a payload's output files from the run directory `run_dir` to the directory `outputs` on this machine.
-
-    `end` is the payload's `end` record, which lists the output files. If a file cannot be copied, the function adds a sentence to
-    `end["outputs_failed"]`, and goes on. Raises OSError if the connection is lost for `timeout` seconds, or if the record names a
-    file outside the payload's working directory.
-    """
-    failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
-    for name in [entry["name"] for entry in end["outputs"]]:
-        if os.path.isabs(name) or ".." in name.split("/") or not is_passable(name):
-            # The account on the cluster may be compromised; it must not make this machine write outside `outputs`.
-            raise OSError(f"the record names {name!r}, which leaves the directory of outputs")
-        try:
-            _download(connection, os.path.join(run_dir, "work", name), str(outputs / name), timeout)
-        except ConnectionFailed:
-            raise
-        except OSError as error:
-            failed.append(f"{name}: {error.strerror or error}")
-
-
-def _download(connection: Connection, source: str, target: str, timeout: float) -> None:
-    """Download the file `source` on the cluster to the path `target` on this machine.
-
-    While the connection is lost, the function tries again for up to `timeout` seconds, and then raises ConnectionFailed. Raises
-    any other OSError at once, also a ConnectionFailed that is not temporary.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            return connection.download(source, target)
-        except ConnectionFailed as error:
-            if not error.temporary or time.monotonic() > deadline:
-                raise
-            time.sleep(_RETRY)
-
-
-def _missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
-    """Returns sentences that warn of output that was not recorded, and of output files that were not copied; [] without any.
-
-    `end` is the payload's `end` record. `succeeded` says whether the payload succeeded. If the payload has not succeeded, files
-    that do not exist or exceed the size limit get no warning.
-    """
-    warnings = []
-    if dropped := end.get("stdio_dropped"):
-        warnings.append(f"{dropped} characters of output were not recorded: max_stdio_mb was reached, or the disk was full")
-    left_out = [*(end.get("outputs_failed") or ()), *(end.get("outputs_left_out", ()) if succeeded else ())]
-    if left_out:
-        more = f"; and {len(left_out) - _SHOWN} more, see the metadata" if len(left_out) > _SHOWN else ""
-        warnings.append(f"outputs left out: {'; '.join(left_out[:_SHOWN])}{more}")
-    return warnings
-
-
-def discard(connection: Connection, path: str) -> None:
-    """Remove a file or directory on the machine of `connection`. Ignores an OSError: a later sweep removes what is left."""
-    with suppress(OSError):
-        connection.remove(path)
-
-
-def sweep_old_files(backend: Backend, home: Layout, retention_days: float) -> None:
-    """Remove run directories and other files of this package that were not used for `retention_days` days.
-
-    The files are below the base directory of this machine, whose paths `home` has, and on the machine or cluster where payloads
-    run. Does nothing if this process has called the function for the same base directory less than an hour ago.
-    """
-    now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
-    if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
-        _last_sweep[base] = now
-        sweep_runs(str(home.base), retention_days * 86400)
-        backend.sweep(retention_days)

@@ -39,9 +39,10 @@ from ..slurm.shared_queue import QueueSnapshot, listed_snapshot, squeue_command
 from ..slurm.states import TERMINAL
 from ..slurm.submit import cancel_named, find_job
 from ..ssh.base import Connection
+from .files import discard, sweep_old_files
 from .interrupts import is_service_stop, mark_canceling
 from .reattach import Launch
-from .run import PayloadRun, Steps, discard, start_errors, sweep_old_files
+from .run import PayloadRun, Steps, start_errors
 from .terminal import pipes_context
 
 # Age in seconds from which on a claim without a job is abandoned if its process is on another host, so that nobody can tell

@@ -22,8 +22,9 @@ from ..plan import Plan, run_dir_name
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import Record
 from ..slurm.request import FROM_TERMINAL
+from .files import discard, sweep_old_files
 from .reattach import Launch
-from .run import PayloadRun, discard, drive, start_errors, sweep_old_files
+from .run import PayloadRun, drive, start_errors
 
 # Exit codes besides those of the payload: for a time limit as of timeout(1), for what is not the program's fault as of
 # docker run(1), and after Ctrl-C as of a shell.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dagster_rayslurm.backends.sessions.acquire import next_action
 from dagster_rayslurm.follow import Cadence
 from dagster_rayslurm.follow.follower import RecordState
-from dagster_rayslurm.runtime.payload.payload import Awaited, Life, Phase
+from dagster_rayslurm.runtime.payload.life import Awaited, Life, Phase
 from dagster_rayslurm.runtime.protocol.messages import End, EndReason
 from dagster_rayslurm.runtime.protocol.record import LineReader
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec
@@ -114,7 +114,7 @@ def payload() -> Core:
         ("the outputs are found", step(Phase.SEARCHING, Phase.ENDED)),
     ]
     name = lambda life: life.phase.name.lower()  # noqa: E731
-    return Core("A payload", "runtime/payload/payload.py: Life", Life(), events, name, 7)
+    return Core("A payload", "runtime/payload/life.py: Life", Life(), events, name, 7)
 
 
 def queue() -> Core:

@@ -26,7 +26,7 @@ from dagster_rayslurm import (
     SlurmQueueConfig,
     SlurmResource,
 )
-from dagster_rayslurm.execution.run import fetch_outputs
+from dagster_rayslurm.execution.files import fetch_outputs
 from dagster_rayslurm.runtime.protocol.record import encode
 from dagster_rayslurm.runtime.ray.ray_node import start_arguments
 from dagster_rayslurm.ssh.local import LocalConnection

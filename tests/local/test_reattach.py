@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import dagster as dg
 
-import dagster_rayslurm.run_call as calls
+import dagster_rayslurm.call as calls
 from dagster_rayslurm import BashLauncher, ComputeResource
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.ownership import FIRST_OWNER

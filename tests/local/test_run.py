@@ -313,7 +313,7 @@ def test_two_runs_at_once_do_not_meet(compute: ComputeResource, script: Any) -> 
 def test_run_directories_are_kept_and_swept(
     compute: ComputeResource, script: Any, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dagster_rayslurm.execution import run as module
+    from dagster_rayslurm.execution import files as module
 
     keeping = ComputeResource(local_base=str(base), default_launcher=BashLauncher(), keep_run_dirs="all", retention_days=1)
     run_asset(keeping, script(RESULT))

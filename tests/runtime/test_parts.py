@@ -24,7 +24,8 @@ from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_nam
 from dagster_rayslurm.runtime.node import usage
 from dagster_rayslurm.runtime.node.usage import Attribution
 from dagster_rayslurm.runtime.payload import environment
-from dagster_rayslurm.runtime.payload.payload import Awaited, PayloadProcess
+from dagster_rayslurm.runtime.payload.life import Awaited
+from dagster_rayslurm.runtime.payload.payload import PayloadProcess
 from dagster_rayslurm.runtime.payload.results import OutputSearch
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.processes import Process

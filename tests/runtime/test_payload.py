@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.payload.payload import Awaited, Do, Life, Phase
+from dagster_rayslurm.runtime.payload.life import Awaited, Do, Life, Phase
 from dagster_rayslurm.runtime.protocol.messages import End, EndReason
 
 CANCEL, TIMEOUT, TERMINATED = (End(reason, str(reason)) for reason in (EndReason.CANCEL, EndReason.TIMEOUT, EndReason.TERMINATED))

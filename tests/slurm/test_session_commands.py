@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource
-from dagster_rayslurm.execution import run as execution
+from dagster_rayslurm.execution import files
 from dagster_rayslurm.ssh.connection import SSHConnection
 from dagster_rayslurm.ssh.pool import close_connections
 
@@ -45,7 +45,7 @@ def test_a_warm_step_runs_no_command(
     assert ran == []
     site.connection.write(f"{site.base}/.swept", b"")  # When it was swept first, there was nothing yet.
     close_connections()
-    execution._last_sweep.clear()
+    files._last_sweep.clear()
     step("third")
     assert ran == []
     assert site.sh('ls -A "$1/runs"', site.base) == ""

@@ -467,7 +467,7 @@ def test_unusual_values_of_environment_variables_are_accepted() -> None:
 
 def test_importing_the_package_imports_neither_ray_nor_paramiko_nor_backends_nor_the_rpc_of_the_runtime() -> None:
     runtime = ("ctypes", "dagster_rayslurm.runtime.process", "dagster_rayslurm.runtime.protocol.rpc")
-    late = ("ray", "paramiko", "dagster_rayslurm.run_call", "dagster_rayslurm.backends", "dagster_rayslurm.follow", "pathspec")
+    late = ("ray", "paramiko", "dagster_rayslurm.operations", "dagster_rayslurm.backends", "dagster_rayslurm.follow", "pathspec")
     code = f"import dagster_rayslurm, sys; print([m for m in {(*late, *runtime)!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 

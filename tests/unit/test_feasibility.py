@@ -19,8 +19,8 @@ from dagster_rayslurm import (
     SlurmResource,
     feasible,
 )
+from dagster_rayslurm.call import Call, prepare
 from dagster_rayslurm.compute_fields import ComputeFields
-from dagster_rayslurm.run_call import Call, _prepare
 
 from ..conftest import run_asset
 from ..fake_slurm import FakeSlurm
@@ -169,7 +169,7 @@ CPU = HetComponent(
 def refused(compute: ComputeFields, requires: Any, **arguments: Any) -> str | None:
     """Why a call is refused before submission; None if it is not."""
     try:
-        _prepare(Call(compute, payload_path=["true"], requires=requires, **arguments), "nonce")
+        prepare(Call(compute, payload_path=["true"], requires=requires, **arguments), "nonce")
     except ValueError as error:
         return str(error)
     return None

@@ -18,9 +18,9 @@ from dagster_rayslurm import (
     SlurmResource,
 )
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
+from dagster_rayslurm.call import Call, log_origins
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.plan import make_plan, merge
-from dagster_rayslurm.run_call import Call, _log_origins
 
 from .lines import Log
 
@@ -173,6 +173,6 @@ def test_a_run_logs_where_values_come_from(tmp_path: Any) -> None:
 def test_values_that_the_call_rules_out_come_from_nowhere() -> None:
     compute = ComputeResource(mode="slurm", slurm=SlurmResource(queue=QUEUE), environment=InheritedEnvironment())
     log = Log()
-    _log_origins(Call(compute, payload_path=["true"], queue={"mem_per_cpu": "1G"}, launcher=RayLauncher()), log)
+    log_origins(Call(compute, payload_path=["true"], queue={"mem_per_cpu": "1G"}, launcher=RayLauncher()), log)
     kept = "partition='gpu', account='study', time_limit='05:00:00' from the resource"
     assert log.lines == [f"[rayslurm] queue: mem_per_cpu='1G' from run(queue=…); {kept}"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.edge.base_directory import sweep_runs
-from dagster_rayslurm.execution.run import fetch_outputs
+from dagster_rayslurm.execution.files import fetch_outputs
 from dagster_rayslurm.ssh.local import LocalConnection
 
 

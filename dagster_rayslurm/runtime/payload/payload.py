@@ -1,6 +1,6 @@
 """Runs one payload, from the queue to the `end` record.
 
-`Life` decides what happens next, without side effects. `Payload` and `PayloadProcess` act on these decisions.
+`Life`, in `life.py`, decides what happens next. `Payload` and `PayloadProcess` act on these decisions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field, replace
-from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Dict, FrozenSet, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Dict, List, Optional, Set, Tuple
 
 from ..node.resources import NodeResources
 from ..process import processes
@@ -26,6 +25,7 @@ from ..protocol.messages import End, EndReason, defect
 from ..protocol.record import STATUS, Record, RunRecord, split_lines, tail_lines, write_atomically
 from ..protocol.spec import PayloadSpec
 from .environment import Environment, find_own_ray, lay_out_work_dir
+from .life import Awaited, Do, Life, Phase
 from .results import OutputSearch, UsageMeasurement
 
 if TYPE_CHECKING:
@@ -43,117 +43,6 @@ _ARCHIVE_TIMEOUT = 6.0  # Seconds that the `end` of a failed payload waits for t
 _EXPLAINED_BY_RAY = (EndReason.CLUSTER_START, EndReason.CLUSTER_LOST, EndReason.INFEASIBLE)
 _RETRY = 1.0  # Seconds between two tries to write the `end`.
 _CHUNK = 256 * 1024  # Most bytes of output or messages that are read at a time.
-
-
-class Phase(IntEnum):
-    """The phases of a payload's life, in order; a payload never returns to an earlier phase."""
-
-    QUEUED = 0
-    STARTING = 1  # The process is being started, or requested from a preload process.
-    RUNNING = 2
-    EXITED = 3  # The process has ended; its last output and figures are awaited.
-    FINISHING = 4  # The last messages are copied.
-    SEARCHING = 5  # The outputs are searched for.
-    ENDED = 6  # The `end` record is written, or writing it failed and is retried.
-
-
-class Awaited(Enum):
-    """Events that may come after the end of a payload's process; the `end` record is written after these events."""
-
-    OUTPUT = "the rest of the output"
-    USAGE = "usage of the other nodes"
-    LEAKS = "leak check"
-    ENERGY = "energy of the Slurm step"
-    SIGNAL = "signal to the runtime"
-
-
-class Do(Enum):
-    """Actions for `Payload` to take; the methods of `Life` return actions with the next state."""
-
-    TERMINATE = "send SIGTERM to the process"
-    KILL = "send SIGKILL at `kill_at`"
-    FINISH = "copy the last messages and search for outputs"
-    CONCLUDE = "write the `end` record without outputs"
-
-
-@dataclass(frozen=True)
-class Life:
-    """The immutable state of a payload. For each event, a method returns the next state and the actions to take."""
-
-    phase: Phase = Phase.QUEUED
-    exit: Optional[End] = None  # How the payload's process ended; None as long as it runs.
-    forced: Optional[End] = None  # Why the runtime ends the payload; None if the runtime does not.
-    # When SIGKILL is due, in seconds of the loop's clock; None unless the payload is being ended.
-    kill_at: Optional[float] = None
-    awaited: FrozenSet[Awaited] = frozenset()
-
-    @property
-    def result(self) -> Optional[End]:
-        """The payload's end: why the runtime ended the payload, or else how the process exited; None while the payload runs."""
-        return self.forced or self.exit
-
-    @property
-    def ran_to_exit(self) -> bool:
-        """Whether the payload's process exited by itself, neither ended by the runtime nor by a signal."""
-        return self.forced is None and self.exit is not None and self.exit.signal is None
-
-    @property
-    def terminated(self) -> bool:
-        """Whether the payload ended because the runtime received a signal; Slurm may then run the job again."""
-        return self.forced is not None and self.forced.reason == EndReason.TERMINATED
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code that a shell would report for the payload's process.
-
-        The result is 1 if the runtime ended the payload, or if the process has not exited.
-        """
-        if self.forced is not None or self.exit is None:
-            return 1
-        return 128 + self.exit.signal if self.exit.signal is not None else int(self.exit.exit_code or 0)
-
-    def end_early(self, end: End, grace: float, now: float) -> Tuple[Life, List[Do]]:
-        """Handle the runtime's decision to end the payload; returns the next state and the actions to take now.
-
-        `end` has the reason to record, `grace` is the time from SIGTERM to SIGKILL in seconds, and `now` is the time of the
-        loop's clock. The rules are in the docstring of `Payload.end_early`.
-        """
-        unrecorded, forced = end.reason == EndReason.RECORD, replace(self, forced=self.forced or end)
-        if self.phase == Phase.SEARCHING:  # Only the `end` remains to be recorded, so a failed write changes nothing.
-            return (self, []) if unrecorded else (forced, [Do.CONCLUDE])
-        if self.phase == Phase.ENDED or (self.exit is not None and Awaited.SIGNAL not in self.awaited and not unrecorded):
-            return self, []
-        if self.phase != Phase.RUNNING:
-            return forced._finish_if_complete()
-        kill_at = now + grace
-        if self.kill_at is not None and self.kill_at <= kill_at:
-            return forced, []
-        return replace(forced, kill_at=kill_at), [Do.TERMINATE] * (grace > 0 and self.kill_at is None) + [Do.KILL]
-
-    def exited(self, end: End, awaited: FrozenSet[Awaited]) -> Tuple[Life, List[Do]]:
-        """Handle the end of the payload's process; returns the next state and the actions to take.
-
-        `end` tells how the process ended. `awaited` has the events for which the `end` record waits. If the process failed by
-        itself, the `end` record also waits for a signal to the runtime, which would explain the failure.
-        """
-        if self.forced is None and end.exit_code != 0:
-            awaited |= {Awaited.SIGNAL}
-        return replace(self, phase=max(self.phase, Phase.EXITED), exit=end, awaited=awaited)._finish_if_complete()
-
-    def received(self, awaited: Awaited) -> Tuple[Life, List[Do]]:
-        """Handle the event `awaited`, for which the `end` record waited; returns the next state and the actions to take.
-
-        The timeout of an event counts as the event.
-        """
-        life = replace(self, awaited=self.awaited - {awaited})
-        return life._finish_if_complete() if self.phase == Phase.EXITED else (life, [])
-
-    def _finish_if_complete(self) -> Tuple[Life, List[Do]]:
-        # Once the runtime has a reason of its own, a signal to the runtime makes no difference.
-        waits = self.awaited - {Awaited.SIGNAL} if self.forced is not None else self.awaited
-        if self.phase < Phase.RUNNING or (self.phase == Phase.EXITED and not waits):
-            return replace(self, phase=Phase.FINISHING), [Do.FINISH]
-        return self, []
 
 
 @dataclass(eq=False)

@@ -1,0 +1,304 @@
+"""What the methods of `ComputeResource` do: run, await, submit and follow payloads, and end clusters."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from dagster_pipes import PipesExtras
+
+from .backends.array import ArrayBackend
+from .backends.batch import BatchBackend, cancel_cluster
+from .backends.layout import Layout, absolute
+from .backends.sessions import local as local_session
+from .backends.sessions.backend import end_session
+from .backends.sessions.here import sessions_base
+from .backends.sessions.listing import stop_sessions_of_run
+from .call import Call, configuration_errors, log_origins, mode_of, prepare, unused_fields
+from .compute_fields import ComputeFields, Context
+from .config import ExecutionMode, Topology, resolve_variables
+from .environments import (
+    Environment,
+    InheritedEnvironment,
+    PreDeployedEnvironment,
+)
+from .execution import partition_arrays, partitions, submitted, terminal
+from .execution.asynchronous import drive_async
+from .execution.event_log import open_event_log
+from .execution.reattach import next_call
+from .execution.run import Steps, drive, executing, start_errors
+from .failures import CompletedRun, RunFailure, apply_retry_policy
+from .follow.hub import hub_of
+from .handle import TAG, RunHandle
+from .runtime.protocol.spec import RaySpec
+from .settings import of_step
+from .slurm.config import SlurmQueueConfig
+from .ssh.base import Connection
+from .ssh.local import LocalConnection
+from .ssh.pool import connection_to
+
+_log = logging.getLogger("rayslurm")
+
+
+def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
+    """Run the payloads of one call of `ComputeResource.run` or `run_partitions`, and wait until all payloads have ended.
+
+    `extras` are the Pipes extras. `arguments` are the other arguments of the call; for `run_partitions`, `arguments` also contain
+    `by_partition=True`. Returns the result for the user's asset. Raises `RunFailure` if the call is invalid, or unless all
+    payloads succeed.
+    """
+    return drive(_running(resource, _op_context(context), extras, **arguments))
+
+
+async def run_async(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
+    """Run the payloads of one call of `ComputeResource.run_async`, and await the end of all payloads.
+
+    The parameters, the result and the exceptions are the same as for the function `run`. In this process, one thread follows the
+    payloads of all calls on the same cluster.
+    """
+    op_context = _op_context(context)
+    # Count the call here, in the order of the calls, because the steps of several calls begin in any order.
+    number = next_call(op_context)
+    remote = resource.slurm is not None and resource.mode != ExecutionMode.LOCAL
+    hub = hub_of(connection_to(resource.slurm.ssh if remote and resource.slurm is not None else None))
+    with open_event_log(op_context.instance.event_log_storage, op_context.run.run_id):
+        return await drive_async(_running(resource, op_context, extras, number=number, **arguments), hub)
+
+
+def _op_context(context: Context) -> dg.OpExecutionContext:
+    """Returns the op context of a step: `context` itself, or the op context inside the context of an asset or asset check."""
+    return context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+
+
+def _running(resource: ComputeFields, context: dg.OpExecutionContext, *arguments: Any, **options: Any) -> Steps[CompletedRun]:
+    try:
+        return (yield from _steps(resource, context, *arguments, **options))
+    except RunFailure as failure:
+        apply_retry_policy(failure, context.get_step_execution_context().op_retry_policy)
+        raise
+
+
+def _steps(
+    resource: ComputeFields,
+    context: dg.OpExecutionContext,
+    extras: PipesExtras | None,
+    max_concurrent: int | None = None,
+    by_partition: bool = False,
+    number: int | None = None,
+    **arguments: Any,
+) -> Steps[CompletedRun]:
+    if unused := unused_fields(resource, arguments["environment"] or resource.environment):
+        context.log.info(f"[rayslurm] local mode does not use {unused}")
+    with configuration_errors():
+        call = Call(resource, settings=of_step(context), **arguments)
+        if by_partition:
+            partitions.check_context(context, max_concurrent)
+            if resource.topology == Topology.SEPARATE:
+                raise ValueError(f"topology: run_partitions has one payload for each partition; use '{Topology.SPANNING}'")
+        try:
+            json.dumps(extras)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"extras: they go to the payload as JSON: {error}; pass only text, numbers, lists and dicts"
+            ) from None
+        plan, backend = prepare(call, secrets.token_hex(6))
+    log_origins(call, context.log)
+    if isinstance(backend, ArrayBackend):
+        return partition_arrays.execute_arrays(context, plan, backend, resource, extras, max_concurrent)
+    if by_partition:
+        return partitions.execute_partitions(context, partitions.with_runner(plan, max_concurrent), backend, resource, extras)
+    return (yield from executing(context, plan, backend, resource, extras, number=number))
+
+
+def submit(
+    resource: ComputeFields, name: str, log: logging.Logger, detach: bool = False, **arguments: Any
+) -> terminal.Finished | terminal.Detached:
+    """Run the payloads of one call from a terminal, without Dagster, until all payloads have ended; returns the result.
+
+    If `detach` is True, the function returns as soon as the payloads have started. In the name of the run directory and in
+    messages, `name` stands in place of a step's key. `arguments` are fields of `Call`. Raises `RunFailure` if the call is invalid
+    or no payload could be started. If a payload fails after the start, the result has the failure, and nothing is raised.
+    """
+    if unused := unused_fields(resource, arguments.get("environment") or resource.environment):
+        log.info(f"[rayslurm] local mode does not use {unused}")
+    with configuration_errors():
+        # Without Dagster nobody misses a result, so the exit code alone decides.
+        plan, backend = prepare(Call(resource, uses_pipes=False, **arguments), secrets.token_hex(6))
+    if not detach:
+        return terminal.run_in_terminal(name, plan, backend, resource, log)
+    terminal.refuse_to_detach(resource)
+    return terminal.start_detached(name, plan, backend, resource, log)
+
+
+def submit_and_leave(
+    resource: ComputeFields,
+    context: Any,
+    asset_key: Any,
+    partition_key: str | None,
+    key: str | None,
+    extras: PipesExtras | None,
+    **arguments: Any,
+) -> RunHandle:
+    """Submit the job of one call of `ComputeResource.submit`, and return the handle of the submitted run without waiting.
+
+    The parameters mean the same as in `ComputeResource.submit`. Raises `RunFailure` if the call is invalid, or if the job cannot
+    be submitted.
+    """
+    in_step = isinstance(context, (dg.OpExecutionContext, dg.AssetExecutionContext, dg.AssetCheckExecutionContext))
+    op_context = _op_context(context) if in_step else None
+    log = context.log if context is not None else _log
+    name = (
+        asset_key if asset_key is None or isinstance(asset_key, str) else dg.AssetKey.from_coercible(asset_key).to_user_string()
+    )
+    if op_context is not None:
+        if name is None and op_context.has_assets_def and len(op_context.selected_asset_keys) == 1:
+            name = next(iter(op_context.selected_asset_keys)).to_user_string()
+        if partition_key is None and op_context.has_partition_key:
+            partition_key = op_context.partition_key
+    with configuration_errors():
+        resource = resolve_variables(resource, type(resource).__name__, [])
+        if key is not None and (not isinstance(key, str) or not key):
+            raise ValueError(f"key: {key!r} is no text; pass one that stands for the work, such as a date or a partition")
+        call = Call(resource, settings=of_step(op_context) if op_context is not None else ((), ()), **arguments)
+        plan, backend = prepare(call, secrets.token_hex(6))
+        if not isinstance(backend, BatchBackend):
+            hint = "and topology 'spanning'; use run() for other ones"
+            raise ValueError(f"submit() needs a Slurm job for each payload: mode '{ExecutionMode.SLURM}' or hetjob {hint}")
+    log_origins(call, log)
+    step = name or (op_context.get_step_execution_context().step.key if op_context is not None else "submitted")
+    run_id = op_context.run.run_id if op_context is not None else None
+    handle = RunHandle(
+        run="",
+        asset_key=name,
+        partition_key=partition_key,
+        key=key,
+        uses_pipes=plan.uses_pipes,
+        requeue=(call.parts[0].queue if call.parts else backend.queue).requeue,
+    )
+    pipes_context = submitted.pipes_context_of(step, name, partition_key, run_id, extras)
+    return submitted.submit_and_leave(step, plan, backend, resource, pipes_context, handle, log)
+
+
+def reattach(resource: ComputeFields, context: Context, handle: RunHandle | None) -> CompletedRun:
+    """Follow a submitted run until the run has ended; returns the result for the user's asset.
+
+    If `handle` is None, the handle of the submitted run is read from the tags of the Dagster run. Raises `RunFailure` if there is
+    no valid handle, or if the submitted run failed.
+    """
+    op_context = _op_context(context)
+    with configuration_errors():
+        if handle is None and (text := op_context.run.tags.get(TAG)) is None:
+            raise ValueError(f"handle: this run has no tag {TAG}; pass the handle that submit() returned")
+        handle = handle or RunHandle.from_json(text or "")
+        backend = _submitting_backend(resource)
+    return drive(submitted.reattaching(op_context, handle, backend, resource))
+
+
+def look(resource: ComputeFields, known: Sequence[str], sensor: str, at: Callable[[str], object]) -> Any:
+    """Find the submitted runs of a resource that have ended; returns the three values of `submitted.look_for_ends`.
+
+    `known` has the names of the runs that were reported before. `sensor` is the name of the sensor that reports the ended runs.
+    Before the cluster is asked, `at` is called with the name of the cluster. Raises `RunFailure` if the resource has no cluster,
+    and OSError if the cluster or Slurm does not answer.
+    """
+    with configuration_errors():
+        resource = resolve_variables(resource, type(resource).__name__, [])
+        backend = _submitting_backend(resource)
+    at(backend.connection.place)
+    return submitted.look_for_ends(backend.connection, str(backend.layout.base), known, sensor, resource)
+
+
+def _submitting_backend(resource: ComputeFields) -> BatchBackend:
+    """Returns the backend that finds and follows jobs submitted earlier.
+
+    Raises `ValueError` unless the resource has a cluster and the mode slurm or slurm-hetjob.
+    """
+    if resource.slurm is None or mode_of(resource) not in (ExecutionMode.SLURM, ExecutionMode.SLURM_HETJOB):
+        raise ValueError(f"submitted runs need mode '{ExecutionMode.SLURM}' or '{ExecutionMode.SLURM_HETJOB}', and a cluster")
+    slurm, patience = resource.slurm, resource.connection_loss_timeout
+    return BatchBackend(slurm, slurm.queue, InheritedEnvironment(), resource.queue_timeout, patience)
+
+
+def example(resource: ComputeFields, **arguments: Any) -> str:
+    """Returns the batch script or command that a call would start, for display; raises `RunFailure` for an invalid call."""
+    with configuration_errors():
+        unused = ["slurm"] if mode_of(resource) == ExecutionMode.LOCAL else []
+        resource = resolve_variables(resource, type(resource).__name__, unused)
+        plan, backend = prepare(Call(resource, **arguments), "NONCE")
+        return backend.example(plan)
+
+
+def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
+    """End the warm Ray cluster `cluster_id`, and the cluster's session or Slurm job; returns False if no such cluster is found.
+
+    Raises `RunFailure` if the session or the job does not end, or if Slurm or the edge node does not answer.
+    """
+    with configuration_errors(), start_errors():
+        if resource.slurm is not None and mode_of(resource) != ExecutionMode.LOCAL:
+            slurm = resolve_variables(resource.slurm, "slurm")
+            return end_session(slurm, cluster_id) or cancel_cluster(slurm, cluster_id)
+        return local_session.stop(Layout.here(resource.local_base), cluster_id)
+
+
+def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
+    """End the sessions with scope "run" of the Dagster run in `context`, if all steps of the Dagster run have ended.
+
+    Logs a warning if the sessions cannot be ended.
+    """
+    run, instance = context.run, context.instance
+    if run is None or instance is None or run.execution_plan_snapshot_id is None:
+        return
+    planned = instance.get_execution_plan_snapshot(run.execution_plan_snapshot_id).step_keys_to_execute
+    stats = instance.get_run_step_stats(run.run_id)
+    ended = {each.step_key for each in stats if each.status is not None and each.status.value != "IN_PROGRESS"}
+    if not ended.issuperset(planned):
+        return
+    try:
+        if mode_of(resource) == ExecutionMode.LOCAL:
+            stop_sessions_of_run(LocalConnection(), sessions_base(Layout.here(resource.local_base)), run.run_id)
+        elif resource.slurm is not None:
+            slurm = resolve_variables(resource.slurm, "slurm")
+            connection = connection_to(slurm.ssh)
+            stop_sessions_of_run(connection, absolute(connection, slurm.remote_base), run.run_id)
+    except (OSError, ValueError) as error:
+        _log.warning(f"[rayslurm] the session of the run ends after its idle_timeout: {error}")
+
+
+@dataclass(frozen=True)
+class EnvironmentSite:
+    """The machine and directories where the environment of payloads is installed, and the settings of the installation."""
+
+    connection: Connection
+    base: str
+    environment: Environment
+    queues: Sequence[SlurmQueueConfig]  # The environment is made for the platform of their nodes; if empty, of the edge node.
+    ray: RaySpec | None
+    cache_dir: str
+    retention_days: int
+
+
+def environment_site(resource: ComputeFields) -> EnvironmentSite:
+    """Returns the machine, the directories and the settings for the environment of a resource's payloads.
+
+    Every `EnvVar` of the resource must be resolved. Raises `ValueError` if the resource has no cluster.
+    """
+    if resource.slurm is None:
+        raise ValueError("the resource has no cluster; give it one as ComputeResource(slurm=…)")
+    connection = connection_to(resource.slurm.ssh)
+    base, path = absolute(connection, resource.slurm.remote_base), resource.pre_deployed_env_path
+    queues = [each.queue for each in resource.components] or [resource.slurm.queue] if resource.auto_detect_platform else []
+    return EnvironmentSite(
+        connection=connection,
+        base=base,
+        environment=PreDeployedEnvironment(path=path) if path else resource.environment,
+        queues=queues,
+        ray=resource.default_launcher.ray_spec(),
+        cache_dir=str(Layout(Path(base)).environments),
+        retention_days=resource.retention_days,
+    )
