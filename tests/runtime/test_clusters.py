@@ -359,11 +359,11 @@ def test_leaks_in_a_warm_cluster_are_reported(runtime: Runtime) -> None:
         session(ray=RaySpec(num_cpus=2, object_store_memory=100 * 2**20))
         [submit(name) for name in ("data", "one", "two", "three")]
         def cleaned():
-            said["cleaned"] = runner.describe()["leaks"]
+            said["cleaned"] = describe(runner)["leaks"]
             submit("job")
             when_done(loop.stop)
         def left():
-            said["left"] = runner.describe()["leaks"]
+            said["left"] = describe(runner)["leaks"]
             submit("four")
             when_done(lambda: loop.call_later(3.0, cleaned))
         when_done(lambda: loop.call_later(2.5, left))

@@ -549,7 +549,7 @@ def test_clusters_of_payloads_own_have_the_components_too(tmp_path: Path) -> Non
     said = runtime.run("""
         from dagster_rayslurm.runtime.protocol.spec import ComponentSpec
         session(components=[ComponentSpec("cpu"), ComponentSpec("gpu", 1, None, 2)])
-        said["nodes"] = [(node["component"], node["cpus"], node["gpus"]) for node in runner.describe()["nodes"]]
+        said["nodes"] = [(node["component"], node["cpus"], node["gpus"]) for node in describe(runner)["nodes"]]
         [submit(name) for name in ("one", "two", "three", "four", "five")]
         def go():
             said["here"] = len(processes.descendants(os.getpid()))

@@ -217,7 +217,7 @@ loop.call_later(3.5, come_back)
 loop.call_later(6.0, loop.stop)
 runner.submit(run_dir)
 runner.settle = lambda: None
-loop.call_later(5.9, lambda: runner._unrecorded.clear())
+loop.call_later(5.9, lambda: runner.unrecorded.clear())
 runner.run()
 """
         if outlives

@@ -40,6 +40,7 @@ from dagster_rayslurm.runtime.supervisor import supervisor
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.messages import End
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.supervisor.facts import describe
 from dagster_rayslurm.runtime.supervisor.queue import Closing, Misfit
 machine.detect = lambda *_, **__: machine.NodeResources("n1", 4, 0, 2**33, None)
 processes.become_subreaper()
@@ -124,7 +125,7 @@ def test_claims_are_summed_and_a_large_payload_is_not_starved(runtime: Runtime) 
         session(max_concurrent_payloads=3)
         for name in "abcde":
             submit(name)
-        loop.call_later(0.2, lambda: said.update(facts=runner.describe()))
+        loop.call_later(0.2, lambda: said.update(facts=describe(runner)))
         when_done(end)
     """)
     assert runtime.overlap("a", "b") and not runtime.overlap("a", "c") and not runtime.overlap("b", "c")
@@ -194,7 +195,7 @@ def test_a_payload_that_cannot_end_in_time_is_refused(runtime: Runtime) -> None:
         submit("first")  # Nobody else would have more time for it.
         def go():
             submit("fits"); submit("behind"); submit("after")
-            said["left"], said["closing"] = runner.describe()["time_left"], runner.closing
+            said["left"], said["closing"] = describe(runner)["time_left"], runner.closing
             when_done(end)
         when_done(go)
     """)

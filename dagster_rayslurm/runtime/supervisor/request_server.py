@@ -21,6 +21,7 @@ from ..protocol.messages import End, EndReason, Operation, Refusal, answer_safel
 from ..protocol.record import CANCEL, JOURNAL, SESSION, write_atomically
 from ..protocol.rpc import Channel, Listener, Message, RpcServer
 from ..protocol.spec import PROTOCOL_VERSION, Announcement, SpecError
+from .facts import describe
 from .queue import Closing, Misfit
 from .supervisor import Supervisor
 
@@ -185,7 +186,7 @@ class RequestServer(Listener):
                 return refuse(Refusal.WITHDRAWN, "the request was withdrawn")
             return self._admit(request)
         if op == Operation.DESCRIBE:
-            return {**self._supervisor.describe(), "ok": True}
+            return {**describe(self._supervisor), "ok": True}
         if op == Operation.STOP:
             self._supervisor.close(_STOPPED)
             return {"ok": True}

@@ -128,9 +128,9 @@ class Supervisor:
         )
         self._fresh: Dict[str, RayCluster] = {}  # The payloads' own Ray clusters, by the payload's nonce.
         self._unhealthy: List[Unhealthy] = []  # Nodes that failed the health check of a payload's own Ray cluster.
-        self._unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
+        self.unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
         # Phase and message for the Dagster log about a node's local copy of the environment, by name of node.
-        self._remarks = {} if local_copy.remark is None else {self._name: local_copy.remark}
+        self._remarks = {} if local_copy.remark is None else {self.name: local_copy.remark}
         self._signalled_at: Optional[float] = None  # When this runtime received its first signal.
         self._timers = Timers(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -212,7 +212,7 @@ class Supervisor:
             self.workers.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             deadline = self.loop.now() + _END_TIMEOUT
-            while [each for each in self._unrecorded if not each.write_end()] and self.loop.now() < deadline:
+            while [each for each in self.unrecorded if not each.write_end()] and self.loop.now() < deadline:
                 time.sleep(_END_TIMEOUT / 10)
             self.scratch.remove()
             self.workers.wait_gone(_LATE_NODES if self._signalled_at is None else 0.0)
@@ -322,7 +322,7 @@ class Supervisor:
         payload.archive_logs = functools.partial(self._archive_logs, payload)
         if self._energy is not None:
             payload.query_energy = self._energy.query
-        self._unrecorded = [each for each in self._unrecorded if not each.files.ended] + [payload]
+        self.unrecorded = [each for each in self.unrecorded if not each.files.ended] + [payload]
         self.queue = self.queue.added(payload, self._is_fresh(spec), self.loop.now())
         self._timers.cancel("idle")
         start = {"type": "start", "nonce": spec.nonce, "attempt": attempt, "protocol": PROTOCOL_VERSION, "at": time.time()}
@@ -550,41 +550,6 @@ class Supervisor:
 
     # ---- Facts
 
-    def describe(self) -> Dict[str, Any]:
-        """Returns the answer to a client's `describe` request: the state of the runtime, its payloads, nodes and Ray cluster.
-
-        All values are JSON values. Times are in seconds.
-        """
-        now, queue, here = self.loop.now(), self.queue, self.machine
-        own = {"name": self._name, "cpus": here.num_cpus, "gpus": here.num_gpus, "here": True, "component": here.component}
-        cluster = self.cluster.facts() if self.cluster is not None else {}
-        idle = queue.idle_for(now)
-        payloads = [(each.payload, "waiting", each.since) for each in queue.waiting]
-        payloads += [(each.payload, "running", each.since) for each in queue.running]
-        payloads += [(each, "ended", now) for each in self._unrecorded if each.ended and not each.files.ended]
-        return {
-            "cluster_id": self.spec.cluster_id,
-            "protocol": PROTOCOL_VERSION,
-            "pid": os.getpid(),
-            "ready": self.cluster is None or self.cluster.ready,
-            "closing": queue.ending is not None,
-            "draining": self.closing,
-            "running": len(queue.running),
-            "waiting": len(queue.arrived),
-            "payloads": [
-                dict(run_dir=each.run_dir, run_id=each.spec.run_id, step=each.spec.step, state=state, age=round(now - since, 1))
-                for each, state, since in payloads
-            ],
-            "served": queue.served,
-            "idle": None if idle is None else round(idle, 1),
-            "nodes": [own, *(member.facts() for member in self.workers.members.values())],
-            "ray_version": cluster.get("ray_version"),
-            "address": cluster.get("ray_address"),
-            "dashboard_url": cluster.get("dashboard_url"),
-            "leaks": [] if self.cluster is None else list(self.cluster.leaks),
-            "time_left": self.time_left(),
-        }
-
     @property
     def _allocation_facts(self) -> Optional[Dict[str, Any]]:
         return self.allocation.facts() if self.allocation is not None else None
@@ -619,7 +584,8 @@ class Supervisor:
         return {name: value for name, value in own.items() if value is not None}
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The name of the head node: its name in Slurm, or the host name without Slurm."""
         return self.machine.hostname if self.allocation is None else self.allocation.nodes[0]
 
     def _in_words(self, ray: Optional[RaySpec]) -> str:
@@ -627,12 +593,10 @@ class Supervisor:
 
         If `ray` is None, the text has the names of all nodes. At most `_MOST_NAMES` nodes are named.
         """
-        names = [named(self._name, self.machine.component), *(member.title for member in self.workers.members.values())]
-        if ray is not None:
-            names = names[: nodes_expected(ray, len(names))]
-        if len(names) == 1:
-            return names[0]
-        return "%d nodes: %s" % (len(names), ", ".join(names[:_MOST_NAMES] + ["…"] * (len(names) > _MOST_NAMES)))
+        names = [named(self.name, self.machine.component), *(member.title for member in self.workers.members.values())]
+        names = names if ray is None else names[: nodes_expected(ray, len(names))]
+        more = ["…"] * (len(names) > _MOST_NAMES)
+        return names[0] if len(names) == 1 else "%d nodes: %s" % (len(names), ", ".join(names[:_MOST_NAMES] + more))
 
     # ---- Processes
 
