@@ -50,7 +50,9 @@ trap 'exit 143' TERM INT
 ports="--node-manager-port=0 --object-manager-port=0 --min-worker-port=0 --max-worker-port=0"
 ports="$ports --dashboard-agent-listen-port=0 --metrics-export-port=0"
 options=({options})
-ray start --head --block --node-ip-address="$ip" --port="$port" --ray-client-server-port=$((port + 1)) \\
+# Ray's processes leave files in TMPDIR when they are killed.
+mkdir -p -m 700 "$scratch" "$scratch/tmp"
+TMPDIR="$scratch/tmp" ray start --head --block --node-ip-address="$ip" --port="$port" --ray-client-server-port=$((port + 1)) \\
     --dashboard-port=$((port + 2)) --include-dashboard={dashboard} --temp-dir="$scratch" \
     $ports "${{options[@]}}" >"$log-head.log" 2>&1 &
 head=$!
@@ -62,6 +64,7 @@ done
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     srun --overlap --mem=0 --cpu-bind=none --mpi=none --input=none --exclude="$SLURMD_NODENAME" \\
         --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --ntasks-per-node=1 \\
+        sh -c 'mkdir -p -m 700 "$0" "$0/tmp" && TMPDIR="$0/tmp" exec "$@"' "$scratch" \\
         ray start --block --address="$address" $ports "${{options[@]}}" >"$log-workers.log" 2>&1 &
     pids="$pids $!"
 fi
