@@ -152,9 +152,10 @@ def _agreeing(settings: list[Settings]) -> list[Settings]:
 
 
 def check_loading(resource: object, launcher: type[Launcher]) -> None:
-    """Raise `ValueError` for invalid settings in the `Definitions` object from which Dagster is loading `resource`.
+    """Check the settings of assets and jobs that use `resource`, while Dagster loads the `Definitions` object that has both.
 
-    Does nothing if Dagster is not loading a `Definitions` object. `launcher` is the class of the resource's default launcher.
+    The settings are those under the key `dagster-rayslurm/config` in tags and metadata. `launcher` is the class of the resource's
+    default launcher, whose fields settings may set. Raises `ValueError` for an invalid setting. Does nothing outside of loading.
     """
     defs = _loading()
     if defs is None:

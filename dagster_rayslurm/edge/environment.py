@@ -238,14 +238,15 @@ def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str,
 
 
 def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) -> str:
-    """Build the prefix `key` in `directory` unless the prefix exists; returns "", or the error message of a failed command.
+    """Build the environment `directory`/`key` unless it exists; returns "", or the error message of a failed command.
 
-    The recipe has `commands`, and a `runner`: the words that run a command on a compute node, or [] for this machine. A copy of
-    the recipe is written into the prefix, where `look` finds the runner. Each command may take `timeout` seconds.
+    A command fails if its exit code is not 0, or if it takes over `timeout` seconds. `recipe["commands"]` are lists of words, in
+    which the text `PREFIX` stands for the path of the environment. `recipe["runner"]` are the words to put before each command so
+    that it runs on a compute node, such as ["srun", …]; [] to run it on this machine.
 
-    A prefix cannot be renamed, because many files of the prefix contain the path. Therefore each call works in a new directory,
-    and makes the link `key` to the new directory once the prefix is complete. A lock lets other processes wait. On a file system
-    without locks several processes may build the prefix; the first complete prefix is used.
+    The files of an environment contain its path, so it cannot be renamed. Each call therefore builds in a new directory, and makes
+    the symbolic link `key` to this directory once the environment is complete. A lock lets other processes wait. On a file system
+    without locks, several processes may build the environment; the first complete one is used.
     """
     base_directory.make_private(directory)
     link = os.path.join(directory, key)

@@ -165,7 +165,10 @@ def runs_on(source: Any, tags: set[Any]) -> bool:
 
 
 def path_of(top: str, source: Any) -> str:
-    """Return the path on this machine of a package's local source; `top` is the directory for relative paths in the lock file."""
+    """Return the normalized path of a package's source that is a file or directory of this machine.
+
+    `source` is an object of `packaging.pylock` with a `path`, which may be relative to `top`, the directory of the lock file.
+    """
     return os.path.normpath(os.path.join(top, source.path))
 
 

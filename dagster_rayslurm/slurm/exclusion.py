@@ -46,11 +46,11 @@ class Exclusion:
 
 
 def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
-    """Decides which of the nodes `unhealthy` a job excludes; returns the decision.
+    """Decides which of the nodes `unhealthy` a job excludes, and which of these nodes the job has to keep.
 
-    The function looks at the nodes in the given order, and excludes a node if the job's partitions still have enough usable nodes
-    then. A node that the job asks for by `nodelist` is not excluded. A node outside the job's partitions is in neither part of
-    the result. `partitions` has the usable nodes of each partition.
+    Goes through `unhealthy` in order, and excludes a node if the partitions without this node, and without the nodes excluded
+    before, still have as many usable nodes as the job requests. A node in the job's `nodelist` is kept. A node outside the job's
+    partitions is left out of the result. `partitions` has the usable nodes of each partition.
     """
     exclusion = Exclusion()
     for each in unhealthy:

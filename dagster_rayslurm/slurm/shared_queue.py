@@ -231,7 +231,8 @@ def parse_count(text: str) -> int:
 class ClusterClock:
     """Computes the time on the edge node from this machine's clock, for comparison with other times on the cluster.
 
-    `local` returns the time of this machine's clock, in seconds; this clock may stand still while the machine sleeps.
+    `local` returns the time of this machine's clock, in seconds. A clock that stands still while the machine sleeps is allowed,
+    because each answer of the edge node corrects the difference.
     """
 
     connection: Connection
@@ -311,10 +312,10 @@ class SharedQueue:
         return self._snapshot
 
     def recent(self) -> QueueSnapshot | None:
-        """Returns a snapshot that this process has queried in the last `poll_interval` seconds; queries now if there is none.
+        """Returns the queue as this process itself last saw it, if that is less than `poll_interval` seconds ago; else asks Slurm.
 
-        The snapshot has all jobs that were submitted before this process began. Returns None if the cluster or Slurm does not
-        answer.
+        Snapshots of other processes are not used, because they may be older than this process, and lack jobs that were submitted
+        just before this process began. Returns None if the cluster or Slurm does not answer.
         """
         with self._recent, contextlib.suppress(OSError):
             if self._own is None or abs(self.clock.now() - self._own.began) >= self.poll_interval:
