@@ -244,7 +244,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
     which the text `PREFIX` stands for the path of the environment. `recipe["runner"]` are the words to put before each command so
     that it runs on a compute node, such as ["srun", …]; [] to run it on this machine.
 
-    The files of an environment contain its path, so it cannot be renamed. Each call therefore builds in a new directory, and makes
+    The files of an environment contain its path, so it cannot be renamed. So each call builds in a new directory, and makes
     the symbolic link `key` to this directory once the environment is complete. A lock lets other processes wait. On a file system
     without locks, several processes may build the environment; the first complete one is used.
     """

@@ -312,7 +312,7 @@ class SharedQueue:
         return self._snapshot
 
     def recent(self) -> QueueSnapshot | None:
-        """Returns the queue as this process itself last saw it, if that is less than `poll_interval` seconds ago; else asks Slurm.
+        """Returns the queue as this process last saw it, if that was less than `poll_interval` seconds ago; else asks Slurm.
 
         Snapshots of other processes are not used, because they may be older than this process, and lack jobs that were submitted
         just before this process began. Returns None if the cluster or Slurm does not answer.
