@@ -224,14 +224,14 @@ def test_one_that_waits(het_compute: Make, script: Any, site: Site, start: Any, 
     """Nobody has it start once those who waited have given it up, or it was ended by hand."""
     everything = "sbatch --parsable --partition=gpu --exclusive --nodes=2 --time=3 --output=/dev/null --wrap='sleep 150'"
     blocker = site.sh(everything).strip()
-    waiting: Running = start(het_compute(queue_timeout=15), script(PLACED))
+    waiting: Running = start(het_compute(queue_timeout=30), script(PLACED))
     assert wait_until(lambda: len(leaders(site)) == 2, 30)
     (job,) = set(leaders(site)) - {blocker}
-    assert wait_until(lambda: rayslurm("list", "--json"), 20)
-    (row,) = map(json.loads, rayslurm("list", "--json").splitlines())
+    listed = wait_until(lambda: rayslurm("list", "--json"), 20)
+    (row,) = map(json.loads, listed.splitlines())
     assert (row["job_id"], row["state"], row["partition"]) == (job, "pending", "compute, gpu") and row["reason"]
     failure = waiting.result(90).failure
-    assert failure.kind == "allocation" and "queue_timeout=15 s" in (failure.description or ""), failure.description
+    assert failure.kind == "allocation" and "queue_timeout=30 s" in (failure.description or ""), failure.description
     assert leaders(site) == [blocker]
 
     waiting = start(het_compute(), script(PLACED))

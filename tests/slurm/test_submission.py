@@ -120,8 +120,9 @@ def test_variables_of_slurm_neither_hide_the_job_nor_come_into_it(sender: Sender
     for node in (0, 1):
         said = site.connection.read(f"{sender.run_dir}/node-{node}.log", 0, 9999).decode()
         assert said.splitlines() == [sender.run_dir, "   TRES=cpu=8,mem=600M,node=2"]
-    facts = fetch_job_facts(login, int(sent.job_id))
-    assert facts is not None and facts.state == "COMPLETED"
+    # The exit code is in its file a moment before Slurm has ended the job.
+    facts = wait_until(lambda: (found := fetch_job_facts(login, int(sent.job_id))) and found.is_final and found, 30)
+    assert facts and facts.state == "COMPLETED", facts
     row = fetch_queue(login).job(int(sent.job_id))
     assert row is not None and row.name == sender.name
 
