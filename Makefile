@@ -21,6 +21,11 @@ $(VENV)/.installed: pyproject.toml scripts/make_venv.py
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 
+$(VENV)/.with-examples: $(VENV)/.installed
+	@echo "installing PyTorch for the examples into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[examples]"
+	@touch $@
+
 install: $(VENV)/.installed  ## set up .venv
 
 demo: install  ## materialize the example study here, with progress and a table of results
@@ -50,7 +55,7 @@ test-local: install
 test-stack: stack-up  ## the core of the tests on the Slurm stack, which needs Docker
 	@CI=true $(PYTEST) 3 -m core
 
-test-all: lint stack-up  ## every test, also those that repeat others in further modes and variants
+test-all: lint stack-up $(VENV)/.with-examples  ## every test, also those that repeat others in further modes and variants
 	@CI=true $(PYTEST) 3
 
 stack-up: install  ## start a small Slurm cluster in containers, or bring it up to date
