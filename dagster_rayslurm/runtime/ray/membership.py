@@ -38,7 +38,7 @@ class Report(TextEnum):
 
 
 class Say(NamedTuple):
-    """An action: write a line to the Dagster log."""
+    """An action: write `message` to the Dagster log, as a line of the run's phase `phase`, such as "cluster-ready"."""
 
     phase: str
     message: str
@@ -143,9 +143,10 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
     def _give_up(self, node_id: int, error: ClusterError) -> Step:
-        """Returns the step after the failure `error` of a worker node: go on without the node, or fail if too few nodes are left.
+        """Returns the next membership and the actions after worker node `node_id` has failed with `error`.
 
-        If the node was given up before, nothing changes, because a node may report the same failure again.
+        The cluster goes on without the node, or fails if too few nodes are left. If the node was given up before, returns this
+        membership and no actions, because a node may report the same failure again.
         """
         member = self.members[node_id]
         if member.given_up:
