@@ -156,9 +156,10 @@ def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
     prompts = login.Prompts([ssh])
 
     def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
-        """Try to authenticate by `method`, a method of the transport; returns whether the server accepts.
+        """Try to authenticate by `method(user, *arguments)`, for instance `transport.auth_password`; returns True if this works.
 
-        The result is None if the server does not offer this method.
+        The result is True also if the server then requires a further kind of authentication, False if the server refuses, and
+        None if the server does not offer this kind of authentication.
         """
         nonlocal offered, answered
         try:
