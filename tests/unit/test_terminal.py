@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +17,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dagster_rayslurm.backends.listing import list_all
-from dagster_rayslurm.cli import main, ray
+from dagster_rayslurm.cli import logs, main, ray
+from dagster_rayslurm.runtime.protocol.record import encode
 from dagster_rayslurm.runtime.protocol.spec import Announcement, ClusterAccess
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -244,6 +246,52 @@ def test_a_run_is_cancelled(rayslurm: Rayslurm, fake_slurm: FakeSlurm, starts: b
     done = rayslurm("cancel", name)
     assert done.exit_code == 0 and "ended the run" in done.stdout, done.output
     assert wait_until(lambda: not fake_slurm.processes(), 30) and not runs(rayslurm)
+
+
+def test_a_cancelled_run_has_its_own_grace_period(
+    rayslurm: Rayslurm, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_END_MARGIN", 1.0)
+    Path("rayslurm.toml").write_text(
+        Path("rayslurm.toml").read_text() + 'default_launcher = { kind = "bash", grace_period = 60 }\n'
+    )
+    program = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), print('saved'), exit()));"
+    program += "print('begun', flush=True); time.sleep(100)"
+    name = rayslurm("submit", "--detach", *NO_RAY, "--", "python", "-c", program).stdout.strip()
+    assert wait_until(lambda: rayslurm("logs", name).stdout == "begun\n", 60)
+    done = rayslurm("cancel", name)
+    assert done.exit_code == 0 and rayslurm("logs", name).stdout == "begun\nsaved\n", done.output
+    assert not fake_slurm.cancelled
+
+
+def test_a_requeued_run_has_ended_only_at_its_last_end(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    directory.mkdir(parents=True)
+    (directory / "status.json").write_text('{"state": "running"}')
+    journal = [{"type": "start", "allocation": {"job_id": "17"}}, {"type": "end"}, {"type": "start"}]
+    (directory / "journal.jsonl").write_bytes(b"".join(map(encode, journal)))
+    fake_slurm.job(17)
+    said: list[Result] = []
+    cancelling = threading.Thread(target=lambda: said.append(rayslurm("cancel", "0000aaaa")))
+    cancelling.start()
+    assert wait_until((directory / "cancel.json").exists, 30)
+    cancelling.join(1)
+    assert cancelling.is_alive(), said
+    with (directory / "journal.jsonl").open("ab") as file:
+        file.write(encode({"type": "end"}))
+    cancelling.join(30)
+    assert said[0].exit_code == 0, said[0].output
+
+
+def test_a_running_array_is_cancelled_by_slurm_at_once(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    directory.mkdir(parents=True)
+    (directory / "job_id").write_text("17\n")
+    fake_slurm.job(17, label="17_0", leader=17)
+    began = time.monotonic()
+    done = rayslurm("cancel", "0000aaaa")
+    assert done.exit_code == 0 and fake_slurm.state(17) == "CANCELLED", done.output
+    assert time.monotonic() - began < 30, "no runtime reads the request of the whole run"
 
 
 def test_a_name_of_several_runs_is_refused(rayslurm: Rayslurm, cluster: Path) -> None:
