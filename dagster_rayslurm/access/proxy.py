@@ -30,6 +30,10 @@ _DROPPED = frozenset(
 SECRET_HEADER = "X-Rayslurm-Secret"
 
 
+class Unanswered(Exception):
+    """Raised when a request that must not be sent twice may have reached the service, and gets no answer."""
+
+
 class Upstream(Protocol):
     """The methods of `head.Head` that the proxy calls."""
 
@@ -40,7 +44,8 @@ class Upstream(Protocol):
         """Sends the request `first` to the service, then copies data both ways between the service and a client.
 
         `reader` and `writer` are the streams of the client. Returns True at the end of the copying, or if the client has left.
-        Returns False, with nothing sent to the client, if `first` got no answer and may be sent again.
+        Returns False, with nothing sent to the client, if `first` got no answer and may be sent again. Raises Unanswered, with
+        nothing sent to the client, if `first` got no answer and must not be sent again.
         """
 
 
@@ -61,6 +66,10 @@ class Answer:
 
 
 _BAD = Answer("400 Bad Request", "This is no request that the proxy understands.")
+_UNANSWERED = Answer(
+    "502 Bad Gateway",
+    "The request was sent, and no answer came. It is not sent again, because it may have had an effect.",
+)
 _FORBIDDEN = Answer("403 Forbidden", "Use the URL that `rayslurm dashboard` prints, as the user who runs it.")
 
 
@@ -167,7 +176,10 @@ class Proxy:
                 await self._upstream.until_ready(_LINK_TIMEOUT)
             except asyncio.TimeoutError:
                 return Answer("504 Gateway Timeout", "The Ray cluster is out of reach now; rayslurm keeps trying.")
-            if await self._upstream.forward(request, reader, writer):
-                return None
+            try:
+                if await self._upstream.forward(request, reader, writer):
+                    return None
+            except Unanswered:
+                return _UNANSWERED
             await asyncio.sleep(_PAUSE)
         return Answer("502 Bad Gateway", "The dashboard gave no answer; it may have ended.")

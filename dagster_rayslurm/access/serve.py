@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,13 +93,15 @@ def served(found: Found, say: Callable[[str], None], service: Service | None = N
                 url.set_exception(error)
             else:
                 say(str(error))
+        finally:
+            began.cancel()  # Has an effect only if no event loop could be made, so that `work` has never run.
 
     thread = threading.Thread(target=run, name="rayslurm-proxy", daemon=True)
     thread.start()
     try:
         yield url.result()
     finally:
-        loop, task = began.result()
-        with contextlib.suppress(RuntimeError):  # The loop has ended.
+        with contextlib.suppress(CancelledError, RuntimeError):  # The loop has never begun, or has ended.
+            loop, task = began.result()
             loop.call_soon_threadsafe(task.cancel)
         thread.join(5.0)

@@ -89,10 +89,11 @@ class Watch:
             self.problem = f"{query}: {error}"
 
     def run(self) -> None:
-        """Sends one query per second, or five per second while no nodes are known, until the event `over` is set."""
-        for query in cycle([*QUERIES, *(["payloads"] if self.payloads else [])]):
-            self.ask(query)
-            if self.over.wait(_INTERVAL if self.snapshot.nodes else 0.2):
+        """Sends one query per second until the event `over` is set; until nodes are known, the query for nodes each time."""
+        queries = cycle([*QUERIES, *(["payloads"] if self.payloads else [])])
+        while True:
+            self.ask(next(queries) if self.snapshot.nodes else "nodes")
+            if self.over.wait(_INTERVAL):
                 break
 
 
