@@ -23,6 +23,7 @@ from ..access.head import ClusterEnded
 from ..access.proxy import SECRET_HEADER
 from ..access.serve import serve, served
 from ..backends.listing import Entry, named
+from ..ssh.terminal import shell_status
 from .common import one_sentence_errors
 from .options import cluster_options
 from .ps import entries
@@ -180,6 +181,6 @@ def _ray_job(name: str, arguments: list[str], url: str) -> int:
         raise click.ClickException(f"Ray's job client cannot be started: {error}") from None
     while True:
         try:
-            return process.wait()
+            return shell_status(process.wait())
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
