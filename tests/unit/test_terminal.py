@@ -334,7 +334,29 @@ def test_a_command_runs_in_the_environment_of_a_run(rayslurm: Rayslurm, fake_slu
     assert done.exit_code == 5, (done.output, said)
     a, directory, pipes, _ = said.split("|")
     assert a == "it's\ttwo" and directory.endswith(f"{name}/work") and pipes == ""
+    assert rayslurm("attach", name, "--", "sh", "-c", "kill -TERM $$").exit_code == 128 + signal.SIGTERM
+    assert not [*(Path(runs(rayslurm)[0]["directory"])).glob("attach.*")]
     rayslurm("cancel", name, "--now")
+
+
+def test_one_component_of_a_run_is_entered(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path, capfd: Any) -> None:
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    for number, name in enumerate(("cpu", "gpu")):
+        fake_slurm.job(17 + number, label=f"17+{number}", leader=17)
+        part = directory / "components" / name
+        (part / "work").mkdir(parents=True)
+        way = ClusterAccess(f"c-{name}", f"n{number}", 8265 + number, "", os.getpid(), str(17 + number), hosts=[f"n{number}"])
+        (part / "cluster.json").write_text(json.dumps(asdict(way)))
+        (part / "status.json").write_text(json.dumps({"state": "running", "payload_pid": os.getpid()}))
+        start = {"type": "start", "allocation": {"job_id": str(17 + number), "nodes": [f"n{number}"]}}
+        (part / "journal.jsonl").write_bytes(encode(start))
+    (directory / "job_id").write_text("17\n")
+    refused = rayslurm("attach", "0000aaaa", "--jupyter")
+    assert refused.exit_code == 1 and "name one of them: 0000aaaa-train-000000000001/cpu, 0000" in refused.stderr, refused.output
+    done = rayslurm("attach", "0000aaaa/gpu", "--", "pwd")
+    assert done.exit_code == 0 and capfd.readouterr().out.endswith("components/gpu/work\n"), done.output
+    (call,) = fake_slurm.calls("srun")
+    assert {"--jobid=18", "--nodelist=n1"} <= {*call} and "--het-group=0" not in call
 
 
 # ---- plain jobs of Slurm
