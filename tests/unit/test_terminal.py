@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from dagster_rayslurm.backends.listing import list_all
 from dagster_rayslurm.cli import logs, main, ray
+from dagster_rayslurm.execution import terminal
 from dagster_rayslurm.runtime.protocol.record import encode
 from dagster_rayslurm.runtime.protocol.spec import Announcement, ClusterAccess
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -121,6 +122,20 @@ def test_a_run_that_is_left_is_found_again(rayslurm: Rayslurm, cluster: Path, fa
     assert row["state"] == "ended"
     again = rayslurm("cancel", name)
     assert again.exit_code == 1 and "has ended already" in again.stderr
+
+
+def test_an_interrupt_right_after_the_submission_names_the_run(
+    rayslurm: Rayslurm, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal, "Detached", interrupted)
+    fake_slurm.set(starts=False)
+    left = rayslurm("submit", "--detach", "--quiet", *NO_RAY, "--", "true")
+    (name,) = [run["name"] for run in runs(rayslurm)]
+    assert left.exit_code == 130 and f"end it by `rayslurm cancel {name}`" in left.stderr, left.output
+    assert fake_slurm.state(1) == "PENDING" and rayslurm("cancel", name).exit_code == 0
 
 
 def test_json_stands_alone_on_standard_output(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
