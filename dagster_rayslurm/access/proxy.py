@@ -134,12 +134,22 @@ class Proxy:
         self._upstream, self._token, self._port, self._strips = upstream, token, port, secret is None
         self._secret = secret or secrets.token_urlsafe(24)
         self._server: asyncio.Server | None = None
+        self._link = ""  # The path of the link that `link` made last; "" once it was used.
         self.url = ""  # Set by `start`; without a slash at the end, as tools append paths to it.
 
     async def start(self, port: int = 0) -> None:
         """Starts to listen on `port` of this machine, or on any free port if `port` is 0; raises OSError if the port is taken."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=_LONGEST_HEAD)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/{self._secret}"
+
+    def link(self) -> str:
+        """Returns a new URL that works once, and redirects to the service.
+
+        Other users can see the arguments of a program, such as of one that opens a browser. The link does not tell them the
+        secret, and is of no use to them once the browser has used it.
+        """
+        self._link = f"/{secrets.token_urlsafe(24)}"
+        return self.url.rpartition("/")[0] + self._link
 
     async def close(self) -> None:
         """Stops listening; open connections end with the event loop."""
@@ -168,6 +178,9 @@ class Proxy:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.TimeoutError):
             return _BAD
+        if self._link and head.startswith(b"GET %s HTTP/1." % self._link.encode()):
+            self._link = ""
+            return Answer("302 Found", "The page has moved.", f"/{self._secret}/")
         request = rewritten(head, self._secret, self._token, self._port, self._strips)
         if isinstance(request, Answer):
             return request

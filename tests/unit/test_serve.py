@@ -4,6 +4,8 @@ import asyncio
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -195,6 +197,35 @@ def test_only_a_request_without_effects_and_body_is_sent_again(tmp_path: Path, m
         dashboard.shutdown(socket.SHUT_RDWR)
     assert len(received) == times and answer.startswith(b"HTTP/1.1 502")
     assert (b"It is not sent again" in answer) == (times == 1)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_browser_gets_a_link_that_works_once(tmp_path: Path, url: str, found: bool) -> None:
+    """A program in the place of the browser follows its link, and tries it again; or there is no browser."""
+    program = tmp_path / "browser"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys, urllib.error, urllib.request\n"
+        f"open({str(tmp_path / 'link')!r}, 'w').write(sys.argv[1])\n"
+        "first = urllib.request.urlopen(sys.argv[1]).status\n"
+        "try: urllib.request.urlopen(sys.argv[1])\n"
+        f"except urllib.error.HTTPError as error: print(first, error.code, file=open({str(tmp_path / 'said')!r}, 'w'))\n"
+    )
+    program.chmod(0o755)
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access(int(url.rpartition(":")[2])))
+    command = [sys.executable, "-m", "dagster_rayslurm.cli", "--base", str(tmp_path), "dashboard", "--open", "train"]
+    browser = f"{program if found else tmp_path / 'none'} %s"
+    environ = {**os.environ, "BROWSER": browser, "PATH": str(tmp_path)}
+    environ.pop("DISPLAY", None)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        secret = process.stdout.readline().split("/")[3]
+        process.stderr.readline()
+        if found:
+            assert wait_until((tmp_path / "said").exists, 30) and wait_until((tmp_path / "said").read_text, 10)
+            assert (tmp_path / "said").read_text() == "200 403\n" and secret not in (tmp_path / "link").read_text()
+        else:
+            assert "no browser can be opened here" in process.stderr.readline()
+        process.terminate()
 
 
 def client_of(url: str, request: str, body: str = "") -> socket.socket:
