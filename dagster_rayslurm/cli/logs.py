@@ -1,4 +1,4 @@
-"""`rayslurm logs` prints the output of a run, at once or until the run ends; `rayslurm cancel` ends a run, session or job."""
+"""`rayslurm logs` prints the output of a run or the log of a session; `rayslurm cancel` ends a run, session or job."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from ..execution.run import discard
 from ..execution.terminal import NOT_THE_PAYLOAD, TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome import judge
-from ..runtime.protocol.record import COMPONENTS, JOURNAL, PAYLOAD, SECRETS, LineReader, component_dir
+from ..runtime.protocol.record import COMPONENTS, JOURNAL, PAYLOAD, RUNTIME_LOG, SECRETS, LineReader, component_dir, node_log
 from ..runtime.protocol.spec import PayloadSpec
+from ..slurm.request import LOG
 from ..slurm.shared_queue import fetch_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import wait_until_gone
@@ -41,7 +42,7 @@ _END_MARGIN = 45.0  # Seconds beyond the grace period in which a cancelled run m
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run ends, and exit with its exit code.")
 @cluster_options
 def logs(ident: str, follow: bool) -> None:
-    """Print the output of a run.
+    """Print the output of a run, or the log of a session's runtime.
 
     With -f, print new output until the run ends, and exit with the exit code that `submit` would have. Ctrl-C then ends this
     command, and the run goes on.
@@ -50,10 +51,10 @@ def logs(ident: str, follow: bool) -> None:
     try:
         with one_sentence_errors():
             run = entry(ident)
+            if run.kind == Kind.SESSION and not follow:
+                return _print_log(run)
             if run.kind != Kind.RUN:
-                raise ValueError(
-                    f"{run.name} is a {run.kind}, and only runs have output; `rayslurm show {run.name}` shows its runs"
-                )
+                raise ValueError(f"{run.name} is a {run.kind}, and only the output of a run can be printed and followed")
             own_job = bool(run.job_id) and bool(run.connection.read(f"{run.directory}/job_id", 0, 64))
             followed = [_follower(run, component, log, own_job) for component in _components(run)]
             if not follow:
@@ -78,6 +79,15 @@ def logs(ident: str, follow: bool) -> None:
         if verdict.kind is not None:
             click.echo(f"Error: {verdict.sentence}{see_troubles(verdict.kind)}", err=True)
     sys.exit(next(filter(None, (exit_code(each.evidence.end) for each in followed)), 0))
+
+
+def _print_log(session: Entry) -> None:
+    """Prints the log of a session's runtime: the output of the batch script and of the head node or, without Slurm, one file."""
+    for name in (LOG, node_log(0), RUNTIME_LOG):
+        offset = 0
+        while data := session.connection.read(f"{session.directory}/{name}", offset, _CHUNK):
+            click.echo(data, nl=False)
+            offset += len(data)
 
 
 def _components(run: Entry) -> list[str | None]:

@@ -334,6 +334,17 @@ def test_a_session_is_listed_with_the_way_to_its_cluster(fake_slurm: FakeSlurm, 
     assert session.over and not session.clusters
 
 
+def test_the_log_of_a_session_is_printed(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    fake_slurm.job(17, "session")
+    directory = cluster / "sessions" / "default-0123" / "1"
+    directory.mkdir(parents=True)
+    (directory / "session.json").write_text(json.dumps(asdict(Announcement("slurm-abcd", "17", ["c1"], 1, "00", 1, None, "c1"))))
+    (directory / "slurm.log").write_text("script\n")
+    (directory / "node-0.log").write_text("runtime\n")
+    assert rayslurm("logs", "default-0123").stdout == "script\nruntime\n"
+    assert "only the output of a run" in rayslurm("logs", "-f", "default-0123").stderr
+
+
 # ---- attach
 
 
