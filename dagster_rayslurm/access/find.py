@@ -69,10 +69,10 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
         raise NoCluster(f"no run, asset, session or Slurm job is called {ident!r}{there}")
     sessions = {each.cluster_id: each.generation for each in entries if each.kind == Kind.SESSION}
     live = {
-        (way.cluster_id, way.dashboard_port): (Found(each, path, way, sessions.get(way.cluster_id)), _name(each, path))
+        (way.cluster_id, way.dashboard_port): (Found(each, path, way, sessions.get(way.cluster_id)), cluster_name(each, path))
         for each in matching
         for path, way in each.clusters.items()
-        if not component or _name(each, path).endswith(f"/{component}")
+        if not component or cluster_name(each, path).endswith(f"/{component}")
     }
     if not live:
         last = matching[-1]
@@ -85,7 +85,7 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
     return one
 
 
-def _name(entry: Entry, path: str) -> str:
+def cluster_name(entry: Entry, path: str) -> str:
     """Returns the name of the cluster of `entry`: the entry's name, with "/COMPONENT" behind it for the cluster of one component.
 
     `path` is the path of the file that says how to reach the cluster. The directory of the file tells the component.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import re
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from ..runtime.protocol.rpc import call
 from ..runtime.protocol.spec import ClusterAccess
 from ..slurm.steps import step_on_head
 from ..ssh.base import Backoff, Connection, ConnectionFailed
+from .proxy import Unanswered
 
 T = TypeVar("T")
 
@@ -29,7 +31,9 @@ _SRUN_TIMEOUT = 60.0
 _UNREACHABLE = 60.0  # Seconds after which a head is given up although the edge node is in reach.
 _CHECK = 3.0  # Seconds between two looks whether the cluster is still there.
 _CLIENT_CHECK = 1.0  # Seconds between two looks whether the client that waits for an answer is still there.
-_REPEATABLE = (b"GET ", b"HEAD ")  # Beginnings of requests without an effect and without a body.
+_REPEATABLE = (b"GET ", b"HEAD ")  # Beginnings of requests without an effect.
+# A header of a request with a body. The client sends the body after the head, so the proxy cannot send the body twice.
+_BODY = re.compile(rb"\r\n(?:transfer-encoding:|content-length:(?![ \t]*0+[ \t]*\r\n))", re.IGNORECASE)
 _MOST_NOISE = 65536  # Bytes that a shell and srun may print before the relay's first line.
 
 
@@ -195,15 +199,16 @@ class Head:
         the connection, or when a connection is reset. Returns True also if the client leaves while a GET or HEAD request waits
         for the answer.
 
-        Returns False, with nothing sent to the client, if `first` could not be sent, or if `first` is a GET or HEAD request to
-        which the server gave no answer. The caller may then call `forward` with `first` again. Any other request is sent only
-        once.
+        Returns False, with nothing sent to the client, if `first` could not be sent, or if `first` is a GET or HEAD request
+        without a body to which the server gave no answer. The caller may then call `forward` with `first` again. Any other
+        request is sent only once: without an answer, the function raises Unanswered.
         """
         assert self._multiplexer is not None
         stream = await self._multiplexer.open(self._port)
         try:
             await stream.write(first)
-            if first.startswith(_REPEATABLE):
+            repeatable = first.startswith(_REPEATABLE) and not _BODY.search(first)
+            if repeatable:
                 reading = asyncio.ensure_future(stream.read())
                 while not (reading.done() or reader.at_eof()):
                     await asyncio.wait([reading], timeout=_CLIENT_CHECK)
@@ -219,7 +224,9 @@ class Head:
         except OSError:
             await stream.close()
             return False
-        await relay.copy(stream, reader, writer)
+        if not await relay.copy(stream, reader, writer) and not repeatable:
+            raise Unanswered
+        writer.close()
         return True
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

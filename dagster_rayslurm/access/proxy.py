@@ -30,6 +30,10 @@ _DROPPED = frozenset(
 SECRET_HEADER = "X-Rayslurm-Secret"
 
 
+class Unanswered(Exception):
+    """Raised when a request that must not be sent twice may have reached the service, and gets no answer."""
+
+
 class Upstream(Protocol):
     """The methods of `head.Head` that the proxy calls."""
 
@@ -40,7 +44,8 @@ class Upstream(Protocol):
         """Sends the request `first` to the service, then copies data both ways between the service and a client.
 
         `reader` and `writer` are the streams of the client. Returns True at the end of the copying, or if the client has left.
-        Returns False, with nothing sent to the client, if `first` got no answer and may be sent again.
+        Returns False, with nothing sent to the client, if `first` got no answer and may be sent again. Raises Unanswered, with
+        nothing sent to the client, if `first` got no answer and must not be sent again.
         """
 
 
@@ -61,6 +66,10 @@ class Answer:
 
 
 _BAD = Answer("400 Bad Request", "This is no request that the proxy understands.")
+_UNANSWERED = Answer(
+    "502 Bad Gateway",
+    "The request was sent, and no answer came. It is not sent again, because it may have had an effect.",
+)
 _FORBIDDEN = Answer("403 Forbidden", "Use the URL that `rayslurm dashboard` prints, as the user who runs it.")
 
 
@@ -125,12 +134,22 @@ class Proxy:
         self._upstream, self._token, self._port, self._strips = upstream, token, port, secret is None
         self._secret = secret or secrets.token_urlsafe(24)
         self._server: asyncio.Server | None = None
+        self._link = ""  # The path of the link that `link` made last; "" once it was used.
         self.url = ""  # Set by `start`; without a slash at the end, as tools append paths to it.
 
     async def start(self, port: int = 0) -> None:
         """Starts to listen on `port` of this machine, or on any free port if `port` is 0; raises OSError if the port is taken."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=_LONGEST_HEAD)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/{self._secret}"
+
+    def link(self) -> str:
+        """Returns a new URL that works once, and redirects to the service.
+
+        Other users can see the arguments of a program, such as of one that opens a browser. The link does not tell them the
+        secret, and is of no use to them once the browser has used it.
+        """
+        self._link = f"/{secrets.token_urlsafe(24)}"
+        return self.url.rpartition("/")[0] + self._link
 
     async def close(self) -> None:
         """Stops listening; open connections end with the event loop."""
@@ -159,6 +178,9 @@ class Proxy:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.TimeoutError):
             return _BAD
+        if self._link and head.startswith(b"GET %s HTTP/1." % self._link.encode()):
+            self._link = ""
+            return Answer("302 Found", "The page has moved.", f"/{self._secret}/")
         request = rewritten(head, self._secret, self._token, self._port, self._strips)
         if isinstance(request, Answer):
             return request
@@ -167,7 +189,10 @@ class Proxy:
                 await self._upstream.until_ready(_LINK_TIMEOUT)
             except asyncio.TimeoutError:
                 return Answer("504 Gateway Timeout", "The Ray cluster is out of reach now; rayslurm keeps trying.")
-            if await self._upstream.forward(request, reader, writer):
-                return None
+            try:
+                if await self._upstream.forward(request, reader, writer):
+                    return None
+            except Unanswered:
+                return _UNANSWERED
             await asyncio.sleep(_PAUSE)
         return Answer("502 Bad Gateway", "The dashboard gave no answer; it may have ended.")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +37,13 @@ def dashboard_of(access: ClusterAccess) -> Service:
 
 
 async def serve(
-    found: Found, say: Callable[[str], None], ready: Callable[[str], Any], port: int = 0, service: Service | None = None
+    found: Found, say: Callable[[str], None], ready: Callable[[Proxy], Any], port: int = 0, service: Service | None = None
 ) -> None:
     """Serves a service of a cluster at a URL of this machine until the cluster ends; then raises ClusterEnded.
 
     If `service` is None, serves the Ray dashboard. The proxy listens on `port` of this machine, or on any free port if `port` is
-    0. `ready` is called with the URL once the cluster is reached. `say` is called with a sentence when the connection is lost or
-    restored. Raises ClusterEnded also if the cluster cannot be reached in time, and OSError if the port is taken.
+    0. `ready` is called with the proxy once the cluster is reached. `say` is called with a sentence when the connection is lost
+    or restored. Raises ClusterEnded also if the cluster cannot be reached in time, and OSError if the port is taken.
     """
     service = service or dashboard_of(found.access)
     head = Head(found.connection, found.access, look_again(found), say, service.port)
@@ -59,7 +59,7 @@ async def serve(
             except asyncio.TimeoutError:
                 where = f"the Ray cluster on {found.access.hostname}"
                 raise ClusterEnded(f"{where} could not be reached within {_FIRST_TIMEOUT:.0f} s; try again") from None
-            ready(proxy.url)
+            ready(proxy)
         else:
             first.cancel()
         await running
@@ -81,7 +81,7 @@ def served(found: Found, say: Callable[[str], None], service: Service | None = N
 
     async def work() -> None:
         began.set_result((asyncio.get_running_loop(), asyncio.current_task()))
-        await serve(found, say, url.set_result, service=service)
+        await serve(found, say, lambda proxy: url.set_result(proxy.url), service=service)
 
     def run() -> None:
         try:
@@ -93,13 +93,15 @@ def served(found: Found, say: Callable[[str], None], service: Service | None = N
                 url.set_exception(error)
             else:
                 say(str(error))
+        finally:
+            began.cancel()  # Has an effect only if no event loop could be made, so that `work` has never run.
 
     thread = threading.Thread(target=run, name="rayslurm-proxy", daemon=True)
     thread.start()
     try:
         yield url.result()
     finally:
-        loop, task = began.result()
-        with contextlib.suppress(RuntimeError):  # The loop has ended.
+        with contextlib.suppress(CancelledError, RuntimeError):  # The loop has never begun, or has ended.
+            loop, task = began.result()
             loop.call_soon_threadsafe(task.cancel)
         thread.join(5.0)

@@ -6,7 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
+
+from ..runtime.ray import feasibility
+from ..runtime.ray.feasibility import Bundle
 
 # Paths of the dashboard, requested one at a time; the head node answers each without asking the other nodes.
 QUERIES = {
@@ -18,6 +22,7 @@ QUERIES = {
     "jobs": "/api/jobs/",
 }
 _MOST_NAMES = 3
+_LISTS = {"pending": "tasks that wait for a node", "groups": "placement groups"}  # Queries with a limit, and what they list.
 
 Counts = Mapping[str, Mapping[str, int]]  # Numbers by name of a task or class, and by state.
 
@@ -51,6 +56,18 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Group:
+    """One placement group that waits for its bundles.
+
+    `infeasible` is Ray's own verdict, which respects the group's strategy and labels; the dashboard does not tell the strategy.
+    """
+
+    name: str
+    bundles: Sequence[Mapping[str, float]]
+    infeasible: bool
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The known state of a Ray cluster; each field holds the latest answer to one query.
 
@@ -62,7 +79,8 @@ class Snapshot:
     actors: Counts = field(default_factory=dict)
     jobs: tuple[Mapping[str, Any], ...] = ()
     pending: tuple[tuple[str, Mapping[str, float]], ...] = ()  # Name and resources of each task that waits for a node.
-    groups: tuple[tuple[str, Sequence[Mapping[str, float]]], ...] = ()  # Name and bundles of each placement group that waits.
+    groups: tuple[Group, ...] = ()
+    unlisted: Mapping[str, int] = field(default_factory=dict)  # Number of rows beyond the limit of an answer, by query.
     payloads: tuple[Mapping[str, Any], ...] = ()  # Of a session, in the order of the queue.
 
     def with_answer(self, query: str, answer: Any) -> Snapshot:
@@ -71,7 +89,11 @@ class Snapshot:
         `query` is a key of `QUERIES`. Raises ValueError if `answer` has an unknown form.
         """
         try:
-            return replace(self, **{query: _READERS[query](answer)})
+            changes = {query: _READERS[query](answer)}
+            if query in _LISTS:
+                found = answer["data"]["result"]
+                changes["unlisted"] = {**self.unlisted, query: int(found.get("num_filtered") or 0) - len(found["result"])}
+            return replace(self, **changes)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"the dashboard's answer about {query} has another form: {type(error).__name__}: {error}") from None
 
@@ -84,22 +106,43 @@ class Snapshot:
                 total.update(node.resources)
         return total
 
-    @property
+    @cached_property
     def never(self) -> list[str]:
-        """Sentences about waiting tasks and placement groups that no living node can hold; [] if no node lives."""
+        """Sentences about waiting tasks and placement groups that the living nodes can never hold; [] if no node lives."""
         alive = [node for node in self.nodes if node.alive]
         if not alive:
             return []
+        names = {name for _, wanted in self.pending for name in wanted}
+        names |= {name for group in self.groups for bundle in group.bundles for name in bundle}
+        nodes = [feasibility.Node({name: _amount(node, name) for name in names}) for node in alive]
         unmet: dict[str, list[str]] = {}
         for name, wanted in self.pending:
-            if not any(_holds(node, wanted) for node in alive):
+            if not _fits(wanted, nodes):
                 unmet.setdefault(_words(wanted), []).append(name)
         sentences = [f"{_names(names)} waits for {wanted}, which no node has" for wanted, names in sorted(unmet.items())]
-        for name, bundles in self.groups:
-            bad = [bundle for bundle in bundles if not any(_holds(node, bundle) for node in alive)]
-            if bad:
-                sentences.append(f"placement group {name} waits for a bundle of {_words(bad[0])}, which no node has")
+        whole: dict[str, bool] = {}  # Whether the nodes can hold bundles together, by the words for these bundles.
+        for group in self.groups:
+            bad = next((bundle for bundle in group.bundles if not _fits(bundle, nodes)), None)
+            several = ", ".join(f"{count} of {words}" for words, count in Counter(map(_words, group.bundles)).items())
+            waits = f"placement group {group.name} waits for"
+            if several not in whole:
+                whole[several] = feasibility.can_hold(list(map(Bundle, group.bundles)), "PACK", nodes)
+            if bad is not None:
+                sentences.append(f"{waits} a bundle of {_words(bad)}, which no node has")
+            elif not whole[several]:
+                sentences.append(f"{waits} bundles ({several}), which all nodes together cannot hold")
+            elif group.infeasible:
+                sentences.append(f"{waits} bundles ({several}), which its strategy or labels cannot place on the nodes")
         return sentences
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Sentences about waiting tasks and placement groups that the dashboard did not list, so that `never` lacks them."""
+        return [
+            f"{count:,} more {_LISTS[query]} are not listed, and not checked"
+            for query, count in self.unlisted.items()
+            if count > 0
+        ]
 
 
 def state_counts(counts: Counts) -> Counter[str]:
@@ -155,11 +198,14 @@ def _pending(answer: Any) -> tuple[tuple[str, Mapping[str, float]], ...]:
     return tuple((str(row["name"]), _amounts(row.get("required_resources") or {})) for row in rows)
 
 
-def _groups(answer: Any) -> tuple[tuple[str, Sequence[Mapping[str, float]]], ...]:
-    rows = answer["data"]["result"]["result"]
+def _groups(answer: Any) -> tuple[Group, ...]:
     return tuple(
-        (str(row.get("name") or row["placement_group_id"][:12]), [_amounts(each["unit_resources"]) for each in row["bundles"]])
-        for row in rows
+        Group(
+            str(row.get("name") or row["placement_group_id"][:12]),
+            [_amounts(each["unit_resources"]) for each in row["bundles"]],
+            (row.get("stats") or {}).get("scheduling_state") == "INFEASIBLE",
+        )
+        for row in answer["data"]["result"]["result"]
     )
 
 
@@ -173,8 +219,12 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _holds(node: Node, wanted: Mapping[str, float]) -> bool:
-    return all(node.resources.get(name, node.resources.get(_camel(name), 0.0)) >= amount for name, amount in wanted.items())
+def _amount(node: Node, name: str) -> float:
+    return node.resources.get(name, node.resources.get(_camel(name), 0.0))
+
+
+def _fits(wanted: Mapping[str, float], nodes: Iterable[feasibility.Node]) -> bool:
+    return any(feasibility.fits(Bundle(wanted), node) for node in nodes)
 
 
 def _camel(name: str) -> str:

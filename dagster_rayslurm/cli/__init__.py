@@ -22,7 +22,7 @@ _COMMANDS = {
     "doctor": ("doctor", "Examine a cluster, and name what to mend."),
     "env": ("env", "Make the environment of payloads on the cluster."),
     "job": ("ray", "Submit jobs to a Ray cluster that runs, and look at them."),
-    "logs": ("logs", "Print the output of a run."),
+    "logs": ("logs", "Print the output of a run, or the log of a session."),
     "migrate-check": ("migrate_check", "Say what changes in files that use dagster-slurm."),
     "ps": ("ps", "List runs, sessions and jobs."),
     "script": ("submit", "Print the batch script of a command."),

@@ -9,14 +9,15 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
 
-from ..access.find import Found
+from ..access.find import Found, choose, cluster_name
 from ..access.head import ClusterEnded
 from ..access.serve import Service, served
-from ..backends.listing import Entry, Kind
+from ..backends.listing import Entry, Kind, find, named
 from ..backends.sessions.request import send_request
 from ..edge import slurm
 from ..runtime.protocol.messages import Operation
@@ -27,10 +28,8 @@ from ..ssh.base import Connection
 from ..ssh.terminal import has_terminal
 from .common import one_sentence_errors
 from .options import cluster_options
-from .ps import entry, ident_argument
+from .ps import entries, ident_argument
 
-# Files in the directory of the run or session.
-_SCRIPT, _TOKEN, _JUPYTER = "attach.sh", "attach.token", "attach.jupyter.json"
 _PORTS = range(20000, 32000)  # Outside of the ephemeral range of Linux (ip(7)).
 _NOT_THERE = 127  # The exit code of a shell that does not find a command.
 
@@ -61,19 +60,70 @@ def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) ->
     """Open a shell on the head node of a run, session or job.
 
     The shell of a run or session has the payload's environment variables and token, so that `ray.init()` connects to the Ray
-    cluster. The shell of a run also has the payload's working directory. A command behind `--`, Python (--python) or JupyterLab
-    (--jupyter) runs instead of the shell. The exit code is that of the shell or command.
+    cluster. The shell of a run also has the payload's working directory. If each component of a run has a Ray cluster of its own,
+    RUN/COMPONENT names one of them. A command behind `--`, Python (--python) or JupyterLab (--jupyter) runs instead of the shell.
+    The exit code is that of the shell or command.
     """
     with one_sentence_errors():
-        one = entry(ident)
+        one = _part(ident)
         if one.over or one.state in ("pending", "starting"):
             raise ValueError(f"{one.name} is {one.state}, so there is nothing to enter; `rayslurm ps` shows when it runs")
         words = list(command) or (["python"] if python else [])
-        code = _jupyter(one) if jupyter else one.connection.interact([*_step(one), *_shell(one, words)])
+        with _Files(one) as files:
+            code = _jupyter(one, files) if jupyter else one.connection.interact([*_step(one), *_shell(one, words, files)])
     sys.exit(code)
 
 
-def _jupyter(one: Entry) -> int:
+def _part(ident: str) -> Entry:
+    """Returns the run, session or job `ident`, or the component of a run if `ident` is RUN/COMPONENT.
+
+    The entry of a component has the component's own directory, job and Ray cluster. Raises ValueError if each component of the
+    run has a Ray cluster of its own, and `ident` names no component.
+    """
+    there = entries(ident)
+    if named(ident, there) or "/" not in ident:
+        one = find(ident, there)
+        if len(one.clusters) > 1:
+            names = ", ".join(cluster_name(one, path) for path in one.clusters)
+            raise ValueError(f"{one.name} has a Ray cluster for each component; name one of them: {names}")
+        return one
+    found = choose(ident, there)
+    directory = os.path.dirname(found.path)
+    return replace(
+        found.entry,
+        name=cluster_name(found.entry, found.path),
+        state=str(_json(found.connection, f"{directory}/{STATUS}").get("state") or found.entry.state),
+        directory=directory,
+        job_id=found.access.job_id,
+        clusters={found.path: found.access},
+    )
+
+
+class _Files:
+    """The files that one call of `attach` writes into the directory of a run or session; removed at the end of the `with` block.
+
+    The names are unique, because several users of one session may attach at the same time.
+    """
+
+    def __init__(self, one: Entry) -> None:
+        self._one, self._paths = one, list[str]()
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                self._one.connection.remove(path)
+
+    def write(self, suffix: str, content: bytes) -> str:
+        """Writes a file that only this user can read, and returns its path."""
+        self._paths.append(f"{self._one.directory}/attach.{secrets.token_hex(8)}{suffix}")
+        self._one.connection.write(self._paths[-1], content)
+        return self._paths[-1]
+
+
+def _jupyter(one: Entry, files: _Files) -> int:
     """Runs JupyterLab on the head node of `one`, prints a URL of this machine that leads there, and returns the exit code.
 
     Jupyter's token and the secret of the URL are in a file, because other users can see the arguments of processes. Raises
@@ -81,7 +131,7 @@ def _jupyter(one: Entry) -> int:
     """
     if not one.clusters:
         raise ValueError(f"{one.name} has no Ray cluster, through which JupyterLab would be reached; it is {one.state}")
-    path, way = next(iter(one.clusters.items()))
+    ((path, way),) = one.clusters.items()
     service = Service(secrets.choice(_PORTS), secrets.token_hex(24), secrets.token_urlsafe(24))
     server = {
         "ip": "127.0.0.1",
@@ -90,38 +140,34 @@ def _jupyter(one: Entry) -> int:
         "base_url": f"/{service.secret}/",
         "open_browser": False,
     }
-    config = f"{one.directory}/{_JUPYTER}"
-    one.connection.write(config, json.dumps({"ServerApp": server, "IdentityProvider": {"token": service.token}}).encode())
+    content = json.dumps({"ServerApp": server, "IdentityProvider": {"token": service.token}})
+    config = files.write(".json", content.encode())
     try:
         with served(Found(one, path, way), lambda text: click.echo(f"rayslurm: {text}", err=True), service) as url:
             click.echo(f"{url}/lab")
-            code = one.connection.interact([*_step(one), *_shell(one, ["jupyter", "lab", f"--config={config}"])])
+            code = one.connection.interact([*_step(one), *_shell(one, ["jupyter", "lab", f"--config={config}"], files)])
     except ClusterEnded as error:
         raise ValueError(str(error)) from None
-    finally:
-        with contextlib.suppress(OSError):
-            one.connection.remove(config)
     if code == _NOT_THERE:
         raise ValueError(f"JupyterLab is not in the environment of {one.name}; install `jupyterlab` there")
     return code
 
 
-def _shell(one: Entry, words: Sequence[str]) -> list[str]:
+def _shell(one: Entry, words: Sequence[str], files: _Files) -> list[str]:
     """Returns the command to run on the head node: `words`, or an interactive bash if `words` is empty.
 
-    For a run or session, the returned command first sources a script with the text from `_environment`. The function writes the
-    script into the directory of the run or session. For a Slurm job without a run or session, no environment is set.
+    For a run or session, the returned command first sources a script with the text from `_environment`, which the function writes
+    by `files`. For a Slurm job without a run or session, no environment is set.
     """
     if one.kind == Kind.JOB:
         return list(words) or ["bash", "-i"]
-    script = f"{one.directory}/{_SCRIPT}"
-    one.connection.write(script, _environment(one).encode("utf-8", "surrogateescape"))
+    script = files.write(".sh", _environment(one, files).encode("utf-8", "surrogateescape"))
     if words:
         return ["bash", "-c", '. "$0" && exec "$@"', script, *words]
     return ["bash", "--rcfile", script, "-i"]
 
 
-def _environment(one: Entry) -> str:
+def _environment(one: Entry, files: _Files) -> str:
     """Returns a shell script that sets the environment variables of the payload of a run, or of the runtime of a session.
 
     The script then changes to the payload's working directory; for a session, to the home directory. Raises ValueError if the
@@ -130,7 +176,7 @@ def _environment(one: Entry) -> str:
     head = '[ -z "$PS1" ] || ! [ -r ~/.bashrc ] || . ~/.bashrc\n'
     prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({one.name}) ")}"$PS1"\n'
     if one.kind == Kind.SESSION:
-        return head + _of_session(one) + prompt
+        return head + _of_session(one, files) + prompt
     pid = _json(one.connection, f"{one.directory}/{STATUS}").get("payload_pid")
     if not isinstance(pid, int):
         raise ValueError(f"the payload of {one.name} has not started yet, it is {one.state}; try again when it runs")
@@ -138,11 +184,11 @@ def _environment(one: Entry) -> str:
     return f"{head}{_TAKE_OVER.format(pid=pid, what='the payload')}cd {work} || exit\n{prompt}"
 
 
-def _of_session(one: Entry) -> str:
+def _of_session(one: Entry, files: _Files) -> str:
     """Returns shell commands that set the environment variables of a session's runtime, and the variables to connect to Ray.
 
     The last command changes to the home directory. If the Ray cluster has a token, this function also writes the token into a
-    file in the directory of the session. One of the variables is the path of this file.
+    file by `files`. One of the variables is the path of this file.
     """
     assert one.generation is not None and one.generation.announcement is not None
     text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")
@@ -154,8 +200,8 @@ def _of_session(one: Entry) -> str:
         exports["RAY_ADDRESS"] = address
         exports["RAY_API_SERVER_ADDRESS"] = described.get("dashboard_url")
         if (spec.get("ray") or {}).get("auth") == "token" and key:
-            one.connection.write(f"{one.directory}/{_TOKEN}", derive_key(key, "ray-token").encode())
-            exports |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{one.directory}/{_TOKEN}"}
+            token = files.write(".token", derive_key(key, "ray-token").encode())
+            exports |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token}
     lines = [f"export {name}={shlex.quote(str(value))}\n" for name, value in exports.items() if value]
     python = manifest.ask_command[0] if manifest is not None and manifest.ask_command else ""
     if os.path.isabs(python):  # Otherwise bash, which activates an environment; the runtime's PATH has it then.

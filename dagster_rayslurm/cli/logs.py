@@ -1,4 +1,4 @@
-"""`rayslurm logs` prints the output of a run, at once or until the run ends; `rayslurm cancel` ends a run, session or job."""
+"""`rayslurm logs` prints the output of a run or the log of a session; `rayslurm cancel` ends a run, session or job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from ..backends.base import write_cancel_request
 from ..backends.batch import live_jobs
 from ..backends.layout import nonce_of
-from ..backends.listing import Entry, Kind, list_here
+from ..backends.listing import Entry, Kind, json_object, list_here
 from ..backends.sessions.listing import end_generations
 from ..backends.sessions.local import end_session
 from ..edge import files as edge_files
@@ -21,7 +21,9 @@ from ..execution.files import discard
 from ..execution.terminal import NOT_THE_PAYLOAD, TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome import judge
-from ..runtime.protocol.record import COMPONENTS, JOURNAL, SECRETS, LineReader, component_dir
+from ..runtime.protocol.record import COMPONENTS, JOURNAL, PAYLOAD, RUNTIME_LOG, SECRETS, LineReader, component_dir, node_log
+from ..runtime.protocol.spec import PayloadSpec
+from ..slurm.request import LOG
 from ..slurm.shared_queue import fetch_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import wait_until_gone
@@ -32,7 +34,7 @@ from .ps import entry, ident_argument
 _CADENCE = Cadence(busy=0.2, idle=2.0, waiting=5.0)
 _CHUNK = 1024 * 1024
 _ASK_INTERVAL = 15.0  # Seconds between two looks into the queue while a record is silent.
-_END_TIMEOUT = 45.0  # Seconds in which a cancelled run must end; after that the job is cancelled.
+_END_MARGIN = 45.0  # Seconds beyond the grace period in which a cancelled run must end; after that the job is cancelled.
 
 
 @click.command()
@@ -40,7 +42,7 @@ _END_TIMEOUT = 45.0  # Seconds in which a cancelled run must end; after that the
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run ends, and exit with its exit code.")
 @cluster_options
 def logs(ident: str, follow: bool) -> None:
-    """Print the output of a run.
+    """Print the output of a run, or the log of a session's runtime.
 
     With -f, print new output until the run ends, and exit with the exit code that `submit` would have. Ctrl-C then ends this
     command, and the run goes on.
@@ -49,10 +51,10 @@ def logs(ident: str, follow: bool) -> None:
     try:
         with one_sentence_errors():
             run = entry(ident)
+            if run.kind == Kind.SESSION and not follow:
+                return _print_log(run)
             if run.kind != Kind.RUN:
-                raise ValueError(
-                    f"{run.name} is a {run.kind}, and only runs have output; `rayslurm show {run.name}` shows its runs"
-                )
+                raise ValueError(f"{run.name} is a {run.kind}, and only the output of a run can be printed and followed")
             own_job = bool(run.job_id) and bool(run.connection.read(f"{run.directory}/job_id", 0, 64))
             followed = [_follower(run, component, log, own_job) for component in _components(run)]
             if not follow:
@@ -79,6 +81,15 @@ def logs(ident: str, follow: bool) -> None:
     sys.exit(next(filter(None, (exit_code(each.evidence.end) for each in followed)), 0))
 
 
+def _print_log(session: Entry) -> None:
+    """Prints the log of a session's runtime: the output of the batch script and of the head node or, without Slurm, one file."""
+    for name in (LOG, node_log(0), RUNTIME_LOG):
+        offset = 0
+        while data := session.connection.read(f"{session.directory}/{name}", offset, _CHUNK):
+            click.echo(data, nl=False)
+            offset += len(data)
+
+
 def _components(run: Entry) -> list[str | None]:
     """Returns the names of a run's components; [None] for a run without components. Each component has a journal of its own."""
     try:
@@ -92,8 +103,7 @@ def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: b
 
     `own_job` is True if the run has a Slurm job of its own, which Slurm may requeue.
     """
-    directory = run.directory if component is None else component_dir(run.directory, component)
-    pipes = TerminalPipes(log)
+    directory, pipes = _record_dir(run, component), TerminalPipes(log)
     return Follower(run.connection, directory, nonce_of(run.name), pipes, log, _CADENCE, requeue=own_job, component=component)
 
 
@@ -143,7 +153,7 @@ def _runtime_exit(job: _Job, evidence: Evidence) -> str | None:
 def cancel(ident: str, now: bool, as_json: bool) -> None:
     """End a run, session or job, and wait until the end is confirmed.
 
-    With --now, the payload of a run gets no grace period.
+    The payload of a run has its grace period to end by itself. With --now, the payload gets no grace period.
     """
     with one_sentence_errors():
         one = entry(ident)
@@ -169,11 +179,12 @@ def _end(one: Entry, now: bool) -> None:
         return
     if one.kind == Kind.RUN:
         write_cancel_request(one.connection, one.directory, now)
+        timeout = _END_MARGIN if now else _grace_period(one) + _END_MARGIN
         # A run that waits has no runtime that would read the request. A run in a session shares the job with other runs.
-        if one.state != "pending" and _ends(one, _END_TIMEOUT):
+        if one.state != "pending" and _ends(one, timeout):
             return
         if one.job_id is None or not one.connection.read(f"{one.directory}/job_id", 0, 64):
-            raise OSError(f"{one.connection.place}: {one.name} was asked to end and has not within {_END_TIMEOUT:g} s")
+            raise OSError(f"{one.connection.place}: {one.name} was asked to end and has not within {timeout:g} s")
     assert one.job_id is not None
     jobs: list[int | str] = [one.job_id]
     if one.kind == Kind.RUN:  # Its partitions may run in several job arrays.
@@ -185,11 +196,29 @@ def _end(one: Entry, now: bool) -> None:
         raise OSError(f"Slurm does not confirm the end of job {one.job_id}; run `scancel {one.job_id}` on {one.connection.place}")
 
 
+def _grace_period(run: Entry) -> float:
+    """Returns the longest grace period of a run's payloads in seconds; the default for a payload without a readable record."""
+    paths = [f"{_record_dir(run, component)}/{PAYLOAD}" for component in _components(run)]
+    specs = [json_object(run.connection.read(path, 0, _CHUNK)) for path in paths]
+    return max(float(spec.get("grace_period", PayloadSpec.grace_period)) for spec in specs)
+
+
+def _record_dir(run: Entry, component: str | None) -> str:
+    """Returns the directory with the record of a run, or of the component `component` of a run."""
+    return run.directory if component is None else component_dir(run.directory, component)
+
+
 def _ends(run: Entry, timeout: float) -> bool:
-    """Waits until each journal of a run has an `end` record, and returns True; returns False after `timeout` seconds."""
+    """Waits until each journal of a run has an `end` record, or the run's job or process is gone, and returns True.
+
+    Returns False after `timeout` seconds. Returns False at once if a journal is missing, because each element of a job array has
+    a journal of its own, and no runtime reads the cancel request of the whole run.
+    """
     records = [_EndOfRecord(run, component) for component in _components(run)]
-    deadline = time.monotonic() + timeout
-    while not all(each.seen() for each in records):
+    if not all(each.exists() for each in records):
+        return False
+    job, deadline = _Job(run), time.monotonic() + timeout
+    while not all(each.seen() for each in records) and job.exit(ended=False) is None:
         if time.monotonic() > deadline:
             return False
         time.sleep(_CADENCE.busy)
@@ -200,12 +229,17 @@ class _EndOfRecord:
     """A reader that looks for the `end` record in the journal of a run, or of the component `component` of a run."""
 
     def __init__(self, run: Entry, component: str | None) -> None:
-        directory = run.directory if component is None else component_dir(run.directory, component)
-        self._connection, self._path = run.connection, f"{directory}/{JOURNAL}"
+        self._connection, self._path = run.connection, f"{_record_dir(run, component)}/{JOURNAL}"
         self._reader, self._seen = LineReader(), False
 
+    def exists(self) -> bool:
+        """Returns whether the run or component has a journal."""
+        return self._connection.modified(self._path) is not None
+
     def seen(self) -> bool:
-        """Reads new records of the journal, and returns whether the `end` record has been read."""
-        while not self._seen and (data := self._connection.read(self._path, self._reader.next_read, _CHUNK)):
-            self._seen = any(record.get("type") == "end" for record in self._reader.feed(data))
+        """Reads new records of the journal, and returns whether an `end` record is the end of the last start."""
+        while data := self._connection.read(self._path, self._reader.next_read, _CHUNK):
+            for record in self._reader.feed(data):
+                if record.get("type") in ("start", "end"):  # After a requeue, a further start follows.
+                    self._seen = record["type"] == "end"
         return self._seen

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 import webbrowser
 from collections.abc import Iterator
@@ -20,9 +19,10 @@ import click
 
 from ..access.find import Found, NoClusterNow, choose
 from ..access.head import ClusterEnded
-from ..access.proxy import SECRET_HEADER
+from ..access.proxy import SECRET_HEADER, Proxy
 from ..access.serve import serve, served
 from ..backends.listing import Entry, named
+from ..ssh.terminal import shell_status
 from .common import one_sentence_errors
 from .options import cluster_options
 from .ps import entries
@@ -92,14 +92,13 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
     """
     found = find_target(target, wait)
     urls: list[str] = []
-    pages: list[str] = []
 
-    def ready(url: str) -> None:
-        urls.append(url)
-        click.echo(f"{url}/")
+    def ready(proxy: Proxy) -> None:
+        urls.append(proxy.url)
+        click.echo(f"{proxy.url}/")
         say(f"the Ray dashboard of {found.title}; Ctrl-C ends this")
-        if opens:
-            pages.append(_open(f"{url}/"))
+        if opens:  # A browser in the terminal goes on until the user leaves it.
+            threading.Thread(target=_open, args=[proxy.link()], name="rayslurm-browser", daemon=True).start()
 
     try:
         with one_sentence_errors():
@@ -110,24 +109,12 @@ def dashboard(target: str, opens: bool, wait: bool, port: int) -> None:
         say(str(error))
     except KeyboardInterrupt:
         pass
-    finally:
-        for page in pages:
-            os.unlink(page)
 
 
-def _open(url: str) -> str:
-    """Opens a URL in the browser; returns the path of a temporary HTML file, which the caller must delete.
-
-    The browser opens the file, and the file redirects to the URL. The URL has a secret, and other users can see the arguments of
-    processes.
-    """
-    fd, path = tempfile.mkstemp(prefix="rayslurm-", suffix=".html")  # Only this user may read the file.
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(
-            f'<!DOCTYPE html><meta http-equiv="refresh" content="0; url={html.escape(url)}"><title>Ray dashboard</title>\n'
-        )
-    webbrowser.open(f"file://{path}")
-    return path
+def _open(link: str) -> None:
+    """Opens a link in the browser, or says that there is no browser. The link is not secret, because it works only once."""
+    if not webbrowser.open(link):
+        say("no browser can be opened here; copy the URL into a browser of this machine")
 
 
 @click.group()
@@ -180,6 +167,6 @@ def _ray_job(name: str, arguments: list[str], url: str) -> int:
         raise click.ClickException(f"Ray's job client cannot be started: {error}") from None
     while True:
         try:
-            return process.wait()
+            return shell_status(process.wait())
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)

@@ -89,10 +89,11 @@ class Watch:
             self.problem = f"{query}: {error}"
 
     def run(self) -> None:
-        """Sends one query per second, or five per second while no nodes are known, until the event `over` is set."""
-        for query in cycle([*QUERIES, *(["payloads"] if self.payloads else [])]):
-            self.ask(query)
-            if self.over.wait(_INTERVAL if self.snapshot.nodes else 0.2):
+        """Sends one query per second until the event `over` is set; until nodes are known, the query for nodes each time."""
+        queries = cycle([*QUERIES, *(["payloads"] if self.payloads else [])])
+        while True:
+            self.ask(next(queries) if self.snapshot.nodes else "nodes")
+            if self.over.wait(_INTERVAL):
                 break
 
 
@@ -143,7 +144,9 @@ def _print_once(watch: Watch, title: str, as_json: bool) -> None:
         if watch.problem:
             raise click.ClickException(f"the dashboard does not answer: {watch.problem}")
     if as_json:
-        return print_json({**asdict(watch.snapshot), "totals": dict(watch.snapshot.totals), "never": watch.snapshot.never})
+        shown = watch.snapshot
+        told = {"totals": dict(shown.totals), "never": shown.never, "unchecked": shown.unchecked}
+        return print_json({**asdict(shown), **told})
     console = Console()
     console.print(header(watch.snapshot, title, ""))
     for view in VIEWS:
@@ -161,7 +164,7 @@ def _live(watch: Watch, title: str, ended: Sequence[str]) -> None:
     try:
         with _single_keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
             while not screen.over and not any("has ended" in each for each in ended):
-                height = max(3, console.height - 9 - len(watch.snapshot.never))
+                height = max(3, console.height - 9 - len(watch.snapshot.never) - len(watch.snapshot.unchecked))
                 said = watch.problem or (ended[-1] if ended else "")
                 body = table(watch.snapshot, screen, height)
                 live.update(Group(header(watch.snapshot, title, said), body, Text(KEYS, style="dim")), refresh=True)
@@ -223,6 +226,7 @@ def header(snapshot: Snapshot, title: str, problem: str) -> RenderableType:
         states = state_counts(counts)
         lines.append(Text(f"{name}: " + (", ".join(f"{number} {state}" for state, number in states.most_common()) or "none")))
     lines += [Text(f"never: {sentence}", style="bold red") for sentence in snapshot.never]
+    lines += [Text(sentence, style="yellow") for sentence in snapshot.unchecked]
     if problem:
         lines.append(Text(problem, style="yellow"))
     return Group(*lines)

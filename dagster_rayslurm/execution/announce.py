@@ -48,7 +48,8 @@ def announce(
     if plan.ray is None:
         del said["Ray cluster ID"]
     elif plan.ray.dashboard:
-        said["Ray dashboard"] = f"rayslurm dashboard --wait {run_name}"
+        elsewhere = "--from MODULE:RESOURCE names the cluster where there is no rayslurm.toml"
+        said["Ray dashboard"] = f"rayslurm dashboard --wait {run_name} ({elsewhere})"
     try:
         own = step if _has_several_steps(context.instance, context.run.execution_plan_snapshot_id) else None
         write_tags(context.instance, context.run_id, job_tags(running.job_id, place, own), base)

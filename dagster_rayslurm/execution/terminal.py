@@ -137,18 +137,21 @@ def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFiel
     """Start a plan on the cluster, and return without waiting for the plan's end.
 
     The payload's outputs are never copied to this machine. A later sweep removes the run directory. Raises RunFailure if the plan
-    cannot be started.
+    cannot be started. If an interrupt comes once the payload is started, the function logs the name of the run before it raises.
     """
     run = _prepare(name, plan, backend, resource, log)
     started: list[RunningPayload] = []
     try:
         with start_errors():
             backend.start(plan, run.run_dir, pipes_context(name), run.launch.step, started.append)
+        return Detached(run.launch.name, run.run_dir, started[0].job_id, started[0].cluster_id)
     except BaseException:
         if not started:
             discard(backend.connection, run.run_dir)
+        else:
+            told = f"{run.launch.name} is submitted as job {started[0].job_id}"
+            log.warning(f"[rayslurm] {told}, and goes on; end it by `rayslurm cancel {run.launch.name}`")
         raise
-    return Detached(run.launch.name, run.run_dir, started[0].job_id, started[0].cluster_id)
 
 
 def exit_code(end: Record | None) -> int:

@@ -186,7 +186,8 @@ class Connection(ABC):
     def interact(self, command: Sequence[str]) -> int:
         """Run a command with this process's terminal or, without a terminal, with this process's standard input and output.
 
-        Returns the command's exit code. Raises `OSError` if this kind of connection cannot run such commands.
+        Returns the command's exit code, 128 + N if the signal N has killed the command. Raises `OSError` if this kind of
+        connection cannot run such commands.
         """
         raise OSError(f"{self.place}: this connection has no terminals; {shlex.join(command)[:200]} cannot be run")
 

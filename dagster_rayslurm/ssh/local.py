@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from .base import Connection, Submit
+from .terminal import shell_status
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class LocalConnection(Connection):
 
     def interact(self, command: Sequence[str]) -> int:
         with contextlib.suppress(KeyboardInterrupt):
-            return subprocess.call(list(command))
+            return shell_status(subprocess.call(list(command)))
         return 130
 
     def stream(self, command: Sequence[str]) -> socket.socket:

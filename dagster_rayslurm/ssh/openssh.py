@@ -29,7 +29,7 @@ from .connection import Refused
 from .fields import SSHLogin, certificate_path, key_path, known_hosts_path
 from .local import locked, private_dir
 from .login import Prompts, asks_password, check_files, check_keys, login_slot
-from .terminal import has_terminal
+from .terminal import has_terminal, shell_status
 
 # Largest number of master connections to one server. A further one is opened when the others allow no more sessions.
 _MAX_MASTERS = 8
@@ -151,7 +151,7 @@ class OpenSSHTransport:
                 raise failure
 
     def interact(self, command: str) -> int:
-        return subprocess.call(multiplexed(self.path, "-tt" if has_terminal() else "-T", "--", "host", command))
+        return shell_status(subprocess.call(multiplexed(self.path, "-tt" if has_terminal() else "-T", "--", "host", command)))
 
     def close(self) -> None:
         """Do nothing: other processes may use the master, and a master that nobody uses ends by itself."""

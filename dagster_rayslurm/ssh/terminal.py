@@ -23,6 +23,11 @@ def has_terminal() -> bool:
     return os.isatty(_STDIN) and os.isatty(1)
 
 
+def shell_status(code: int) -> int:
+    """Returns the exit code that a shell shows for a process: 128 + N for the signal N, which Python's subprocess shows as -N."""
+    return 128 - code if code < 0 else code
+
+
 def relay(channel: Any, command: str) -> int:
     """Run a command on a new paramiko channel with this process's input and output, and return the command's exit code.
 

@@ -205,6 +205,28 @@ def test_what_can_never_be_placed_is_named() -> None:
     assert not Snapshot(pending=snapshot.pending).never, "as long as the nodes are unknown"
 
 
+@pytest.mark.parametrize(
+    ("count", "state", "named"),
+    [(9, "NO_RESOURCES", "all nodes together"), (3, "INFEASIBLE", "strategy or labels"), (3, "NO_RESOURCES", "")],
+)
+def test_bundles_that_fit_only_one_by_one_are_named(count: int, state: str, named: str) -> None:
+    """Nine bundles of 4 CPUs on three nodes of 4 CPUs; STRICT_PACK of three bundles, which Ray itself calls infeasible."""
+    row = {"name": "many", "bundles": [{"unit_resources": {"CPU": 4.0}}] * count, "stats": {"scheduling_state": state}}
+    snapshot = Snapshot().with_answer("nodes", NODES).with_answer("groups", listed(row))
+    assert [
+        f"placement group many waits for bundles ({count} of CPU 4)" in each and named in each for each in snapshot.never
+    ] == [True] * bool(named)
+
+
+def test_demands_that_the_dashboard_leaves_out_are_counted() -> None:
+    answer = listed({"name": "f", "required_resources": {"CPU": 1.0}})
+    assert not Snapshot().with_answer("pending", answer).unchecked
+    answer["data"]["result"]["num_filtered"] = 1201
+    assert Snapshot().with_answer("pending", answer).unchecked == [
+        "1,200 more tasks that wait for a node are not listed, and not checked"
+    ]
+
+
 @pytest.mark.parametrize("query", ["nodes", "tasks", "pending", "groups", "actors"])
 def test_an_answer_of_another_form_is_an_error_in_one_sentence(query: str) -> None:
     with pytest.raises(ValueError, match=f"answer about {query} has another form"):

@@ -4,7 +4,10 @@ import asyncio
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +24,7 @@ from dagster_rayslurm.backends.listing import list_here
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.cli.top import Watch
 
+from ..conftest import wait_until
 from .test_access import HERE, access, run_dir
 
 
@@ -79,6 +83,31 @@ def test_a_link_that_breaks_in_an_answer_is_a_problem_and_top_goes_on(url: str, 
     monkeypatch.undo()
     watch.ask("nodes")
     assert not watch.problem
+
+
+def test_top_asks_at_most_once_a_second_while_no_nodes_are_known(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(Dashboard, "log_request", lambda *_: asked.append(time.monotonic()))
+    watch = Watch(url, None)
+    thread = threading.Thread(target=watch.run)
+    thread.start()
+    assert wait_until(lambda: len(asked) == 3, 20)
+    watch.over.set()
+    thread.join(10)
+    assert asked[2] - asked[0] > 1.5
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_without_an_event_loop_the_error_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("Too many open files")
+
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access())
+    found = choose("train", list_here(str(tmp_path)))
+    monkeypatch.setattr(asyncio.events, "new_event_loop", fail)
+    with pytest.raises(OSError, match="Too many open files"), serve.served(found, lambda _: None):
+        pass
 
 
 @pytest.fixture
@@ -140,8 +169,8 @@ def test_a_head_that_does_not_answer_is_one_sentence(tmp_path: Path, monkeypatch
         assert len(lines) == 2 and "srun did not start a relay" in lines[0]
 
 
-@pytest.mark.parametrize(("method", "times"), [("POST", 1), ("PUT", 1), ("GET", 3)])
-def test_only_a_request_without_effects_is_sent_again(tmp_path: Path, method: str, times: int) -> None:
+@pytest.mark.parametrize(("method", "body", "times"), [("POST", "", 1), ("PUT", "x", 1), ("GET", "", 3), ("GET", "x", 1)])
+def test_only_a_request_without_effects_and_body_is_sent_again(tmp_path: Path, method: str, body: str, times: int) -> None:
     received: list[bytes] = []
 
     def lose(dashboard: socket.socket) -> None:
@@ -150,7 +179,10 @@ def test_only_a_request_without_effects_is_sent_again(tmp_path: Path, method: st
                 connection, _ = dashboard.accept()
             except OSError:
                 return
-            received.append(connection.recv(65536))
+            data = connection.recv(65536)
+            while data and not data.endswith(b"\r\n\r\n" + body.encode()):
+                data += connection.recv(65536)
+            received.append(data)
             connection.close()
 
     with socket.create_server(("127.0.0.1", 0)) as dashboard:
@@ -158,19 +190,51 @@ def test_only_a_request_without_effects_is_sent_again(tmp_path: Path, method: st
         run_dir(tmp_path, "1a2b3c4d-train-aa", access(dashboard.getsockname()[1]))
         with (
             serve.served(choose("train", list_here(str(tmp_path))), print) as url,
-            client_of(url, f"{method} /PATH/x HTTP/1.1\r\nContent-Length: 0") as client,
+            client_of(url, f"{method} /PATH/x HTTP/1.1\r\nContent-Length: {len(body)}", body) as client,
+            client.makefile("rb") as file,
         ):
-            answer = client.recv(1000)
+            answer = file.read()
         dashboard.shutdown(socket.SHUT_RDWR)
-    assert len(received) == times and answer[:12] == (b"" if times == 1 else b"HTTP/1.1 502")
+    assert len(received) == times and answer.startswith(b"HTTP/1.1 502")
+    assert (b"It is not sent again" in answer) == (times == 1)
 
 
-def client_of(url: str, request: str) -> socket.socket:
-    """A connection to a proxy, on which a request was sent with the path of the URL in place of PATH."""
+@pytest.mark.parametrize("found", [True, False])
+def test_the_browser_gets_a_link_that_works_once(tmp_path: Path, url: str, found: bool) -> None:
+    """A program in the place of the browser follows its link, and tries it again; or there is no browser."""
+    program = tmp_path / "browser"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys, urllib.error, urllib.request\n"
+        f"open({str(tmp_path / 'link')!r}, 'w').write(sys.argv[1])\n"
+        "first = urllib.request.urlopen(sys.argv[1]).status\n"
+        "try: urllib.request.urlopen(sys.argv[1])\n"
+        f"except urllib.error.HTTPError as error: print(first, error.code, file=open({str(tmp_path / 'said')!r}, 'w'))\n"
+    )
+    program.chmod(0o755)
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access(int(url.rpartition(":")[2])))
+    command = [sys.executable, "-m", "dagster_rayslurm.cli", "--base", str(tmp_path), "dashboard", "--open", "train"]
+    browser = f"{program if found else tmp_path / 'none'} %s"
+    environ = {**os.environ, "BROWSER": browser, "PATH": str(tmp_path)}
+    environ.pop("DISPLAY", None)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        secret = process.stdout.readline().split("/")[3]
+        process.stderr.readline()
+        if found:
+            assert wait_until((tmp_path / "said").exists, 30) and wait_until((tmp_path / "said").read_text, 10)
+            assert (tmp_path / "said").read_text() == "200 403\n" and secret not in (tmp_path / "link").read_text()
+        else:
+            assert "no browser can be opened here" in process.stderr.readline()
+        process.terminate()
+
+
+def client_of(url: str, request: str, body: str = "") -> socket.socket:
+    """A connection to a proxy, on which a request was sent with the path of the URL in place of PATH, and then `body`."""
     host, _, path = url.removeprefix("http://").partition("/")
     address, _, port = host.partition(":")
     client = socket.create_connection((address, int(port)), timeout=20)
     client.sendall((request.replace("PATH", path) + "\r\n\r\n").encode())
+    client.sendall(body.encode())
     return client
 
 

@@ -106,19 +106,21 @@ def test_a_session_is_seen_entered_and_stopped(cluster: Path, fake_slurm: FakeSl
 
 def _enter_jupyter(fake_slurm: FakeSlurm, tmp_path: Path, row: dict[str, Any]) -> None:
     """Enters the session by a stand-in for JupyterLab, sends requests to it, and ends it."""
-    config = Path(row["directory"]) / "attach.jupyter.json"
+    written = Path(row["directory"]).glob
     program = fake_slurm.base / "bin" / "jupyter"
     program.write_text(textwrap.dedent(JUPYTER).format(python=sys.executable))
     program.chmod(0o755)
     with serving("attach", "--jupyter", "work", errors=tmp_path / "jupyter") as (url, process):
-        assert url.endswith("/lab") and wait_until(config.exists, 60) and stat.S_IMODE(config.stat().st_mode) == 0o600
+        assert url.endswith("/lab") and wait_until(lambda: [*written("attach.*.sh")], 60)
+        (config,) = written("attach.*.json")
+        assert stat.S_IMODE(config.stat().st_mode) == 0o600
         assert wait_until(lambda: _answers(url), 60), (tmp_path / "jupyter").read_text()
         said = get(url)
         assert said["words"] == ["lab"] and ":" in said["address"]
         arguments = Path(f"/proc/{process.pid}/cmdline").read_text()
         assert json.loads(config.read_text())["IdentityProvider"]["token"] not in arguments
         get(url.removesuffix("/lab") + "/stop")
-        assert process.wait(20) == 6 and not config.exists()
+        assert process.wait(20) == 6 and not [*written("attach.*")]
 
 
 def _answers(url: str) -> bool:

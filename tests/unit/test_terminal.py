@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +17,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dagster_rayslurm.backends.listing import list_all
-from dagster_rayslurm.cli import main, ray
+from dagster_rayslurm.cli import logs, main, ray
+from dagster_rayslurm.execution import terminal
+from dagster_rayslurm.runtime.protocol.record import encode
 from dagster_rayslurm.runtime.protocol.spec import Announcement, ClusterAccess
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -119,6 +122,20 @@ def test_a_run_that_is_left_is_found_again(rayslurm: Rayslurm, cluster: Path, fa
     assert row["state"] == "ended"
     again = rayslurm("cancel", name)
     assert again.exit_code == 1 and "has ended already" in again.stderr
+
+
+def test_an_interrupt_right_after_the_submission_names_the_run(
+    rayslurm: Rayslurm, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal, "Detached", interrupted)
+    fake_slurm.set(starts=False)
+    left = rayslurm("submit", "--detach", "--quiet", *NO_RAY, "--", "true")
+    (name,) = [run["name"] for run in runs(rayslurm)]
+    assert left.exit_code == 130 and f"end it by `rayslurm cancel {name}`" in left.stderr, left.output
+    assert fake_slurm.state(1) == "PENDING" and rayslurm("cancel", name).exit_code == 0
 
 
 def test_json_stands_alone_on_standard_output(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
@@ -246,6 +263,52 @@ def test_a_run_is_cancelled(rayslurm: Rayslurm, fake_slurm: FakeSlurm, starts: b
     assert wait_until(lambda: not fake_slurm.processes(), 30) and not runs(rayslurm)
 
 
+def test_a_cancelled_run_has_its_own_grace_period(
+    rayslurm: Rayslurm, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_END_MARGIN", 1.0)
+    Path("rayslurm.toml").write_text(
+        Path("rayslurm.toml").read_text() + 'default_launcher = { kind = "bash", grace_period = 60 }\n'
+    )
+    program = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), print('saved'), exit()));"
+    program += "print('begun', flush=True); time.sleep(100)"
+    name = rayslurm("submit", "--detach", *NO_RAY, "--", "python", "-c", program).stdout.strip()
+    assert wait_until(lambda: rayslurm("logs", name).stdout == "begun\n", 60)
+    done = rayslurm("cancel", name)
+    assert done.exit_code == 0 and rayslurm("logs", name).stdout == "begun\nsaved\n", done.output
+    assert not fake_slurm.cancelled
+
+
+def test_a_requeued_run_has_ended_only_at_its_last_end(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    directory.mkdir(parents=True)
+    (directory / "status.json").write_text('{"state": "running"}')
+    journal = [{"type": "start", "allocation": {"job_id": "17"}}, {"type": "end"}, {"type": "start"}]
+    (directory / "journal.jsonl").write_bytes(b"".join(map(encode, journal)))
+    fake_slurm.job(17)
+    said: list[Result] = []
+    cancelling = threading.Thread(target=lambda: said.append(rayslurm("cancel", "0000aaaa")))
+    cancelling.start()
+    assert wait_until((directory / "cancel.json").exists, 30)
+    cancelling.join(1)
+    assert cancelling.is_alive(), said
+    with (directory / "journal.jsonl").open("ab") as file:
+        file.write(encode({"type": "end"}))
+    cancelling.join(30)
+    assert said[0].exit_code == 0, said[0].output
+
+
+def test_a_running_array_is_cancelled_by_slurm_at_once(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    directory.mkdir(parents=True)
+    (directory / "job_id").write_text("17\n")
+    fake_slurm.job(17, label="17_0", leader=17)
+    began = time.monotonic()
+    done = rayslurm("cancel", "0000aaaa")
+    assert done.exit_code == 0 and fake_slurm.state(17) == "CANCELLED", done.output
+    assert time.monotonic() - began < 30, "no runtime reads the request of the whole run"
+
+
 def test_a_name_of_several_runs_is_refused(rayslurm: Rayslurm, cluster: Path) -> None:
     for name in ("0000aaaa-train-1", "0000bbbb-train-2"):
         (cluster / "runs" / name).mkdir(parents=True)
@@ -271,6 +334,17 @@ def test_a_session_is_listed_with_the_way_to_its_cluster(fake_slurm: FakeSlurm, 
     assert session.over and not session.clusters
 
 
+def test_the_log_of_a_session_is_printed(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    fake_slurm.job(17, "session")
+    directory = cluster / "sessions" / "default-0123" / "1"
+    directory.mkdir(parents=True)
+    (directory / "session.json").write_text(json.dumps(asdict(Announcement("slurm-abcd", "17", ["c1"], 1, "00", 1, None, "c1"))))
+    (directory / "slurm.log").write_text("script\n")
+    (directory / "node-0.log").write_text("runtime\n")
+    assert rayslurm("logs", "default-0123").stdout == "script\nruntime\n"
+    assert "only the output of a run" in rayslurm("logs", "-f", "default-0123").stderr
+
+
 # ---- attach
 
 
@@ -286,7 +360,29 @@ def test_a_command_runs_in_the_environment_of_a_run(rayslurm: Rayslurm, fake_slu
     assert done.exit_code == 5, (done.output, said)
     a, directory, pipes, _ = said.split("|")
     assert a == "it's\ttwo" and directory.endswith(f"{name}/work") and pipes == ""
+    assert rayslurm("attach", name, "--", "sh", "-c", "kill -TERM $$").exit_code == 128 + signal.SIGTERM
+    assert not [*(Path(runs(rayslurm)[0]["directory"])).glob("attach.*")]
     rayslurm("cancel", name, "--now")
+
+
+def test_one_component_of_a_run_is_entered(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path, capfd: Any) -> None:
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    for number, name in enumerate(("cpu", "gpu")):
+        fake_slurm.job(17 + number, label=f"17+{number}", leader=17)
+        part = directory / "components" / name
+        (part / "work").mkdir(parents=True)
+        way = ClusterAccess(f"c-{name}", f"n{number}", 8265 + number, "", os.getpid(), str(17 + number), hosts=[f"n{number}"])
+        (part / "cluster.json").write_text(json.dumps(asdict(way)))
+        (part / "status.json").write_text(json.dumps({"state": "running", "payload_pid": os.getpid()}))
+        start = {"type": "start", "allocation": {"job_id": str(17 + number), "nodes": [f"n{number}"]}}
+        (part / "journal.jsonl").write_bytes(encode(start))
+    (directory / "job_id").write_text("17\n")
+    refused = rayslurm("attach", "0000aaaa", "--jupyter")
+    assert refused.exit_code == 1 and "name one of them: 0000aaaa-train-000000000001/cpu, 0000" in refused.stderr, refused.output
+    done = rayslurm("attach", "0000aaaa/gpu", "--", "pwd")
+    assert done.exit_code == 0 and capfd.readouterr().out.endswith("components/gpu/work\n"), done.output
+    (call,) = fake_slurm.calls("srun")
+    assert {"--jobid=18", "--nodelist=n1"} <= {*call} and "--het-group=0" not in call
 
 
 # ---- plain jobs of Slurm

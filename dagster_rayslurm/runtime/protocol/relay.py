@@ -214,12 +214,14 @@ class _Over(Exception):
     """Raised inside `copy` to end `copy` when the connection is over."""
 
 
-async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serves: bool = False) -> None:
-    """Copy data both ways between a TCP connection (`reader`, `writer`) and the multiplexed `stream`, and close both at the end.
+async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serves: bool = False) -> bool:
+    """Copy data both ways between a TCP connection (`reader`, `writer`) and the multiplexed `stream`, and close `stream`.
 
     The end comes when the server closes its connection, or when either connection is reset. If `serves` is True, the server is at
-    the TCP connection, otherwise at the other end of `stream`.
+    the TCP connection, otherwise at the other end of `stream`. Returns whether data was written to the TCP connection, which the
+    caller must close.
     """
+    written = False
 
     async def away() -> None:
         while True:
@@ -232,10 +234,12 @@ async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.Str
             raise _Over
 
     async def back() -> None:
+        nonlocal written
         while True:
             data = await stream.read()
             if not data:
                 break
+            written = True
             writer.write(data)
             await writer.drain()
         if not serves:
@@ -254,8 +258,8 @@ async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.Str
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        writer.close()
         await stream.close()
+    return written
 
 
 async def _connect(stream: Stream, port: int) -> None:
@@ -267,7 +271,10 @@ async def _connect(stream: Stream, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
         return await stream.close()
-    await copy(stream, reader, writer, serves=True)
+    try:
+        await copy(stream, reader, writer, serves=True)
+    finally:
+        writer.close()
 
 
 async def _relay() -> None:
