@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+from ..backends.base import deferred_interrupts
 from ..edge import machine, site
 from ..edge.environment import PROBE
 from ..errors import StartError
@@ -67,17 +68,29 @@ def run_probe(
             return [failure("probe", sentence, remedy or "check the queue's fields")]
         except BaseException:
             log = SimpleNamespace(error=lambda text: say(text.removeprefix("[rayslurm] ")))
-            with contextlib.suppress(OSError):
+            with deferred_interrupts():
                 cancel_named(connection, request.job_name, log)
             raise
         job_id = int(job.job_id)
         try:
-            return _follow(connection, run_dir, request, job_id, wanted, began, patience, say)
-        finally:
-            wait_until_gone(connection, job_id)
+            lines = _follow(connection, run_dir, request, job_id, wanted, began, patience, say)
+            return [*lines, *_cancel(connection, job_id)]
+        except BaseException:
+            for line in _cancel(connection, job_id):
+                say(f"{line.text}; {line.remedy}")
+            raise
     finally:
         with contextlib.suppress(OSError):
             connection.remove(run_dir)
+
+
+def _cancel(connection: Connection, job_id: int) -> list[Line]:
+    """Cancels the job if it is not over; returns a warning that names the job if Slurm does not confirm the job's end."""
+    with deferred_interrupts():
+        if wait_until_gone(connection, job_id):
+            return []
+    what = f"Slurm does not confirm the end of job {job_id}"
+    return [warning("probe", what, f"run `scancel {job_id}` on {connection.place}")]
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
@@ -167,7 +180,7 @@ def _follow(
             if now - started > _SECONDS:
                 return ended_lines({"state": "RUNNING", "facts": len(complete), "nodes": nodes})
         elif now - heard > _SECONDS:
-            what = f"squeue has said nothing of the probe, job {job_id}, for {_SECONDS:.0f} s, and the job was cancelled"
+            what = f"squeue has said nothing of the probe, job {job_id}, for {_SECONDS:.0f} s"
             return [failure("probe", what, "see whether squeue answers on the edge node, and try again")]
         time.sleep(pause)
         pause = min(1.5 * pause, 5.0)

@@ -292,8 +292,28 @@ def test_a_probe_of_which_slurm_says_nothing(tmp_path: Path, fake_slurm: FakeSlu
     fake_slurm.fault("squeue", "slurmctld is away", times=1000)
     monkeypatch.setattr(probe, "_SECONDS", 0.5)
     monkeypatch.setattr(submit, "_GONE_DEADLINE", 0.0)
-    (line,) = probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, lambda _: None)
-    assert line.verdict is Verdict.FAILURE and "squeue has said nothing" in line.text
+    silent, left = probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, lambda _: None)
+    assert silent.verdict is Verdict.FAILURE and "squeue has said nothing" in silent.text
+    assert fake_slurm.jobs("CANCELLED") == [1]
+    assert left.verdict is Verdict.WARNING and "does not confirm the end of job 1" in left.text and "scancel 1" in left.remedy
+
+
+def test_an_interrupted_probe_of_which_slurm_says_nothing(
+    tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def interrupted(text: str) -> None:
+        said.append(text)
+        if len(said) == 1:
+            fake_slurm.fault("squeue", "slurmctld is away", times=1000)
+            raise KeyboardInterrupt
+
+    fake_slurm.set(starts=False)
+    monkeypatch.setattr(submit, "_GONE_DEADLINE", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, interrupted)
+    assert fake_slurm.jobs("CANCELLED") == [1] and "scancel 1" in said[-1]
 
 
 def test_a_probe_waits_for_nodes_that_are_powered_up(
