@@ -60,6 +60,12 @@ def failure(name: str, text: str, remedy: str) -> Line:
     return Line(name, Verdict.FAILURE, text, remedy)
 
 
+def failed(name: str, error: object, remedy: str) -> Line:
+    """Returns a failure whose text is the message of `error` up to the first "; "; the rest, or else `remedy`, is the remedy."""
+    sentence, _, advice = str(error).partition("; ")
+    return failure(name, sentence or "no answer in time", advice or remedy)  # A `TimeoutError` has no message.
+
+
 def skipped(name: str, text: str) -> Line:
     """Returns a line about a check that was not made."""
     return Line(name, Verdict.SKIPPED, text)

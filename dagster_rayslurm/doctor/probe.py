@@ -26,7 +26,7 @@ from ..slurm.states import TERMINAL, WAITING
 from ..slurm.steps import parse_exit
 from ..slurm.submit import JOB_SCRIPT, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection
-from . import Line, Wanted, failure, warning
+from . import Line, Wanted, failed, failure, warning
 from .probe_lines import NO_PYTHON, ended_lines, probe_lines
 
 _SECONDS = 120.0  # Seconds that the job waits for the edge node, at most.
@@ -64,8 +64,7 @@ def run_probe(
         try:
             job = submit(connection, run_dir, files, request, ClusterClock(connection), say)
         except StartError as error:
-            sentence, _, remedy = str(error).partition("; ")
-            return [failure("probe", sentence, remedy or "check the queue's fields")]
+            return [failed("probe", error, "check the queue's fields")]
         except BaseException:
             log = SimpleNamespace(error=lambda text: say(text.removeprefix("[rayslurm] ")))
             with deferred_interrupts():
@@ -73,7 +72,10 @@ def run_probe(
             raise
         job_id = int(job.job_id)
         try:
-            lines = _follow(connection, run_dir, request, job_id, wanted, began, patience, say)
+            try:
+                lines = _follow(connection, run_dir, request, job_id, wanted, began, patience, say)
+            except OSError as error:
+                lines = [failed("probe", error, "try again")]
             return [*lines, *_cancel(connection, job_id)]
         except BaseException:
             for line in _cancel(connection, job_id):

@@ -8,7 +8,7 @@ from typing import Any
 from ..environments import Interpreter
 from ..environments.check import Facts, refusal
 from ..launchers import RayLauncher
-from . import Line, Wanted, failure, ok, warning
+from . import Line, Wanted, failed, failure, ok, warning
 from .machine_lines import node_lines
 
 NO_PYTHON = 63  # Exit code of the probe's shell command on a node without Python.
@@ -74,14 +74,9 @@ def _environment(node: Mapping[str, Any], wanted: Wanted) -> Iterator[Line]:
     facts = Facts(Interpreter(f"{path}/bin/python"), tuple(versions["python"]), versions.get("ray"), versions.get("pipes"))
     problem = refusal(facts, path, RayLauncher().ray_spec(), True)
     if problem is not None:
-        yield failure(name, *_split(problem))
+        yield failed(name, problem, "make the environment anew")
     else:
         yield ok(name, f"Python {'.'.join(map(str, versions['python']))}, Ray {versions['ray']}, Pipes {versions['pipes']}")
-
-
-def _split(problem: str) -> tuple[str, str]:
-    text, _, remedy = problem.partition("; ")
-    return text, remedy or "make the environment anew"
 
 
 def _lag(lag: float | None, where: str) -> Line:

@@ -29,6 +29,8 @@ from dagster_rayslurm.edge.environment import PROBE
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.slurm import submit
 from dagster_rayslurm.slurm.partitions import parse_partitions
+from dagster_rayslurm.ssh import pool
+from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import wait_until
@@ -210,6 +212,42 @@ def test_without_ssh_and_without_slurm(tmp_path: Path) -> None:
     assert report.resource == "" and report.partitions == []
 
 
+class Breaking(LocalConnection):
+    """This machine, behind a connection that breaks whenever a certain function is called."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def call(self, function: Any, *args: Any, **options: Any) -> Any:
+        if function is self.function:
+            raise ConnectionLost("SSH to me@edge: the connection was lost")
+        return super().call(function, *args, **options)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Calls `rayslurm` with a cluster whose edge node is this machine; with `breaking`, over a connection that breaks there."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_EDGE_NODE_", "RAYSLURM_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "rayslurm.toml").write_text(f'[clusters.here]\nslurm = {{ remote_base = "{tmp_path}/base" }}\n')
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str, breaking: Any = None) -> Any:
+        monkeypatch.setattr(pool, "_local", Breaking(breaking))
+        return CliRunner().invoke(main, list(words))
+
+    return call
+
+
+def test_a_connection_that_breaks_leaves_the_lines_so_far(command: Callable[..., Any]) -> None:
+    done = command("doctor", "--json", breaking=site.survey)
+    lines = json.loads(done.stdout)["lines"]
+    assert [(line["name"], line["verdict"]) for line in lines] == [("login", "ok"), ("edge node", "failure")]
+    assert lines[-1]["text"] == "SSH to me@edge: the connection was lost" and done.exit_code == 1
+    done = command("check", breaking=site.survey)
+    assert "failure edge node: SSH to me@edge" in done.stdout and "1 ok, 1 failure" in done.stdout and done.exit_code == 1
+
+
 # ---- Compute nodes
 
 
@@ -314,6 +352,12 @@ def test_an_interrupted_probe_of_which_slurm_says_nothing(
     with pytest.raises(KeyboardInterrupt):
         probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, interrupted)
     assert fake_slurm.jobs("CANCELLED") == [1] and "scancel 1" in said[-1]
+
+
+def test_a_probe_whose_connection_breaks(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.set(starts=False)
+    (line,) = probe.run_probe(Breaking(site.probe_state), str(tmp_path), wanted(), None, 1, 600.0, lambda _: None)
+    assert line.verdict is Verdict.FAILURE and "the connection was lost" in line.text and fake_slurm.jobs("CANCELLED") == [1]
 
 
 def test_a_probe_waits_for_nodes_that_are_powered_up(
