@@ -248,6 +248,14 @@ def test_a_connection_that_breaks_leaves_the_lines_so_far(command: Callable[...,
     assert "failure edge node: SSH to me@edge" in done.stdout and "1 ok, 1 failure" in done.stdout and done.exit_code == 1
 
 
+def test_check_prints_the_problems_of_doctor(command: Callable[..., Any]) -> None:
+    """There is no Slurm here, which is a problem."""
+    full, brief = (json.loads(command(name, "--json").stdout) for name in ("doctor", "check"))
+    names = [[line["name"] for line in report["lines"] if line["verdict"] in ("warning", "failure")] for report in (full, brief)]
+    assert names[0] == names[1] and "Slurm programs" in names[1]
+    assert len(brief["lines"]) == len(names[1]) < len(full["lines"]) and brief.keys() == full.keys()
+
+
 # ---- Compute nodes
 
 
