@@ -42,7 +42,8 @@ def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
     queue = {name: value for name, value in options.items() if value is not None}
     slurm = changed(cluster.slurm, queue=cluster.slurm.queue.having(**queue))
     path = env or cluster.resource.pre_deployed_env_path
-    return Wanted(slurm, PreDeployedEnvironment(path=path) if path else cluster.resource.environment)
+    environment = PreDeployedEnvironment(path=path) if path else cluster.resource.environment
+    return Wanted(slurm, environment, getattr(cluster.resource.default_launcher, "port_range", None))
 
 
 @click.command()

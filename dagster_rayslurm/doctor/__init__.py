@@ -34,10 +34,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The configuration to examine: a Slurm cluster, and the environment of the payloads on the cluster."""
+    """The configuration to examine: a Slurm cluster, the payloads' environment on the cluster, and the ports for Ray.
+
+    `port_range` is that of the `RayLauncher`: "LOW-HIGH", or None for any ports.
+    """
 
     slurm: SlurmResource
     environment: Environment
+    port_range: str | None = None
 
     @property
     def queue(self) -> SlurmQueueConfig:

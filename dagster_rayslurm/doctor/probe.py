@@ -16,6 +16,7 @@ from ..edge import machine, site
 from ..edge.environment import PROBE
 from ..errors import StartError
 from ..launchers import RayLauncher
+from ..runtime.node.network import parse_range
 from ..runtime.protocol.record import EXIT
 from ..slurm.accounting import fetch_job_facts
 from ..slurm.pending import waiting_text
@@ -129,12 +130,13 @@ def _files(
     python = interpreter[0] if interpreter else ""
     command = ["sh", "-c", _START, "rayslurm", run_dir, python]
     options = {"run_dir": run_dir, "base": base, "nodes": nodes, "seconds": _SECONDS, "probe": PROBE}
+    ports = parse_range(wanted.port_range) if wanted.port_range else None
     ranks = range(nodes)
     empty = [machine.GO, machine.STOP, *(machine.SEEN % rank for rank in ranks), *(machine.FACTS % rank for rank in ranks)]
     return {
         JOB_SCRIPT: render_script(request, command, run_dir, wanted.slurm.site).encode(),
         _PROGRAM: Path(machine.__file__).read_bytes(),
-        _OPTIONS: json.dumps({**options, "environment": interpreter or []}).encode(),
+        _OPTIONS: json.dumps({**options, "environment": interpreter or [], "port_range": ports}).encode(),
         **dict.fromkeys(empty, b""),
     }
 

@@ -3,12 +3,15 @@
 tests/faults/test_doctor.py seeds defects on a real cluster.
 """
 
+import contextlib
 import copy
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +279,11 @@ def test_a_probe_that_ends_early(name: str) -> None:
 
 
 @pytest.fixture
-def probed(tmp_path: Path) -> Any:
-    """The facts of two "nodes", two processes of this machine that run the program of the probe, and what was measured."""
+def probed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The facts of two "nodes", two processes of this machine that run the program of the probe, and what was measured.
+
+    The parameter is a range of ports for Ray; None for any ports.
+    """
     base = tmp_path / "base"
     for directory in (base, run_dir := tmp_path / "run"):
         directory.mkdir(mode=0o700)
@@ -290,6 +296,7 @@ def probed(tmp_path: Path) -> Any:
         "seconds": 60,
         "probe": PROBE,
         "environment": [sys.executable],
+        "port_range": getattr(request, "param", None),
     }
     (run_dir / "options.json").write_text(json.dumps(options))
     command = [sys.executable, machine.__file__, str(run_dir / "options.json")]
@@ -311,15 +318,70 @@ def test_the_program_of_the_probe(probed: Any) -> None:
     assert all(lag is not None and lag < 20 for lag in measured["lags"]) and all(abs(skew) < 10 for skew in measured["skews"])
     assert all("seconds" in each for each in measured["reached"]) and "seconds" in facts[1]["peers"]["0"]
     names = {line.name.rpartition(": ")[2] for line in probe_lines(facts, measured, wanted(), 2.0)}
-    assert {"probe", "clock", "/tmp", "/dev/shm", "environment", "visibility", "from the edge node", "from node to node"} <= names
+    assert {
+        "probe",
+        "clock",
+        "/tmp",
+        "/dev/shm",
+        "environment",
+        "visibility",
+        "from the edge node",
+        "from node to node",
+        "ports",
+    } <= names
     for changes, expected in (
         ({"lags": [60.0, 0.1]}, "warning"),
         ({"lags": [None, 0.1]}, "failure"),
     ):
         lines = probe_lines(facts, {**measured, **changes}, wanted(), 2.0)
         assert next(line for line in lines if line.name.endswith("visibility")).verdict.value == expected
-    blocked = probe_lines(facts, {**measured, "reached": [{"error": "timed out"}] * 2}, wanted(), 2.0)
+    low, high = facts[0]["ports"]["range"]
+    assert low <= facts[0]["listens"][0] <= high and len(facts[0]["listens"]) == 2
+    blocked = probe_lines(facts, {**measured, "reached": [{"error": "timed out", "port": low}] * 2}, wanted(), 2.0)
     assert any(line.name.endswith("from the edge node") and line.verdict is Verdict.WARNING for line in blocked)
+
+
+@pytest.fixture
+def occupied() -> Any:
+    """Listens on all ports of a range; returns the range."""
+    with contextlib.ExitStack() as held:
+        for port in range(OCCUPIED[0], OCCUPIED[1] + 1):
+            server = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # Another program may have it.
+                server.bind(("", port))
+        yield OCCUPIED
+
+
+OCCUPIED = (23400, 23499)
+
+
+@pytest.mark.parametrize("probed", [OCCUPIED], indirect=True)
+def test_a_range_of_ports_that_is_in_use(occupied: Any, probed: Any) -> None:
+    facts, measured = probed
+    lines = probe_lines(facts, measured, replace(wanted(), port_range="23400-23499"), 2.0)
+    (port,) = {(line.verdict, line.text) for line in lines if line.name.endswith(": ports")}
+    assert port[0] is Verdict.FAILURE and "from 23400 to 23499 are in use" in port[1]
+    assert not [line for line in lines if line.name.endswith(("from the edge node", "from node to node"))]
+
+
+def test_ports_of_outgoing_connections(probed: Any) -> None:
+    facts, measured = probed
+    for port_range, ephemeral, verdict in (
+        (None, [32768, 60999], "ok"),
+        (None, [1024, 65535], "warning"),
+        (None, [15000, 65535], "ok"),
+        (None, None, "ok"),
+        ("20000-20999", [32768, 60999], "ok"),
+        ("20000-20999", [20999, 65535], "warning"),
+        ("40000-40999", [32768, 40000], "warning"),
+        ("40000-40999", None, "ok"),
+    ):
+        low, high = map(int, (port_range or "10000-32767").split("-"))
+        nodes = [{**each, "ports": {**each["ports"], "range": [low, high], "ephemeral": ephemeral}} for each in facts]
+        lines = probe_lines(nodes, measured, replace(wanted(), port_range=port_range), 2.0)
+        ports = [line for line in lines if line.name.endswith(": ports")]
+        assert [line.verdict.value for line in ports] == [verdict] * 2, (port_range, ephemeral)
+        assert all(bool(line.remedy) == (verdict == "warning") for line in ports)
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
@@ -331,6 +393,17 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 # ---- The resource to paste, and the command
+
+
+def test_a_probe_listens_on_the_ports_of_the_launcher(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked = replace(wanted(), port_range="24000-24199")
+    lines = probe.run_probe(LocalConnection(), str(tmp_path), asked, None, 2, 60.0, lambda _: None)
+    ports = [line for line in lines if line.name.endswith(": ports")]
+    assert [line.verdict for line in ports] == [Verdict.OK] * 2 and all(
+        "tried from 24000 to 24199" in line.text for line in ports
+    )
+    assert {"from the edge node", "from node to node"} <= {line.name.rpartition(": ")[2] for line in lines}
+    assert fake_slurm.jobs("COMPLETED") == [1] and not list((tmp_path / "runs").iterdir())
 
 
 def test_a_probe_of_which_slurm_says_nothing(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
