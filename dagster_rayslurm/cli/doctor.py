@@ -43,7 +43,7 @@ def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
     slurm = changed(cluster.slurm, queue=cluster.slurm.queue.having(**queue))
     path = env or cluster.resource.pre_deployed_env_path
     environment = PreDeployedEnvironment(path=path) if path else cluster.resource.environment
-    return Wanted(slurm, environment, getattr(cluster.resource.default_launcher, "port_range", None))
+    return Wanted(slurm, environment, cluster.resource.default_launcher)
 
 
 @click.command()

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..environments import Environment
+from ..launchers import Launcher, RayLauncher
 from ..runtime.protocol.messages import TextEnum
 from ..slurm.config import SlurmQueueConfig, SlurmResource
 
@@ -34,19 +35,22 @@ class Line:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The configuration to examine: a Slurm cluster, the payloads' environment on the cluster, and the ports for Ray.
-
-    `port_range` is that of the `RayLauncher`: "LOW-HIGH", or None for any ports.
-    """
+    """The configuration to examine: a Slurm cluster, the payloads' environment on the cluster, and the payloads' launcher."""
 
     slurm: SlurmResource
     environment: Environment
-    port_range: str | None = None
+    launcher: Launcher = field(default_factory=RayLauncher)
 
     @property
     def queue(self) -> SlurmQueueConfig:
         """The allocation (partition, nodes, CPUs, GPUs, time) that jobs request of Slurm."""
         return self.slurm.queue
+
+    @property
+    def port_range(self) -> str | None:
+        """The ports that Ray may use, as "LOW-HIGH"; None for any ports."""
+        ray = self.launcher.ray_spec()
+        return ray.port_range if ray is not None else None
 
 
 def ok(name: str, text: str) -> Line:

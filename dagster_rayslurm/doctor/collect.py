@@ -116,9 +116,10 @@ def _environment(connection: Connection, wanted: Wanted, base: str, lines: list[
         return None
     try:
         cache = f"{base}/{Layout.here('/').environments.name}"
-        path, facts = facts_of(connection, environment, RayLauncher().ray_spec(), True, cache)
+        path, facts = facts_of(connection, environment, wanted.launcher.ray_spec(), True, cache)
     except StartError as error:
         lines.append(failed(name, str(error).removeprefix("environment: "), "mend it, or name another environment"))
         return None
-    lines.append(ok(name, f"{path} has Python {'.'.join(map(str, facts.python))}, Ray {facts.ray} and Dagster Pipes"))
+    ray = f", Ray {facts.ray}" if facts.ray else ""
+    lines.append(ok(name, f"{path} has Python {'.'.join(map(str, facts.python))}{ray} and Dagster Pipes"))
     return facts.interpreter.start()

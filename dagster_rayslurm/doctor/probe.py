@@ -51,7 +51,7 @@ def run_probe(
     patience: float,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """Submits a job that examines `nodes` compute nodes, and returns the report lines; always removes the job and its directory.
+    """Submits a job that examines `nodes` compute nodes, and returns the report lines; cancels the job and removes its directory.
 
     `base` is the path of the base directory. `interpreter` is the command that starts the environment's Python; None leaves the
     environment unexamined. The job may wait `patience` seconds to start. `say` is called with a sentence about why the job waits.

@@ -7,7 +7,6 @@ from typing import Any
 
 from ..environments import Interpreter
 from ..environments.check import Facts, refusal
-from ..launchers import RayLauncher
 from . import Line, Wanted, failed, failure, ok, warning
 from .machine_lines import node_lines
 
@@ -35,6 +34,9 @@ def ended_lines(end: Mapping[str, Any]) -> list[Line]:
         return [failure("node Python", what, "name an environment on a shared file system with --env")]
     if end["exit"] is None and (end["signal"] == _NO_OUTPUT_FILE or not log):
         what = f"the job ran on {where} and left nothing in the base directory (state {end['state']}): it is not the same there"
+        return [failure("shared base directory", what, _REMOTE_BASE)]
+    if end["exit"] == 0:
+        what = f"the job ended on {where}, and the edge node has not seen in time what the nodes wrote"
         return [failure("shared base directory", what, _REMOTE_BASE)]
     if end["exit"] is not None:
         what = f"srun failed on {where} with exit code {end['exit']}{': ' + last if last else ''}"
@@ -74,11 +76,12 @@ def _environment(node: Mapping[str, Any], wanted: Wanted) -> Iterator[Line]:
         return
     versions = found["facts"]
     facts = Facts(Interpreter(f"{path}/bin/python"), tuple(versions["python"]), versions.get("ray"), versions.get("pipes"))
-    problem = refusal(facts, path, RayLauncher().ray_spec(), True)
+    problem = refusal(facts, path, wanted.launcher.ray_spec(), True)
     if problem is not None:
         yield failed(name, problem, "make the environment anew")
     else:
-        yield ok(name, f"Python {'.'.join(map(str, versions['python']))}, Ray {versions['ray']}, Pipes {versions['pipes']}")
+        ray = f", Ray {facts.ray}" if facts.ray else ""
+        yield ok(name, f"Python {'.'.join(map(str, facts.python))}{ray}, Pipes {facts.pipes}")
 
 
 def _lag(lag: float | None, where: str) -> Line:

@@ -39,6 +39,8 @@ _VARIABLES = (
 _PREFIXES = ("SLURM_", "SRUN_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 _WRITTEN = 64 * 1024  # Bytes of the file that shows whether a directory takes files.
 _COMMAND_TIMEOUT = 20.0  # Seconds for a command that this module runs.
+# Seconds for the environment's Python to report facts; the edge node waits longer for the facts of a node.
+_ENVIRONMENT_TIMEOUT = 60.0
 
 # Files in the directory of a probe. The edge node makes the empty ones before the job starts: on NFS a name that was looked for
 # in vain stays missing for a while.
@@ -50,7 +52,7 @@ GREETING = b"rayslurm"
 
 
 def look(base: str) -> "dict[str, Any]":
-    """Return facts about this machine for `rayslurm doctor`, such as the host name, the CPUs, the limits and the directories.
+    """Return facts about this machine for `rayslurm doctor`, such as the host name, the limits and the directories.
 
     `base` is the absolute path of the base directory.
     """
@@ -58,11 +60,8 @@ def look(base: str) -> "dict[str, Any]":
     return {
         "host": socket.gethostname(),
         "user": _user(),
-        "time": time.time(),
         "python": list(sys.version_info[:3]),
         "executable": sys.executable,
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "limits": {letter: _limit(kind) for letter, kind in _LIMITS.items()},
         "directories": directories,
         "variables": {name: os.environ[name] for name in sorted(os.environ) if name in _VARIABLES or name.startswith(_PREFIXES)},
@@ -74,7 +73,7 @@ def look(base: str) -> "dict[str, Any]":
 
 
 def _directories(base: str) -> "dict[str, str]":
-    found = {"base": base, "home": os.path.expanduser("~"), "tmp": "/tmp", "shm": "/dev/shm"}
+    found = {"base": base, "tmp": "/tmp", "shm": "/dev/shm"}
     if os.environ.get("TMPDIR"):
         found["tmpdir"] = os.environ["TMPDIR"]
     return found
@@ -179,20 +178,19 @@ def main(
 ) -> None:
     """Run as the probe's job on one node: write the node's facts, answer connections, and connect to the first node.
 
-    Returns after `seconds` seconds, or earlier if the edge node writes into the file `STOP` in `run_dir`.
+    Returns `seconds` seconds after the facts are written, or earlier if the edge node writes into the file `STOP` in `run_dir`.
 
     Args:
         run_dir: the directory of the probe.
         base: the base directory.
         rank: the number of this node in the job, from 0.
         nodes: the number of nodes of the job.
-        seconds: the time until the function returns.
+        seconds: the time for which the function answers.
         probe: the source text of the program that reports facts about the environment.
         environment: the command that starts the environment's Python, which runs `probe`; an empty command if there is no
             environment.
         port_range: the first and the last port that Ray may use; None for any ports.
     """
-    deadline = time.monotonic() + seconds
     low, high = port_range or _PORTS
     chosen, tried, free = _listen(range(low, high + 1))
     # Without a range of ports, the kernel chooses most of Ray's ports.
@@ -205,7 +203,7 @@ def main(
     facts["peers"] = {}
     path = os.path.join(run_dir, FACTS % rank)
     _append(path, facts)
-    seen = False
+    deadline, seen = time.monotonic() + seconds, False
     while time.monotonic() < deadline and not _content(os.path.join(run_dir, STOP)):
         if not seen and _content(os.path.join(run_dir, GO)):
             seen = True
@@ -329,10 +327,12 @@ def _environment(command: "Sequence[str]", probe: str) -> "dict[str, Any]":
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            timeout=120,
+            timeout=_ENVIRONMENT_TIMEOUT,
             cwd="/",
         )
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.TimeoutExpired:
+        return {"error": "it gave no answer within %d s" % _ENVIRONMENT_TIMEOUT}
+    except OSError as error:
         return {"error": str(error)}
     said = done.stdout.decode("utf-8", "replace").rpartition(word)
     if done.returncode or not said[1]:

@@ -27,7 +27,7 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
             variables that the command may see.
         timeout: seconds that each command may take.
 
-    The facts are `machine`, `shell`, `programs`, `groups` and the time `now`. `answers` maps each name in `questions` to a list
+    The facts are `machine`, `shell`, `programs` and `groups`. `answers` maps each name in `questions` to a list
     of the exit code (None if the command took too long), the output, the error output, and the duration in seconds. The answer
     with the name "version" is the version of sbatch.
     """
@@ -49,7 +49,7 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
     facts = {"machine": machine.look(expand(base)), "shell": _shell(), "programs": programs(), "groups": _groups()}
     for thread in threads:
         thread.join()
-    return dict(facts, answers=answers, now=time.time())
+    return dict(facts, answers=answers)
 
 
 def expand(base: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from dagster_rayslurm import SlurmQueueConfig, SlurmResource, SSHConnectionResource
+from dagster_rayslurm import BashLauncher, RayLauncher, SlurmQueueConfig, SlurmResource, SSHConnectionResource
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.doctor import Line, Verdict, Wanted, probe
 from dagster_rayslurm.doctor.account import forbids, parse_associations
@@ -267,6 +267,7 @@ ENDS = {
     "no srun": ({"state": "FAILED", "exit": 127, "signal": None, "log": "job.sh: 9: srun: not found"}, "srun"),
     "no output file": ({"state": "FAILED", "exit": None, "signal": 53}, "shared base directory"),
     "silence": ({"state": "COMPLETED", "exit": None, "signal": None}, "shared base directory"),
+    "seen too late": ({"state": "COMPLETED", "exit": 0, "signal": None, "log": "x"}, "shared base directory"),
     "unseen": ({"state": "RUNNING", "facts": 0}, "shared base directory"),
     "lost": ({"state": "NODE_FAIL", "exit": None, "signal": None, "log": "slurmstepd: error: *** JOB 7 CANCELLED"}, "probe"),
 }
@@ -341,6 +342,14 @@ def test_the_program_of_the_probe(probed: Any) -> None:
     assert any(line.name.endswith("from the edge node") and line.verdict is Verdict.WARNING for line in blocked)
 
 
+@pytest.mark.parametrize(("launcher", "verdict"), [(RayLauncher(), "failure"), (BashLauncher(), "ok")])
+def test_an_environment_without_ray_serves_a_payload_without_ray(launcher: Any, verdict: str, probed: Any) -> None:
+    facts, measured = probed
+    nodes = [{**each, "environment": {"facts": {"python": [3, 11, 0], "ray": None, "pipes": "1.9"}}} for each in facts]
+    lines = probe_lines(nodes, measured, replace(wanted(), launcher=launcher), 2.0)
+    assert {line.verdict.value for line in lines if line.name.endswith(": environment")} == {verdict}
+
+
 @pytest.fixture
 def occupied() -> Any:
     """Listens on all ports of a range; returns the range."""
@@ -358,7 +367,7 @@ OCCUPIED = (23400, 23499)
 @pytest.mark.parametrize("probed", [OCCUPIED], indirect=True)
 def test_a_range_of_ports_that_is_in_use(occupied: Any, probed: Any) -> None:
     facts, measured = probed
-    lines = probe_lines(facts, measured, replace(wanted(), port_range="23400-23499"), 2.0)
+    lines = probe_lines(facts, measured, replace(wanted(), launcher=RayLauncher(port_range="23400-23499")), 2.0)
     (port,) = {(line.verdict, line.text) for line in lines if line.name.endswith(": ports")}
     assert port[0] is Verdict.FAILURE and "from 23400 to 23499 are in use" in port[1]
     assert not [line for line in lines if line.name.endswith(("from the edge node", "from node to node"))]
@@ -378,7 +387,7 @@ def test_ports_of_outgoing_connections(probed: Any) -> None:
     ):
         low, high = map(int, (port_range or "10000-32767").split("-"))
         nodes = [{**each, "ports": {**each["ports"], "range": [low, high], "ephemeral": ephemeral}} for each in facts]
-        lines = probe_lines(nodes, measured, replace(wanted(), port_range=port_range), 2.0)
+        lines = probe_lines(nodes, measured, replace(wanted(), launcher=RayLauncher(port_range=port_range)), 2.0)
         ports = [line for line in lines if line.name.endswith(": ports")]
         assert [line.verdict.value for line in ports] == [verdict] * 2, (port_range, ephemeral)
         assert all(bool(line.remedy) == (verdict == "warning") for line in ports)
@@ -396,7 +405,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_probe_listens_on_the_ports_of_the_launcher(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
-    asked = replace(wanted(), port_range="24000-24199")
+    asked = replace(wanted(), launcher=RayLauncher(port_range="24000-24199"))
     lines = probe.run_probe(LocalConnection(), str(tmp_path), asked, None, 2, 60.0, lambda _: None)
     ports = [line for line in lines if line.name.endswith(": ports")]
     assert [line.verdict for line in ports] == [Verdict.OK] * 2 and all(
