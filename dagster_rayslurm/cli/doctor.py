@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -19,6 +19,7 @@ from .resource import changed
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red", Verdict.SKIPPED: "dim"}
 _QUEUE = ("partition", "account", "qos", "reservation", "constraint", "gpu_type", "mem", "time_limit")
 _SIZES = ("num_nodes", "cpus_per_node", "gpus_per_node")
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 def _options(command: Any) -> Any:
@@ -41,7 +42,8 @@ def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
     queue = {name: value for name, value in options.items() if value is not None}
     slurm = changed(cluster.slurm, queue=cluster.slurm.queue.having(**queue))
     path = env or cluster.resource.pre_deployed_env_path
-    return Wanted(slurm, PreDeployedEnvironment(path=path) if path else cluster.resource.environment)
+    environment = PreDeployedEnvironment(path=path) if path else cluster.resource.environment
+    return Wanted(slurm, environment, cluster.resource.default_launcher)
 
 
 @click.command()
@@ -49,7 +51,7 @@ def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
 @click.option("--probe", is_flag=True, help="Look at compute nodes as well, by a job of a minute on one node.")
 @click.option("--probe-nodes", type=click.IntRange(1, 16), default=1, help="Nodes of that job; 2 try TCP between nodes.")
 @click.option("--wait", type=click.IntRange(1), default=300, show_default=True, help="Seconds that the job may wait to start.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_json_option
 def doctor(env: str | None, probe: bool, probe_nodes: int, wait: int, as_json: bool, **queue: Any) -> None:
     """Examine a cluster, and print one line for each check: ok, skipped, or a warning or failure with its remedy.
 
@@ -64,15 +66,20 @@ def doctor(env: str | None, probe: bool, probe_nodes: int, wait: int, as_json: b
 
 @click.command()
 @_options
-def check(env: str | None, **queue: Any) -> None:
+@_json_option
+def check(env: str | None, as_json: bool, **queue: Any) -> None:
     """Examine a cluster as `doctor` does, but print only the warnings, the failures and a line with the totals.
 
-    Exits with 1 if there is a failure.
+    With --json, the object is the one of `doctor`, without the other lines. Exits with 1 if there is a failure.
     """
     with one_sentence_errors():
         report = examine(_wanted(env, queue), 0, 0, lambda text: click.echo(text, err=True))
-    _print_lines([line for line in report.lines if line.verdict in (Verdict.WARNING, Verdict.FAILURE)])
-    click.echo(_summary(report.lines))
+    problems = [line for line in report.lines if line.verdict in (Verdict.WARNING, Verdict.FAILURE)]
+    if as_json:
+        _print_json(replace(report, lines=problems))
+    else:
+        _print_lines(problems)
+        click.echo(_summary(report.lines))
     click.get_current_context().exit(int(has_failure(report.lines)))
 
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..environments import Environment
+from ..launchers import Launcher, RayLauncher
 from ..runtime.protocol.messages import TextEnum
 from ..slurm.config import SlurmQueueConfig, SlurmResource
 
@@ -34,15 +35,22 @@ class Line:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The configuration to examine: a Slurm cluster, and the environment of the payloads on the cluster."""
+    """The configuration to examine: a Slurm cluster, the payloads' environment on the cluster, and the payloads' launcher."""
 
     slurm: SlurmResource
     environment: Environment
+    launcher: Launcher = field(default_factory=RayLauncher)
 
     @property
     def queue(self) -> SlurmQueueConfig:
         """The allocation (partition, nodes, CPUs, GPUs, time) that jobs request of Slurm."""
         return self.slurm.queue
+
+    @property
+    def port_range(self) -> str | None:
+        """The ports that Ray may use, as "LOW-HIGH"; None for any ports."""
+        ray = self.launcher.ray_spec()
+        return ray.port_range if ray is not None else None
 
 
 def ok(name: str, text: str) -> Line:
@@ -58,6 +66,12 @@ def warning(name: str, text: str, remedy: str) -> Line:
 def failure(name: str, text: str, remedy: str) -> Line:
     """Returns a line about a defect that makes runs fail."""
     return Line(name, Verdict.FAILURE, text, remedy)
+
+
+def failed(name: str, error: object, remedy: str) -> Line:
+    """Returns a failure whose text is the message of `error` up to the first "; "; the rest, or else `remedy`, is the remedy."""
+    sentence, _, advice = str(error).partition("; ")
+    return failure(name, sentence or "no answer in time", advice or remedy)  # A `TimeoutError` has no message.
 
 
 def skipped(name: str, text: str) -> Line:

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from ..slurm.config import SlurmQueueConfig
 from ..slurm.partitions import limit_seconds
 
-_ASSOCIATION = ("cluster", "account", "user", "partition", "qos", "defaultqos", "maxjobs", "maxsubmit", "maxwall", "maxtres")
+_ASSOCIATION = (
+    *("cluster", "account", "user", "partition", "qos", "defaultqos", "maxjobs", "maxsubmit", "maxwall", "maxtres"),
+    *("grpjobs", "grpsubmit", "grptres"),
+)
 _QOS = ("name", "maxwall", "maxtres", "maxtrespu", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmit", "grptres")
 _LIST = "sacctmgr --noheader --parsable2 show"
 ASSOCIATIONS = (
     "sh",
     "-c",
-    f'exec {_LIST} associations user="$(id -un)" format={",".join(_ASSOCIATION)},grpjobs,grpsubmit,grptres',
+    f'exec {_LIST} associations user="$(id -un)" format={",".join(_ASSOCIATION)}',
 )
 QOS = (*_LIST.split(), "qos", f"format={','.join(_QOS)}")
 SHOW = "`sacctmgr show associations user=$USER` and `sacctmgr show qos` show the limits"
@@ -36,8 +39,7 @@ def parse_associations(text: str, cluster: str) -> list[Row]:
 
     Returns only the associations on `cluster`, or the associations on all clusters if `cluster` is "".
     """
-    names = (*_ASSOCIATION, "grpjobs", "grpsubmit", "grptres")
-    rows = [Row("", dict(zip(names, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
+    rows = [Row("", dict(zip(_ASSOCIATION, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
     return [Row(f"account {row['account']}", row.columns) for row in rows if not cluster or row["cluster"] == cluster]
 
 

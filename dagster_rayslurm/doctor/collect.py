@@ -16,7 +16,7 @@ from ..slurm.config import AUTO
 from ..slurm.partitions import Partition
 from ..slurm.request import JobRequest, make_request, render_script
 from ..ssh.base import Connection
-from . import Line, Wanted, failure, has_failure, ok, skipped
+from . import Line, Wanted, failed, failure, has_failure, ok, skipped
 from .login import log_in
 from .machine_lines import edge_lines
 from .probe import run_probe
@@ -44,25 +44,42 @@ def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[st
 
     If `probe_nodes` is not 0, a job examines `probe_nodes` compute nodes as well, unless the report has a failure already. The
     job may wait `patience` seconds in the queue; after that, the job is cancelled, and the report has a warning. `say` is called
-    with a sentence about why the job waits.
+    with a sentence about why the job waits. If the connection is lost or the edge node raises an error, the report ends with a
+    failure that says so.
     """
+    report = Report()
+    try:
+        _examine(report, wanted, probe_nodes, patience, say)
+    except OSError as error:
+        report.lines.append(failed("edge node", error, "try again"))
+    return report
+
+
+def _examine(report: Report, wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[str], None]) -> None:
+    """Does the work of `examine`, and adds each finding to `report` as soon as it is known."""
     login = log_in(wanted.slurm.ssh)
     if isinstance(login, list):
-        return Report(login)
+        report.lines += login
+        return
+    report.lines += login.lines
     connection = login.connection
     base = absolute(connection, wanted.slurm.remote_base)
     asked = _questions(wanted)
     facts = connection.call(site.survey, base, asked, _TIMEOUT, repeat=True, timeout=_TIMEOUT + _MARGIN)
     slurm = Slurm(facts, wanted)
+    report.lines += edge_lines(facts, login.skew, login.margin)
+    report.partitions = slurm.partitions
     if wanted.queue.partition == AUTO and slurm.partitions:
         try:
             queue = wanted.queue.having(partition=chosen_partition(slurm))
         except ValueError as error:
-            return Report([*login.lines, failure("partition", str(error), "ask for less, or name a partition")], slurm.partitions)
+            report.lines.append(failure("partition", str(error), "ask for less, or name a partition"))
+            return
         wanted = replace(wanted, slurm=wanted.slurm.model_copy(update={"queue": queue}))
         slurm = Slurm(facts, wanted)
-    report = Report([*login.lines, *edge_lines(facts, login.skew, login.margin)], slurm.partitions)
     report.lines += slurm_lines(facts, wanted)
+    if slurm.partitions:
+        report.resource = resource_text(wanted, slurm)
     interpreter = _environment(connection, wanted, base, report.lines)
     if not probe_nodes:
         report.lines.append(skipped("compute nodes", "not looked at; `--probe` runs a job of a minute on one"))
@@ -70,9 +87,6 @@ def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[st
         report.lines.append(skipped("compute nodes", "not looked at, because the job would fail"))
     else:
         report.lines += run_probe(connection, base, wanted, interpreter, probe_nodes, patience, say)
-    if slurm.partitions:
-        report.resource = resource_text(wanted, slurm)
-    return report
 
 
 def _questions(wanted: Wanted) -> dict[str, list[Any]]:
@@ -102,10 +116,10 @@ def _environment(connection: Connection, wanted: Wanted, base: str, lines: list[
         return None
     try:
         cache = f"{base}/{Layout.here('/').environments.name}"
-        path, facts = facts_of(connection, environment, RayLauncher().ray_spec(), True, cache)
+        path, facts = facts_of(connection, environment, wanted.launcher.ray_spec(), True, cache)
     except StartError as error:
-        sentence, _, remedy = str(error).removeprefix("environment: ").partition("; ")
-        lines.append(failure(name, sentence, remedy or "mend it, or name another environment"))
+        lines.append(failed(name, str(error).removeprefix("environment: "), "mend it, or name another environment"))
         return None
-    lines.append(ok(name, f"{path} has Python {'.'.join(map(str, facts.python))}, Ray {facts.ray} and Dagster Pipes"))
+    ray = f", Ray {facts.ray}" if facts.ray else ""
+    lines.append(ok(name, f"{path} has Python {'.'.join(map(str, facts.python))}{ray} and Dagster Pipes"))
     return facts.interpreter.start()

@@ -13,7 +13,7 @@ from ..edge import machine, slurm
 from ..ssh.base import Connection, ConnectionFailed
 from ..ssh.config import SSHConnectionResource
 from ..ssh.pool import connection_to
-from . import Line, failure, ok, warning
+from . import Line, failed, failure, ok, warning
 
 _SLOW_LOGIN = 10.0  # Seconds.
 _SLOW_COMMAND = 1.0
@@ -54,9 +54,8 @@ def log_in(ssh: SSHConnectionResource | None) -> Login | list[Line]:
 
 def _failed(error: ConnectionFailed) -> list[Line]:
     """Returns report lines for a failed login: OK for each part that passed, and a failure for the part that failed."""
-    sentence, _, remedy = str(error).partition("; ")
     passed = _PARTS[: _PARTS.index(error.subject)]
-    return [*(ok(name, "passed") for name in passed), failure(error.subject, sentence, remedy or "try again later")]
+    return [*(ok(name, "passed") for name in passed), failed(error.subject, error, "try again later")]
 
 
 def _lines(ssh: SSHConnectionResource | None, connection: Connection, seconds: float, command: float) -> list[Line]:

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+from ..backends.base import deferred_interrupts
 from ..edge import machine, site
 from ..edge.environment import PROBE
 from ..errors import StartError
 from ..launchers import RayLauncher
+from ..runtime.node.network import parse_range
 from ..runtime.protocol.record import EXIT
 from ..slurm.accounting import fetch_job_facts
 from ..slurm.pending import waiting_text
@@ -25,7 +27,7 @@ from ..slurm.states import TERMINAL, WAITING
 from ..slurm.steps import parse_exit
 from ..slurm.submit import JOB_SCRIPT, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection
-from . import Line, Wanted, failure, warning
+from . import Line, Wanted, failed, failure, warning
 from .probe_lines import NO_PYTHON, ended_lines, probe_lines
 
 _SECONDS = 120.0  # Seconds that the job waits for the edge node, at most.
@@ -49,7 +51,7 @@ def run_probe(
     patience: float,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """Submits a job that examines `nodes` compute nodes, and returns the report lines; always removes the job and its directory.
+    """Submits a job that examines `nodes` compute nodes, and returns the report lines; cancels the job and removes its directory.
 
     `base` is the path of the base directory. `interpreter` is the command that starts the environment's Python; None leaves the
     environment unexamined. The job may wait `patience` seconds to start. `say` is called with a sentence about why the job waits.
@@ -63,21 +65,35 @@ def run_probe(
         try:
             job = submit(connection, run_dir, files, request, ClusterClock(connection), say)
         except StartError as error:
-            sentence, _, remedy = str(error).partition("; ")
-            return [failure("probe", sentence, remedy or "check the queue's fields")]
+            return [failed("probe", error, "check the queue's fields")]
         except BaseException:
             log = SimpleNamespace(error=lambda text: say(text.removeprefix("[rayslurm] ")))
-            with contextlib.suppress(OSError):
+            with deferred_interrupts():
                 cancel_named(connection, request.job_name, log)
             raise
         job_id = int(job.job_id)
         try:
-            return _follow(connection, run_dir, request, job_id, wanted, began, patience, say)
-        finally:
-            wait_until_gone(connection, job_id)
+            try:
+                lines = _follow(connection, run_dir, request, job_id, wanted, began, patience, say)
+            except OSError as error:
+                lines = [failed("probe", error, "try again")]
+            return [*lines, *_cancel(connection, job_id)]
+        except BaseException:
+            for line in _cancel(connection, job_id):
+                say(f"{line.text}; {line.remedy}")
+            raise
     finally:
         with contextlib.suppress(OSError):
             connection.remove(run_dir)
+
+
+def _cancel(connection: Connection, job_id: int) -> list[Line]:
+    """Cancels the job if it is not over; returns a warning that names the job if Slurm does not confirm the job's end."""
+    with deferred_interrupts():
+        if wait_until_gone(connection, job_id):
+            return []
+    what = f"Slurm does not confirm the end of job {job_id}"
+    return [warning("probe", what, f"run `scancel {job_id}` on {connection.place}")]
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
@@ -114,12 +130,13 @@ def _files(
     python = interpreter[0] if interpreter else ""
     command = ["sh", "-c", _START, "rayslurm", run_dir, python]
     options = {"run_dir": run_dir, "base": base, "nodes": nodes, "seconds": _SECONDS, "probe": PROBE}
+    ports = parse_range(wanted.port_range) if wanted.port_range else None
     ranks = range(nodes)
     empty = [machine.GO, machine.STOP, *(machine.SEEN % rank for rank in ranks), *(machine.FACTS % rank for rank in ranks)]
     return {
         JOB_SCRIPT: render_script(request, command, run_dir, wanted.slurm.site).encode(),
         _PROGRAM: Path(machine.__file__).read_bytes(),
-        _OPTIONS: json.dumps({**options, "environment": interpreter or []}).encode(),
+        _OPTIONS: json.dumps({**options, "environment": interpreter or [], "port_range": ports}).encode(),
         **dict.fromkeys(empty, b""),
     }
 
@@ -167,7 +184,7 @@ def _follow(
             if now - started > _SECONDS:
                 return ended_lines({"state": "RUNNING", "facts": len(complete), "nodes": nodes})
         elif now - heard > _SECONDS:
-            what = f"squeue has said nothing of the probe, job {job_id}, for {_SECONDS:.0f} s, and the job was cancelled"
+            what = f"squeue has said nothing of the probe, job {job_id}, for {_SECONDS:.0f} s"
             return [failure("probe", what, "see whether squeue answers on the edge node, and try again")]
         time.sleep(pause)
         pause = min(1.5 * pause, 5.0)

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..environments import Interpreter
 from ..environments.check import Facts, refusal
-from ..launchers import RayLauncher
-from . import Line, Wanted, failure, ok, warning
+from . import Line, Wanted, failed, failure, ok, warning
 from .machine_lines import node_lines
 
 NO_PYTHON = 63  # Exit code of the probe's shell command on a node without Python.
@@ -36,6 +35,9 @@ def ended_lines(end: Mapping[str, Any]) -> list[Line]:
     if end["exit"] is None and (end["signal"] == _NO_OUTPUT_FILE or not log):
         what = f"the job ran on {where} and left nothing in the base directory (state {end['state']}): it is not the same there"
         return [failure("shared base directory", what, _REMOTE_BASE)]
+    if end["exit"] == 0:
+        what = f"the job ended on {where}, and the edge node has not seen in time what the nodes wrote"
+        return [failure("shared base directory", what, _REMOTE_BASE)]
     if end["exit"] is not None:
         what = f"srun failed on {where} with exit code {end['exit']}{': ' + last if last else ''}"
         return [failure("srun", what, "tell the site: `srun` inside of a batch job must start a program on its nodes")]
@@ -54,8 +56,10 @@ def probe_lines(nodes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any],
     for node, reached, lag, skew in zip(nodes, *columns, strict=True):
         where = node["host"]
         lines += node_lines(node, skew, (lag or 0.0) / 2, where)
-        lines += [*_environment(node, wanted), _lag(lag, where), _reached(reached, where)]
-        lines += [_peer(peer, where, hosts[int(rank)]) for rank, peer in node["peers"].items()]
+        lines += [*_environment(node, wanted), _lag(lag, where), _ports(node, wanted.port_range)]
+        if reached:  # Nothing connects to a node that listens on no port.
+            lines.append(_reached(reached, node["ports"]["range"], where))
+        lines += [_peer(peer, where, hosts[int(rank)]) for rank, peer in node["peers"].items() if peer]
     return lines
 
 
@@ -72,16 +76,12 @@ def _environment(node: Mapping[str, Any], wanted: Wanted) -> Iterator[Line]:
         return
     versions = found["facts"]
     facts = Facts(Interpreter(f"{path}/bin/python"), tuple(versions["python"]), versions.get("ray"), versions.get("pipes"))
-    problem = refusal(facts, path, RayLauncher().ray_spec(), True)
+    problem = refusal(facts, path, wanted.launcher.ray_spec(), True)
     if problem is not None:
-        yield failure(name, *_split(problem))
+        yield failed(name, problem, "make the environment anew")
     else:
-        yield ok(name, f"Python {'.'.join(map(str, versions['python']))}, Ray {versions['ray']}, Pipes {versions['pipes']}")
-
-
-def _split(problem: str) -> tuple[str, str]:
-    text, _, remedy = problem.partition("; ")
-    return text, remedy or "make the environment anew"
+        ray = f", Ray {facts.ray}" if facts.ray else ""
+        yield ok(name, f"Python {'.'.join(map(str, facts.python))}{ray}, Pipes {facts.pipes}")
 
 
 def _lag(lag: float | None, where: str) -> Line:
@@ -93,17 +93,37 @@ def _lag(lag: float | None, where: str) -> Line:
     return warning(name, text, remedy) if lag > _SLOW_LAG else ok(name, text)
 
 
-def _reached(reached: Mapping[str, Any], where: str) -> Line:
+def _ports(node: Mapping[str, Any], port_range: str | None) -> Line:
+    """Returns a line that says whether the runtime and Ray can listen on their ports; `port_range` is that of the launcher."""
+    name, ports = f"{node['host']}: ports", node["ports"]
+    low, high = ports["range"]
+    first, last = ports["ephemeral"] or (65536, 65536)
+    if not node["listens"]:
+        what = f"all of the {ports['tried']} ports tried from {low} to {high} are in use, so that Ray cannot listen there"
+        return failure(name, what, "set RayLauncher.port_range to ports that are free on the compute nodes, or ask the site")
+    # Without `port_range`, Ray needs only a few ports outside of the ephemeral range.
+    if first <= high and low <= last if port_range else first <= low and last >= 65535:
+        what = f"the kernel takes the ports of outgoing connections from {first} to {last}, so that it may take one of Ray's"
+        other = f"set RayLauncher.port_range to ports below {first}, or " if port_range else ""
+        return warning(name, what, f'{other}ask the site for net.ipv4.ip_local_port_range="32768 60999"')
+    others = "" if port_range or not ports["ephemeral"] else f"; Ray also takes ports from {first} to {last}"
+    return ok(name, f"{ports['free']} of {ports['tried']} ports tried from {low} to {high} are free{others}")
+
+
+def _reached(reached: Mapping[str, Any], ports: Sequence[int], where: str) -> Line:
     name = f"{where}: from the edge node"
     if "error" in reached:
-        what = f"no TCP connection ({reached['error']}), so that sessions are asked by srun, which is slower"
-        return warning(name, what, "nothing is needed; ask the site to let the edge node connect to ports above 10000")
+        what = (
+            f"no TCP connection to port {reached['port']} ({reached['error']}), so that sessions are asked by srun, more slowly"
+        )
+        low, high = ports
+        return warning(name, what, f"nothing is needed; ask the site to let the edge node connect to the ports {low} to {high}")
     return ok(name, f"TCP connects to {reached['host']} in {1000 * reached['seconds']:.0f} ms")
 
 
 def _peer(peer: Mapping[str, Any], where: str, other: str) -> Line:
     name = f"{where}: from node to node"
     if "error" in peer:
-        what = f"{where} cannot connect to {other} ({peer['error']}), so that no Ray cluster can span them"
+        what = f"{where} cannot connect to port {peer['port']} of {other} ({peer['error']}), so that no Ray cluster can span them"
         return failure(name, what, "set RayLauncher.network_interface or port_range to what the site lets through, or ask it")
     return ok(name, f"{where} connects to {other} in {1000 * peer['seconds']:.0f} ms")

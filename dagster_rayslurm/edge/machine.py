@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import pwd
+import random
 import resource
 import shutil
 import socket
@@ -38,17 +39,20 @@ _VARIABLES = (
 _PREFIXES = ("SLURM_", "SRUN_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 _WRITTEN = 64 * 1024  # Bytes of the file that shows whether a directory takes files.
 _COMMAND_TIMEOUT = 20.0  # Seconds for a command that this module runs.
+# Seconds for the environment's Python to report facts; the edge node waits longer for the facts of a node.
+_ENVIRONMENT_TIMEOUT = 60.0
 
 # Files in the directory of a probe. The edge node makes the empty ones before the job starts: on NFS a name that was looked for
 # in vain stays missing for a while.
 FACTS, GO, SEEN, STOP = "facts-%d.json", "go", "seen-%d", "stop"
-# Ports outside of the ephemeral range of Linux (ip(7)), as the runtime chooses them.
-_PORTS = range(20000, 32000)
+# Ports below the usual ephemeral range of Linux (ip(7)), from which the runtime chooses if it may use any.
+_PORTS = (10000, 32767)
+_TRIED = 200  # Most ports of a range that are tried.
 GREETING = b"rayslurm"
 
 
 def look(base: str) -> "dict[str, Any]":
-    """Return facts about this machine for `rayslurm doctor`, such as the host name, the CPUs, the limits and the directories.
+    """Return facts about this machine for `rayslurm doctor`, such as the host name, the limits and the directories.
 
     `base` is the absolute path of the base directory.
     """
@@ -56,11 +60,8 @@ def look(base: str) -> "dict[str, Any]":
     return {
         "host": socket.gethostname(),
         "user": _user(),
-        "time": time.time(),
         "python": list(sys.version_info[:3]),
         "executable": sys.executable,
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "limits": {letter: _limit(kind) for letter, kind in _LIMITS.items()},
         "directories": directories,
         "variables": {name: os.environ[name] for name in sorted(os.environ) if name in _VARIABLES or name.startswith(_PREFIXES)},
@@ -72,7 +73,7 @@ def look(base: str) -> "dict[str, Any]":
 
 
 def _directories(base: str) -> "dict[str, str]":
-    found = {"base": base, "home": os.path.expanduser("~"), "tmp": "/tmp", "shm": "/dev/shm"}
+    found = {"base": base, "tmp": "/tmp", "shm": "/dev/shm"}
     if os.environ.get("TMPDIR"):
         found["tmpdir"] = os.environ["TMPDIR"]
     return found
@@ -165,31 +166,44 @@ def _own_address() -> "str | None":
 # -- on a compute node ---------------------------------------------------------------------------------------------------
 
 
-def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: str, environment: "Sequence[str]") -> None:
+def main(
+    run_dir: str,
+    base: str,
+    rank: int,
+    nodes: int,
+    seconds: float,
+    probe: str,
+    environment: "Sequence[str]",
+    port_range: "Sequence[int] | None",
+) -> None:
     """Run as the probe's job on one node: write the node's facts, answer connections, and connect to the first node.
 
-    Returns after `seconds` seconds, or earlier if the edge node writes into the file `STOP` in `run_dir`.
+    Returns `seconds` seconds after the facts are written, or earlier if the edge node writes into the file `STOP` in `run_dir`.
 
     Args:
         run_dir: the directory of the probe.
         base: the base directory.
         rank: the number of this node in the job, from 0.
         nodes: the number of nodes of the job.
-        seconds: the time until the function returns.
+        seconds: the time for which the function answers.
         probe: the source text of the program that reports facts about the environment.
         environment: the command that starts the environment's Python, which runs `probe`; an empty command if there is no
             environment.
+        port_range: the first and the last port that Ray may use; None for any ports.
     """
-    deadline = time.monotonic() + seconds
-    server = _listen()
+    low, high = port_range or _PORTS
+    chosen, tried, free = _listen(range(low, high + 1))
+    # Without a range of ports, the kernel chooses most of Ray's ports.
+    others = [] if port_range else _listen(range(1))[0]
     facts = look(base)
     facts["environment"] = _environment(environment, probe) if environment else None
-    facts["port"] = server.getsockname()[1] if server is not None else None
+    facts["listens"] = chosen + others if chosen else []
+    facts["ports"] = {"range": [low, high], "tried": tried, "free": free, "ephemeral": _ephemeral_range()}
     facts["addresses"] = _addresses()
     facts["peers"] = {}
     path = os.path.join(run_dir, FACTS % rank)
     _append(path, facts)
-    seen = False
+    deadline, seen = time.monotonic() + seconds, False
     while time.monotonic() < deadline and not _content(os.path.join(run_dir, STOP)):
         if not seen and _content(os.path.join(run_dir, GO)):
             seen = True
@@ -199,25 +213,44 @@ def main(run_dir: str, base: str, rank: int, nodes: int, seconds: float, probe: 
         if rank and not facts["peers"] and nodes > 1:
             first = last_line(_content(os.path.join(run_dir, FACTS % 0)))
             if first is not None:
-                facts["peers"] = {"0": reach(first)}
+                found = [reach(first, port) for port in first["listens"]]
+                facts["peers"] = {"0": next((each for each in found if "error" in each), found[0] if found else {})}
                 _append(path, facts)
         time.sleep(0.02)
 
 
-def _listen() -> "socket.socket | None":
-    """Start a server that sends `GREETING`, on a port of the runtime's range; returns the socket, or None without a free port."""
-    for _ in range(50):
-        port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
+def _listen(ports: "Sequence[int]") -> "tuple[list[int], int, int]":
+    """Start a server that sends `GREETING` on one of `ports`; the port 0 stands for a port that the kernel chooses.
+
+    Returns a list with the port, which is empty if no port is free; the number of ports that were tried; and the number of free
+    ports among them.
+    """
+    tried = random.sample(ports, min(_TRIED, len(ports)))
+    chosen, free = [], 0  # type: list[int], int
+    for port in tried:
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             server.bind(("", port))
-            server.listen(5)
+            free += 1
+            if not chosen:
+                server.listen(5)
+                chosen.append(int(server.getsockname()[1]))
+                threading.Thread(target=_greet, args=(server,), daemon=True).start()
+                continue
         except OSError:
-            server.close()
-            continue
-        threading.Thread(target=_greet, args=(server,), daemon=True).start()
-        return server
-    return None
+            pass
+        server.close()
+    return chosen, len(tried), free
+
+
+def _ephemeral_range() -> "list[int] | None":
+    """Return the first and the last port that the kernel uses for outgoing connections (ip(7)); None if it does not say."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+            low, high = map(int, file.read().split())
+            return [low, high]
+    except (OSError, ValueError):
+        return None
 
 
 def _greet(server: socket.socket) -> None:
@@ -248,24 +281,25 @@ def listen_once(seconds: float) -> int:
     return int(server.getsockname()[1])
 
 
-def reach(facts: "dict[str, Any]", timeout: float = 5.0) -> "dict[str, Any]":
+def reach(facts: "dict[str, Any]", port: int, timeout: float = 5.0) -> "dict[str, Any]":
     """Connect to the server of another node of the probe, by the node's host name or else by the node's addresses.
 
-    `facts` are the facts that the node has written. Each attempt may take `timeout` seconds. Returns a dict with the `host` that
-    answered and the duration of the connection in `seconds`. If no host answered, the dict has only an `error`.
+    `facts` are the facts that the node has written, and `port` is a port of its `listens`. Each attempt may take `timeout`
+    seconds. Returns a dict with the `port`, the `host` that answered and the duration of the connection in `seconds`. If no host
+    answered, the dict has the `port` and an `error`.
     """
     errors = []
     for host in [facts["host"], *facts["addresses"]]:
         began = time.monotonic()
         try:
-            with socket.create_connection((host, facts["port"]), timeout) as stream:
+            with socket.create_connection((host, port), timeout) as stream:
                 stream.settimeout(timeout)
                 if stream.recv(len(GREETING)) == GREETING:
-                    return {"seconds": time.monotonic() - began, "host": host}
+                    return {"seconds": time.monotonic() - began, "host": host, "port": port}
                 errors.append("%s: another program answers" % host)
         except OSError as error:
             errors.append("%s: %s" % (host, error.strerror or error))
-    return {"error": "; ".join(errors)}
+    return {"error": "; ".join(errors), "port": port}
 
 
 def _addresses() -> "list[str]":
@@ -293,10 +327,12 @@ def _environment(command: "Sequence[str]", probe: str) -> "dict[str, Any]":
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            timeout=120,
+            timeout=_ENVIRONMENT_TIMEOUT,
             cwd="/",
         )
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.TimeoutExpired:
+        return {"error": "it gave no answer within %d s" % _ENVIRONMENT_TIMEOUT}
+    except OSError as error:
         return {"error": str(error)}
     said = done.stdout.decode("utf-8", "replace").rpartition(word)
     if done.returncode or not said[1]:

@@ -27,7 +27,7 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
             variables that the command may see.
         timeout: seconds that each command may take.
 
-    The facts are `machine`, `shell`, `programs`, `groups` and the time `now`. `answers` maps each name in `questions` to a list
+    The facts are `machine`, `shell`, `programs` and `groups`. `answers` maps each name in `questions` to a list
     of the exit code (None if the command took too long), the output, the error output, and the duration in seconds. The answer
     with the name "version" is the version of sbatch.
     """
@@ -49,7 +49,7 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
     facts = {"machine": machine.look(expand(base)), "shell": _shell(), "programs": programs(), "groups": _groups()}
     for thread in threads:
         thread.join()
-    return dict(facts, answers=answers, now=time.time())
+    return dict(facts, answers=answers)
 
 
 def expand(base: str) -> str:
@@ -110,12 +110,12 @@ def reach_and_measure(run_dir: str, nodes: "list[dict[str, Any]]", patience: flo
 
     `run_dir` is the directory of the probe. `nodes` has the facts of each node. The function waits up to `patience` seconds for
     answers to the change. Returns a dict of three lists with an entry for each node:
-        reached: the result of `machine.reach`.
+        reached: the result of `machine.reach`; an empty dict if the node listens on no port.
         lags: the seconds from the change until the node's answer is seen on this machine; None without an answer.
         skews: the seconds by which the node's clock is ahead of this machine's clock, exact to half of the lag; 0.0 without an
             answer.
     """
-    reached = [machine.reach(node) if node["port"] else {"error": "no port is free"} for node in nodes]
+    reached = [machine.reach(node, node["listens"][0]) if node["listens"] else {} for node in nodes]
     began, at = time.monotonic(), time.time()
     with open(os.path.join(run_dir, machine.GO), "ab", 0) as file:
         file.write(b"1")

@@ -233,7 +233,8 @@ def parse_jobs_found(text: str) -> list[str]:
 def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.0) -> bool:
     """Cancels a job, again and again, until Slurm shows the job as over or no longer knows the job; returns True then.
 
-    Returns False if the job is not gone a minute after `patience` is over.
+    Returns False if Slurm has not confirmed the end a minute after `patience` is over. While squeue does not answer, the function
+    cancels the job nevertheless.
 
     Args:
         connection: the edge node.
@@ -244,10 +245,14 @@ def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.
     pause = 0.1
     while True:
         with contextlib.suppress(OSError):
-            rows, targets = _alive(fetch_queue(connection), str(job))
-            if not rows:
-                return True
-            if time.monotonic() - began >= patience and any(row.state != "COMPLETING" for row in rows):
+            try:
+                rows, targets = _alive(fetch_queue(connection), str(job))
+                if not rows:
+                    return True
+                ending = all(row.state == "COMPLETING" for row in rows)
+            except SlurmUnanswered:
+                targets, ending = _targets(str(job)), False
+            if time.monotonic() - began >= patience and not ending:
                 run_slurm(connection, ["scancel", *targets], timeout=60)
         if time.monotonic() - began > patience + _GONE_DEADLINE:
             return False
@@ -266,13 +271,18 @@ def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
     if element:
         waiting = element.startswith("[")
         rows = [row for row in array if (row.label.startswith(f"{number}_[") if waiting else row.label == job)]
-        targets = ["--state=PENDING", number] if waiting else [job]
     else:
-        rows, targets = [*(array or queue.components(int(number)))], [number]
-    alive = [row for row in rows if row.state not in TERMINAL]
+        rows = [*(array or queue.components(int(number)))]
+    targets, alive = _targets(job), [row for row in rows if row.state not in TERMINAL]
     if not element and not array and number not in (ids := [str(row.job_id) for row in alive]):
         targets = ids  # The id of the first component stands for the whole job only while that component is not over.
     return alive, targets
+
+
+def _targets(job: str) -> list[str]:
+    """Returns the arguments of a scancel that cancels the job with the id or label `job`, as in `wait_until_gone`."""
+    number, _, element = job.partition("_")
+    return ["--state=PENDING", number] if element.startswith("[") else [job]
 
 
 def cancel_named(connection: Connection, name: str, log: Any) -> bool:

@@ -107,6 +107,13 @@ def on_nodes(path: str, options: str, owner: str = "dev") -> Seed:
     return lambda bench, _: bench.mounted(path, options, *NODES, owner=owner)
 
 
+def ephemeral(ports: str, *services: str) -> Seed:
+    """The kernel takes the ports of outgoing connections from another range."""
+    setting = "> /proc/sys/net/ipv4/ip_local_port_range"
+    do, undo = (f"echo {each} {setting}" for each in (ports, "32768 60999"))
+    return both(*(lambda b, _, service=service: b.inside(service, ["--net"], do, undo) for service in services))
+
+
 def program(name: str, text: str) -> Seed:
     return lambda bench, _: bench.program(name, text)
 
@@ -331,6 +338,13 @@ PROBED = (
         "from node to node",
         seed=both(lambda b, _: b.blocked("c2", "c1"), lambda b, _: b.blocked("c1", "c2")),
         arguments=("--probe-nodes=2", "--env=/opt/ray"),
+    ),
+    Defect(
+        "nodes that use all ports for outgoing connections",
+        "ports",
+        "warning",
+        ephemeral("1024 65535", *NODES),
+        PROBE,
     ),
     Defect(
         "nodes whose names lead to themselves",

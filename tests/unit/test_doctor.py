@@ -3,19 +3,22 @@
 tests/faults/test_doctor.py seeds defects on a real cluster.
 """
 
+import contextlib
 import copy
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from dagster_rayslurm import SlurmQueueConfig, SlurmResource, SSHConnectionResource
+from dagster_rayslurm import BashLauncher, RayLauncher, SlurmQueueConfig, SlurmResource, SSHConnectionResource
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.doctor import Line, Verdict, Wanted, probe
 from dagster_rayslurm.doctor.account import forbids, parse_associations
@@ -29,6 +32,8 @@ from dagster_rayslurm.edge.environment import PROBE
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.slurm import submit
 from dagster_rayslurm.slurm.partitions import parse_partitions
+from dagster_rayslurm.ssh import pool
+from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import wait_until
@@ -210,6 +215,50 @@ def test_without_ssh_and_without_slurm(tmp_path: Path) -> None:
     assert report.resource == "" and report.partitions == []
 
 
+class Breaking(LocalConnection):
+    """This machine, behind a connection that breaks whenever a certain function is called."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def call(self, function: Any, *args: Any, **options: Any) -> Any:
+        if function is self.function:
+            raise ConnectionLost("SSH to me@edge: the connection was lost")
+        return super().call(function, *args, **options)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Calls `rayslurm` with a cluster whose edge node is this machine; with `breaking`, over a connection that breaks there."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_EDGE_NODE_", "RAYSLURM_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "rayslurm.toml").write_text(f'[clusters.here]\nslurm = {{ remote_base = "{tmp_path}/base" }}\n')
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str, breaking: Any = None) -> Any:
+        monkeypatch.setattr(pool, "_local", Breaking(breaking))
+        return CliRunner().invoke(main, list(words))
+
+    return call
+
+
+def test_a_connection_that_breaks_leaves_the_lines_so_far(command: Callable[..., Any]) -> None:
+    done = command("doctor", "--json", breaking=site.survey)
+    lines = json.loads(done.stdout)["lines"]
+    assert [(line["name"], line["verdict"]) for line in lines] == [("login", "ok"), ("edge node", "failure")]
+    assert lines[-1]["text"] == "SSH to me@edge: the connection was lost" and done.exit_code == 1
+    done = command("check", breaking=site.survey)
+    assert "failure edge node: SSH to me@edge" in done.stdout and "1 ok, 1 failure" in done.stdout and done.exit_code == 1
+
+
+def test_check_prints_the_problems_of_doctor(command: Callable[..., Any]) -> None:
+    """There is no Slurm here, which is a problem."""
+    full, brief = (json.loads(command(name, "--json").stdout) for name in ("doctor", "check"))
+    names = [[line["name"] for line in report["lines"] if line["verdict"] in ("warning", "failure")] for report in (full, brief)]
+    assert names[0] == names[1] and "Slurm programs" in names[1]
+    assert len(brief["lines"]) == len(names[1]) < len(full["lines"]) and brief.keys() == full.keys()
+
+
 # ---- Compute nodes
 
 
@@ -218,6 +267,7 @@ ENDS = {
     "no srun": ({"state": "FAILED", "exit": 127, "signal": None, "log": "job.sh: 9: srun: not found"}, "srun"),
     "no output file": ({"state": "FAILED", "exit": None, "signal": 53}, "shared base directory"),
     "silence": ({"state": "COMPLETED", "exit": None, "signal": None}, "shared base directory"),
+    "seen too late": ({"state": "COMPLETED", "exit": 0, "signal": None, "log": "x"}, "shared base directory"),
     "unseen": ({"state": "RUNNING", "facts": 0}, "shared base directory"),
     "lost": ({"state": "NODE_FAIL", "exit": None, "signal": None, "log": "slurmstepd: error: *** JOB 7 CANCELLED"}, "probe"),
 }
@@ -230,8 +280,11 @@ def test_a_probe_that_ends_early(name: str) -> None:
 
 
 @pytest.fixture
-def probed(tmp_path: Path) -> Any:
-    """The facts of two "nodes", two processes of this machine that run the program of the probe, and what was measured."""
+def probed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The facts of two "nodes", two processes of this machine that run the program of the probe, and what was measured.
+
+    The parameter is a range of ports for Ray; None for any ports.
+    """
     base = tmp_path / "base"
     for directory in (base, run_dir := tmp_path / "run"):
         directory.mkdir(mode=0o700)
@@ -244,6 +297,7 @@ def probed(tmp_path: Path) -> Any:
         "seconds": 60,
         "probe": PROBE,
         "environment": [sys.executable],
+        "port_range": getattr(request, "param", None),
     }
     (run_dir / "options.json").write_text(json.dumps(options))
     command = [sys.executable, machine.__file__, str(run_dir / "options.json")]
@@ -265,15 +319,78 @@ def test_the_program_of_the_probe(probed: Any) -> None:
     assert all(lag is not None and lag < 20 for lag in measured["lags"]) and all(abs(skew) < 10 for skew in measured["skews"])
     assert all("seconds" in each for each in measured["reached"]) and "seconds" in facts[1]["peers"]["0"]
     names = {line.name.rpartition(": ")[2] for line in probe_lines(facts, measured, wanted(), 2.0)}
-    assert {"probe", "clock", "/tmp", "/dev/shm", "environment", "visibility", "from the edge node", "from node to node"} <= names
+    assert {
+        "probe",
+        "clock",
+        "/tmp",
+        "/dev/shm",
+        "environment",
+        "visibility",
+        "from the edge node",
+        "from node to node",
+        "ports",
+    } <= names
     for changes, expected in (
         ({"lags": [60.0, 0.1]}, "warning"),
         ({"lags": [None, 0.1]}, "failure"),
     ):
         lines = probe_lines(facts, {**measured, **changes}, wanted(), 2.0)
         assert next(line for line in lines if line.name.endswith("visibility")).verdict.value == expected
-    blocked = probe_lines(facts, {**measured, "reached": [{"error": "timed out"}] * 2}, wanted(), 2.0)
+    low, high = facts[0]["ports"]["range"]
+    assert low <= facts[0]["listens"][0] <= high and len(facts[0]["listens"]) == 2
+    blocked = probe_lines(facts, {**measured, "reached": [{"error": "timed out", "port": low}] * 2}, wanted(), 2.0)
     assert any(line.name.endswith("from the edge node") and line.verdict is Verdict.WARNING for line in blocked)
+
+
+@pytest.mark.parametrize(("launcher", "verdict"), [(RayLauncher(), "failure"), (BashLauncher(), "ok")])
+def test_an_environment_without_ray_serves_a_payload_without_ray(launcher: Any, verdict: str, probed: Any) -> None:
+    facts, measured = probed
+    nodes = [{**each, "environment": {"facts": {"python": [3, 11, 0], "ray": None, "pipes": "1.9"}}} for each in facts]
+    lines = probe_lines(nodes, measured, replace(wanted(), launcher=launcher), 2.0)
+    assert {line.verdict.value for line in lines if line.name.endswith(": environment")} == {verdict}
+
+
+@pytest.fixture
+def occupied() -> Any:
+    """Listens on all ports of a range; returns the range."""
+    with contextlib.ExitStack() as held:
+        for port in range(OCCUPIED[0], OCCUPIED[1] + 1):
+            server = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # Another program may have it.
+                server.bind(("", port))
+        yield OCCUPIED
+
+
+OCCUPIED = (23400, 23499)
+
+
+@pytest.mark.parametrize("probed", [OCCUPIED], indirect=True)
+def test_a_range_of_ports_that_is_in_use(occupied: Any, probed: Any) -> None:
+    facts, measured = probed
+    lines = probe_lines(facts, measured, replace(wanted(), launcher=RayLauncher(port_range="23400-23499")), 2.0)
+    (port,) = {(line.verdict, line.text) for line in lines if line.name.endswith(": ports")}
+    assert port[0] is Verdict.FAILURE and "from 23400 to 23499 are in use" in port[1]
+    assert not [line for line in lines if line.name.endswith(("from the edge node", "from node to node"))]
+
+
+def test_ports_of_outgoing_connections(probed: Any) -> None:
+    facts, measured = probed
+    for port_range, ephemeral, verdict in (
+        (None, [32768, 60999], "ok"),
+        (None, [1024, 65535], "warning"),
+        (None, [15000, 65535], "ok"),
+        (None, None, "ok"),
+        ("20000-20999", [32768, 60999], "ok"),
+        ("20000-20999", [20999, 65535], "warning"),
+        ("40000-40999", [32768, 40000], "warning"),
+        ("40000-40999", None, "ok"),
+    ):
+        low, high = map(int, (port_range or "10000-32767").split("-"))
+        nodes = [{**each, "ports": {**each["ports"], "range": [low, high], "ephemeral": ephemeral}} for each in facts]
+        lines = probe_lines(nodes, measured, replace(wanted(), launcher=RayLauncher(port_range=port_range)), 2.0)
+        ports = [line for line in lines if line.name.endswith(": ports")]
+        assert [line.verdict.value for line in ports] == [verdict] * 2, (port_range, ephemeral)
+        assert all(bool(line.remedy) == (verdict == "warning") for line in ports)
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
@@ -287,13 +404,50 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 # ---- The resource to paste, and the command
 
 
+def test_a_probe_listens_on_the_ports_of_the_launcher(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked = replace(wanted(), launcher=RayLauncher(port_range="24000-24199"))
+    lines = probe.run_probe(LocalConnection(), str(tmp_path), asked, None, 2, 60.0, lambda _: None)
+    ports = [line for line in lines if line.name.endswith(": ports")]
+    assert [line.verdict for line in ports] == [Verdict.OK] * 2 and all(
+        "tried from 24000 to 24199" in line.text for line in ports
+    )
+    assert {"from the edge node", "from node to node"} <= {line.name.rpartition(": ")[2] for line in lines}
+    assert fake_slurm.jobs("COMPLETED") == [1] and not list((tmp_path / "runs").iterdir())
+
+
 def test_a_probe_of_which_slurm_says_nothing(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_slurm.set(starts=False)
     fake_slurm.fault("squeue", "slurmctld is away", times=1000)
     monkeypatch.setattr(probe, "_SECONDS", 0.5)
     monkeypatch.setattr(submit, "_GONE_DEADLINE", 0.0)
-    (line,) = probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, lambda _: None)
-    assert line.verdict is Verdict.FAILURE and "squeue has said nothing" in line.text
+    silent, left = probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, lambda _: None)
+    assert silent.verdict is Verdict.FAILURE and "squeue has said nothing" in silent.text
+    assert fake_slurm.jobs("CANCELLED") == [1]
+    assert left.verdict is Verdict.WARNING and "does not confirm the end of job 1" in left.text and "scancel 1" in left.remedy
+
+
+def test_an_interrupted_probe_of_which_slurm_says_nothing(
+    tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def interrupted(text: str) -> None:
+        said.append(text)
+        if len(said) == 1:
+            fake_slurm.fault("squeue", "slurmctld is away", times=1000)
+            raise KeyboardInterrupt
+
+    fake_slurm.set(starts=False)
+    monkeypatch.setattr(submit, "_GONE_DEADLINE", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        probe.run_probe(LocalConnection(), str(tmp_path), wanted(), None, 1, 600.0, interrupted)
+    assert fake_slurm.jobs("CANCELLED") == [1] and "scancel 1" in said[-1]
+
+
+def test_a_probe_whose_connection_breaks(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.set(starts=False)
+    (line,) = probe.run_probe(Breaking(site.probe_state), str(tmp_path), wanted(), None, 1, 600.0, lambda _: None)
+    assert line.verdict is Verdict.FAILURE and "the connection was lost" in line.text and fake_slurm.jobs("CANCELLED") == [1]
 
 
 def test_a_probe_waits_for_nodes_that_are_powered_up(

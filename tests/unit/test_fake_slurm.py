@@ -145,6 +145,14 @@ def test_jobs_that_wait_are_released_or_cancelled(fake_slurm: FakeSlurm, tmp_pat
     assert fake_slurm.cancelled == [str(second)]
 
 
+def test_a_job_is_cancelled_while_squeue_does_not_answer(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    fake_slurm.set(starts=False)
+    job_id = send(fake_slurm, tmp_path / "run", ["true"])
+    fake_slurm.fault("squeue", "slurmctld is away")
+    assert wait_until_gone(fake_slurm.connection, job_id) and fake_slurm.cancelled == [str(job_id)]
+    assert len(fake_slurm.calls("squeue")) == 2
+
+
 def test_programs_fail_late_or_after_their_work(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
     fake_slurm.set(starts=False)
