@@ -178,7 +178,7 @@ def _title(cls: type[BaseModel]) -> str:
 
 
 def _wrong_object(field: FieldInfo, value: object) -> str | None:
-    """Returns the reason why `field` cannot hold `value`, if `value` is a class or an object of a wrong class; otherwise None."""
+    """Returns a text why `field` cannot hold `value`; None unless `value` is a class or an object of a wrong class."""
     cls = type(value)
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"
