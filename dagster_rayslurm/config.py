@@ -157,7 +157,7 @@ def check_identifier(value: object) -> str:
 
 
 def check_sbatch_options(value: object) -> list[str]:
-    """Returns `value`, a list of long options of sbatch, such as ["--licenses=matlab:1"]; raises `ValueError` for another value."""
+    """Returns `value`, a list of long options of sbatch, such as ["--licenses=matlab:1"]; else raises `ValueError`."""
     options = check_list(value, 'options, such as ["--licenses=matlab:1"]')
     for option in options:
         if not is_env_var(option) and not check_text(option).startswith("--"):

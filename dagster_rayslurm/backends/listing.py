@@ -192,7 +192,7 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
 
 
 def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:
-    """Returns the state of a run in a job array, and a text that says how many elements run and how many wait.
+    """Returns the state of a run in a job array ("running", "pending" or "ended"), and a text such as "3 elements run, 5 wait".
 
     `rows` are the rows of the array's elements in the queue.
     """

@@ -93,7 +93,7 @@ class LocalBackend(ThisMachine):
 
 
 class OwnRuntime(RunningPayload):
-    """The runtime of one payload, as a child process.
+    """The runtime of one payload, as a child process, which the constructor starts.
 
     The process ends when Dagster closes its standard input, or when Dagster ends.
     """
@@ -150,10 +150,7 @@ def start_process(command: list[str], directory: str, stdin: int) -> subprocess.
 
 
 def reap_later(process: subprocess.Popen[bytes]) -> None:
-    """Start a thread that waits for the end of a process.
-
-    Without the thread, a long-lived Dagster process would keep a zombie.
-    """
+    """Start a thread that waits for the end of `process`, so that it leaves no zombie. The function returns at once."""
     threading.Thread(target=process.communicate, name="rayslurm-reaper", daemon=True).start()
 
 
@@ -171,9 +168,9 @@ def lacking(plan: Plan, *units: str) -> str | None:
 
 
 def _footprints(plan: Plan) -> list[tuple[str, Footprint]]:
-    """Returns pairs of a label and the resources that a node of a plan needs. The label names the node's component; "" for none.
+    """Returns the resources that each kind of node of a plan needs, each with a label for messages, such as "component 'gpu': ".
 
-    GPUs of components are left out, because local mode simulates these GPUs.
+    The label is "" for a plan without components. GPUs of components are left out, because local mode simulates them.
     """
     if not plan.components:
         return [("", plan.footprint)]
