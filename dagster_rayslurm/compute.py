@@ -389,7 +389,10 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
 
 def _check_definition(resource: ComputeResource) -> None:
-    """Raise `ValueError` for a resource that no run can use; fields with an unresolved `EnvVar` are not checked."""
+    """Raise `ValueError` if no run in a Slurm mode could use the resource, for example because a field is missing.
+
+    A resource in local mode, and fields with an unresolved `EnvVar`, are not checked.
+    """
     from .plan import check_session, check_slurm_mode, session_queue
     from .slurm.request import check_queue
 

@@ -240,7 +240,10 @@ def choice(*options: str) -> BeforeValidator:
 
 
 def at_least(low: float, unit: str = "") -> BeforeValidator:
-    """Returns a pydantic validator for numbers that are not smaller than `low`; `unit` is for the error message."""
+    """Returns a pydantic validator for finite numbers of at least `low`; None and an `EnvVar` stay unchecked.
+
+    `unit` is the unit of `low` in error messages, such as "seconds".
+    """
     return checked(lambda value: check_at_least(value, low, unit))
 
 

@@ -203,7 +203,7 @@ class _Prepared:
 
 @dataclass(eq=False)
 class Arrays:
-    """The job arrays of one step: an object submits the arrays, watches their elements, and cancels the arrays."""
+    """Submits, watches and cancels the job arrays of one step."""
 
     backend: ArrayBackend
     prepared: _Prepared

@@ -156,7 +156,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class CanReattach(Protocol):
-    """A backend whose payloads outlive the Dagster process, so that a later attempt at the step can continue the payloads."""
+    """Protocol of a backend whose payloads outlive the Dagster process, so that a later attempt at the step can continue them."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         """Returns whether `start` can continue the payload of the run directory `run_dir`, which an earlier attempt has started.
@@ -174,7 +174,7 @@ class CanReattach(Protocol):
 
 @runtime_checkable
 class CanExclude(Protocol):
-    """A backend whose Slurm jobs can avoid nodes that failed a health check."""
+    """Protocol of a backend whose Slurm jobs can avoid nodes that failed a health check."""
 
     def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
         """Store nodes that failed a health check in the base directory, so that later jobs of this user can avoid them.

@@ -135,7 +135,10 @@ class OwnRuntime(RunningPayload):
 
 
 def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:
-    """Returns the command that starts a runtime in `directory`. `role` is the runtime's subcommand, such as "run"."""
+    """Returns the argv list that starts a runtime in `directory`. Also installs the runtime's zipapp here if it is missing.
+
+    `role` is the runtime's subcommand, such as "run".
+    """
     return interpreter.start("-I", str(install_runtime(layout.runtimes)), role, directory)
 
 

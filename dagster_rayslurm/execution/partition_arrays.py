@@ -98,7 +98,7 @@ class _History:
 
 @dataclass
 class _ArrayRun:
-    """One run of a step's partitions in job arrays, from the submission of the arrays to the verdicts."""
+    """Runs the partitions of one step in job arrays, from the submission of the arrays to the verdicts."""
 
     context: dg.OpExecutionContext
     backend: ArrayBackend

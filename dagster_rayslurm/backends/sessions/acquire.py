@@ -155,7 +155,7 @@ class Site:
 
 
 class Action(Enum):
-    """The next action of a step, which depends on the state of the newest generation of its session."""
+    """What a step does next while it looks for a session; `next_action` chooses it by the state of the newest generation."""
 
     CREATE = "create the next generation"
     USE = "use the session, if it still accepts requests"

@@ -61,7 +61,10 @@ def parse_manifest(data: bytes | str) -> SessionManifest | None:
 
 
 def parse_announcement(data: bytes | str) -> Announcement | None:
-    """Returns the announcement in the content of a `session.json`; None if the content is empty or damaged."""
+    """Returns the announcement (the address and state of a session) in the content of a `session.json`.
+
+    None if the content is empty or damaged.
+    """
     try:
         found = json.loads(data)
         bytes.fromhex(found["key"])
