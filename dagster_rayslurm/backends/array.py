@@ -414,9 +414,10 @@ class Arrays:
                 array.job.check_waiting()
 
     def _read_records(self) -> None:
-        """Find the elements that have ended: by their records, or by Slurm's state if the record of an element has no end.
+        """Find the elements that have ended, by their records or by Slurm's state, and keep them for the result of `poll`.
 
-        Raises Superseded if a later attempt has taken the arrays over, and OSError if the cluster is out of reach.
+        An element whose record has no end counts as ended when Slurm calls it over. Raises Superseded if a later attempt has
+        taken the arrays over, and OSError if the cluster is out of reach.
         """
         wanted: dict[str, list[list[int]]] = {}
         over: dict[str, list[int]] = {}
@@ -559,7 +560,10 @@ class Arrays:
     # ---- The end
 
     def cancel(self) -> None:
-        """Cancel all arrays, and wait until Slurm confirms the end of each array, for at most a minute for each array."""
+        """Cancel all arrays, and wait up to a minute for each until Slurm confirms its end. Submits no further array after that.
+
+        Logs an error if Slurm does not confirm an end. Raises OSError if the cluster is out of reach.
+        """
         self.waiting = []
         alive = [array for array in self.running if array.open]
         if alive:

@@ -321,7 +321,10 @@ def data_dir_of(connection: Connection, layout: Layout, plan: Plan) -> str:
 
 
 def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
-    """Raise ValueError if `min_nodes` is more than the number of nodes that the Ray cluster will have."""
+    """Raise ValueError if the launcher's `min_nodes` is more than the number of nodes that the Ray cluster will have.
+
+    Does nothing if `ray` is None.
+    """
     if ray is not None and ray.min_nodes is not None and ray.min_nodes > nodes_expected(ray, queue.num_nodes):
         raise ValueError(
             f"RayLauncher.min_nodes={ray.min_nodes} is more than the cluster will have: "
@@ -352,7 +355,7 @@ def cluster_nonce(cluster_id: str) -> str | None:
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the Slurm jobs of a Ray cluster; returns False if Slurm's queue has no job of the cluster.
+    """Cancel the Slurm jobs of the Ray cluster `cluster_id`, and wait for their ends; returns False if there is no such job.
 
     Raises StartError if Slurm does not confirm the end of a job, and OSError if Slurm does not answer.
     """

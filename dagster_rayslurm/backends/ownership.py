@@ -237,7 +237,10 @@ def reattachable_job(
 
 
 def _start_and_end(connection: Connection, run_dir: str, nonce: str) -> tuple[Record | None, Record | None]:
-    """Returns the last `start` line of a payload's record, and the `end` line after the `start`; None for each missing line."""
+    """Returns the last `start` line in the journal of `run_dir`, and the `end` line after it; None for each missing line.
+
+    An `end` line with another nonce than `nonce` is ignored.
+    """
     reader = LineReader()
     start, end = None, None
     while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _MOST_BYTES):

@@ -410,10 +410,10 @@ class BatchJob:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """End the job if the job was cancelled, has not started, or may never end by itself.
+        """Cancel the job if its cancellation is not confirmed yet, if it has not started, or if it may never end by itself.
 
-        Called when the step is done with the payload. Does nothing if Slurm cannot be reached, or if a later attempt at the
-        step owns the payload.
+        Waits up to a minute until Slurm confirms the end. Called when the step is done with the payload. Does nothing if Slurm
+        cannot be reached, or if a later attempt at the step owns the payload.
         """
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self.job.cancelled:

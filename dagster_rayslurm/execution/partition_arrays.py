@@ -380,7 +380,7 @@ class _ArrayRun:
 
 @dataclass(frozen=True)
 class _Announced:
-    """The fields of a running payload that `announce` reads."""
+    """Stands in for a `RunningPayload` in a call of `announce`, which reads only these fields."""
 
     job_id: str
     cluster_id: str

@@ -252,7 +252,7 @@ class AttemptHistory:
 
 
 def retried_runs(context: dg.OpExecutionContext) -> list[dg.DagsterRun]:
-    """Returns this run and the runs that this run retries from failure, the oldest run first."""
+    """Returns this Dagster run and the runs that it retries from failure, directly or not, the oldest run first."""
     runs = [context.run]
     while _is_retry(runs[0]) and runs[0].parent_run_id and (parent := context.instance.get_run_by_id(runs[0].parent_run_id)):
         runs.insert(0, parent)

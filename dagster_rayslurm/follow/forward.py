@@ -249,7 +249,7 @@ class MessageForwarder:
         self.log(logging.ERROR, f"a Pipes message cannot be used: {why}")
 
     def log(self, level: int, text: str) -> None:
-        """Write a line to the Dagster log, unless an earlier Dagster process already wrote the same line."""
+        """Write the prefix and `text` to the Dagster log, unless an earlier Dagster process has logged this line before."""
         if not self._is_logged(level, self.prefix + text):
             self.logger.log(level, self.prefix + text)
 

@@ -168,7 +168,10 @@ class Hub:
         return followed
 
     def interrupt(self) -> None:
-        """Interrupt all runs that have begun. Runs whose payloads are not followed yet are interrupted by `follow`."""
+        """Interrupt all runs that have begun, as Ctrl-C would: see `Followed.interrupt`. Later runs are not interrupted.
+
+        A run that has begun, but whose payloads are not followed yet, is interrupted by its call of `follow`.
+        """
         with self._change:
             self._interrupted_at = time.monotonic()
             for each in self._followed:

@@ -427,9 +427,10 @@ class SlurmSite(Site):
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
-    """End the session of a Ray cluster, with all payloads of the session; returns False if no such session is alive.
+    """End the session of the Ray cluster `cluster_id`, with all its payloads, and wait for the end.
 
-    Raises StartError if Slurm does not confirm the end, and OSError if the cluster is out of reach.
+    Returns False if no such session is alive. Raises StartError if Slurm does not confirm the end, and OSError if the cluster is
+    out of reach.
     """
     nonce = batch.cluster_nonce(cluster_id)
     if nonce is None:

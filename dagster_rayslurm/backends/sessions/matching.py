@@ -65,7 +65,7 @@ class Requirements:
         return [*own] or [(None, self.queue, self.footprint)]
 
     def with_time_limit(self, time_limit: str) -> Requirements:
-        """Returns the same requirements with another time limit of the job."""
+        """Returns a copy of the requirements with `time_limit`, such as "01:00:00", in all components."""
         components = tuple(replace(each, queue=each.queue.having(time_limit=time_limit)) for each in self.components)
         return replace(self, queue=self.queue.having(time_limit=time_limit), components=components)
 

@@ -97,9 +97,9 @@ class SessionPayload(RunningPayload):
             write_cancel_request(self._connection, self._run_dir, now)
 
     def kill(self) -> None:
-        """End the payload without grace period. The session keeps serving other payloads.
+        """End the payload without grace period, and wait for its end. The session keeps serving other payloads.
 
-        Waits for the end of the payload. Logs an error if the end is not seen in time.
+        Logs an error if the end is not seen in time. Does nothing if a later attempt owns the payload.
         """
         with deferred_interrupts():
             if not self.site.step.owner.confirm_or_assume():
