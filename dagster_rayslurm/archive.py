@@ -32,7 +32,10 @@ def _sources() -> dict[str, bytes]:
 
 
 def runtime_name() -> str:
-    """Returns the file name of the runtime's zipapp: a hash of the sources, and the Python version of the bytecode."""
+    """Returns the file name of the runtime's zipapp, such as "runtime-0123456789abcdef-cpython-311.pyz".
+
+    The name has a hash of the sources, and the Python version of the bytecode.
+    """
     content = b"".join(name.encode() + b"\0" + text + b"\0" for name, text in _sources().items())
     return f"runtime-{hashlib.sha256(content).hexdigest()[:16]}-{sys.implementation.cache_tag}.pyz"
 

@@ -50,7 +50,10 @@ _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}
 
 @dataclass
 class Call:
-    """A call of `ComputeResource.run` with checked arguments, and the launcher and components that the arguments result in."""
+    """The arguments of one call of a method of `ComputeResource`, and the launcher and components that result from them.
+
+    Creating the object checks the arguments, and raises `ValueError` for an invalid argument. Nothing is started.
+    """
 
     resource: ComputeFields
     payload_path: Payloads
@@ -99,7 +102,11 @@ class Call:
         self.parts = arrange(chosen) if separate else spanning_components(self.merged, chosen)
 
     def _take_settings(self) -> None:
-        """Set `launcher`, `queue` and `origins` from the arguments of the call and the settings in tags and metadata."""
+        """Set `launcher`, `queue` and `origins` from the arguments of the call and the settings in tags and metadata.
+
+        Arguments override the settings in the metadata and `op_tags` of the step. The settings in the tags of the Dagster run
+        override the arguments.
+        """
         launcher: Layered[Launcher] = Layered(None, {})
         queue: Layered[SlurmQueueConfig] = Layered(None, {})
         below, above = self.settings
@@ -178,9 +185,11 @@ class Call:
 
 
 def prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
-    """Returns the plan of a call, and the backend for the plan. Raises `ValueError` if the plan or the call is invalid.
+    """Returns two values: the plan of a call's payload, and the backend that runs the plan. Nothing is started.
 
-    With topology "separate", the plan is a dictionary with one plan for each component. `nonce` is a text that no other call has.
+    The plan is a `Plan`; with topology "separate", it is a dictionary of one `Plan` for each component, by component id. `nonce`
+    is a random text that no other call has; it becomes a part of the names of the run directory and the job. Raises `ValueError`
+    if an argument is invalid, or if the backend cannot run the plan.
     """
     resource = call.resource
     plan_of: Callable[..., Plan] = partial(
@@ -215,9 +224,10 @@ def prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
 
 
 def _check_requires(call: Call, plan: Any) -> None:
-    """Raise `ValueError` if the nodes of the call's Ray cluster could not hold the bundles in the call's argument `requires`.
+    """Raise `ValueError` if the nodes of the call's Ray cluster could never hold the resources in the argument `requires`.
 
-    Also raises `ValueError` if the call has no Ray cluster, or a Ray cluster for each component.
+    `plan` is the first result of `prepare`. Also raises `ValueError` if the call has no Ray cluster, or if each component has a
+    Ray cluster of its own.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"requires: with {_SEPARATE} each component has a cluster of its own; leave it out")
@@ -235,9 +245,10 @@ def _check_requires(call: Call, plan: Any) -> None:
 
 
 def choose_backend(call: Call) -> Backend:
-    """Returns the backend that runs the payloads of a call.
+    """Returns the backend that runs the payloads of a call, chosen by the resource's mode and topology. Starts nothing.
 
-    Raises `ValueError` if the environment is invalid, or if the components of a warm cluster contradict each other.
+    Raises `ValueError` if the environment is invalid. Raises `ValueError`, too, if payloads in local mode share a Ray cluster,
+    and the resource's components of this Ray cluster contradict each other.
     """
     resource, environment = call.resource, call.environment or _environment(call.resource)
     if isinstance(environment, ContainerEnvironment) and resource.data_dir is not None:
@@ -288,9 +299,9 @@ def choose_backend(call: Call) -> Backend:
 
 
 def log_origins(call: Call, log: Any) -> None:
-    """Write to `log` the values of the launcher and the queue, and for each value the place where the value was set.
+    """Log the fields of the launcher and the queue that are set, and for each field the place that set it, such as "op_tags".
 
-    Nothing is written about a launcher or queue that no argument, tag or metadata of the call changes.
+    `log` is a Dagster logger. Nothing is logged about a launcher or queue that only the resource configures.
     """
     merged: list[tuple[str, Any, Any, str]] = [("launcher", call.resource.default_launcher, call.launcher, "default_launcher")]
     if call.resource.mode != ExecutionMode.LOCAL:
@@ -311,10 +322,11 @@ def log_origins(call: Call, log: Any) -> None:
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
-    """Returns two values: the settings of the Ray cluster that local mode keeps warm for all payloads, and the components.
+    """Returns the settings of the Ray cluster that local mode keeps running between payloads, and the components of this cluster.
 
-    The settings are None for a launcher without Ray. If the components of the resource contradict each other, the function
-    returns None and [] for a call with components of its own; for any other call, the function raises `ValueError`.
+    The settings are None for a launcher without Ray. The list is empty if the resource has no components. If the components of
+    the resource contradict each other, there are two cases: a call with components of its own gets None and []; for any other
+    call, the function raises `ValueError`.
     """
     launcher = call.resource.default_launcher
     try:
@@ -348,8 +360,8 @@ def _data_dir(resource: ComputeFields) -> str | None:
 def _environment(resource: ComputeFields) -> Environment:
     """Returns the payloads' Python environment: the environment at `pre_deployed_env_path` or, without a path, `environment`.
 
-    Returns Dagster's environment if local mode ignores the path. Raises `ValueError` if the path is set and `environment` is a
-    `PreDeployedEnvironment`.
+    In local mode, a path that does not exist on this machine is ignored; the result is then Dagster's own environment. Raises
+    `ValueError` if the path is set and `environment` is a `PreDeployedEnvironment`.
     """
     path = resource.pre_deployed_env_path
     if path is None:
@@ -360,14 +372,15 @@ def _environment(resource: ComputeFields) -> Environment:
 
 
 def _is_ignored(resource: ComputeFields, path: str) -> bool:
-    """Returns True if the resource has local mode, and ignores the environment at `path` because `path` does not exist here."""
+    """Returns True if the resource has local mode, and `path` does not exist on this machine. Local mode ignores such a path."""
     return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
 def unused_fields(resource: ComputeFields, environment: object) -> str:
-    """Returns the settings that local mode ignores, in words for a sentence; "" if there are none, and in other modes.
+    """Returns the names of the settings that local mode ignores, as a part of a sentence, such as "slurm and environment=…".
 
-    The settings are fields of the resource, and `environment`, which is the environment of the call or else of the resource.
+    Returns "" if there are none, and in all other modes. `environment` is the environment of the call or, if the call has none,
+    of the resource.
     """
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path

@@ -91,9 +91,9 @@ def build_completion_sensor(
 
 
 class _Look:
-    """The looks of a sensor at the cluster, each in a thread, so that a tick can stop waiting for a look.
+    """Calls `operations.look` for a sensor in threads, so that a tick of the sensor can stop waiting for the cluster.
 
-    While the thread of a look hangs, no second thread is started.
+    At most one thread runs at a time: while a call hangs, no further call begins.
     """
 
     def __init__(self, compute: ComputeResource, sensor: str) -> None:
@@ -102,11 +102,11 @@ class _Look:
         self.place = "the cluster"
 
     def result(self, known: list[str]) -> Any:
-        """Returns the result of `operations.look`, or raises the exception of `operations.look`.
+        """Call `operations.look` in a thread, wait for the thread, and return the result or raise the exception.
 
-        `known` has the names of the runs that the sensor has reported before. If the look of an earlier tick is still under
-        way, the method waits for the earlier look, which used an earlier `known`. Raises TimeoutError after `_LOOK_TIMEOUT`
-        seconds.
+        If the thread of an earlier tick still runs, the method starts no thread, and waits for the earlier thread and its result.
+        `known` has the names of the runs that the sensor has reported before. Raises TimeoutError after `_LOOK_TIMEOUT` seconds;
+        the thread then goes on.
         """
         if self._pending is None or self._pending.done():
             self._pending = Future()
@@ -144,10 +144,10 @@ def _event(each: Any) -> dg.AssetMaterialization | dg.AssetObservation:
 
 
 def _is_reported(context: dg.SensorEvaluationContext, handle: RunHandle) -> bool:
-    """Returns whether one of the latest events of the asset in `handle` reports the submitted run of `handle`.
+    """Returns whether an event in Dagster's event log already reports the end of the submitted run of `handle`.
 
-    The function looks at `_LATEST` materializations and `_LATEST` observations. An event of the submitted run exists if Dagster's
-    daemon died after storing the events of a tick, and before storing the cursor.
+    The function reads the latest `_LATEST` materializations and the latest `_LATEST` observations of the run's asset. Dagster's
+    daemon may have stored such an event in an earlier tick, and died before it stored the sensor's cursor.
     """
     key = dg.AssetKey.from_user_string(handle.asset_key or "")
     found = [*context.instance.fetch_materializations(key, limit=_LATEST).records]

@@ -40,11 +40,11 @@ class Component:
 
 
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
-    """Returns the components in the job's order: the component of the Ray head comes first.
+    """Returns the components in the order of the Slurm job; the component with the payload and the Ray head comes first.
 
-    All returned components have the same time limit, requeue and signal. The component `payload_in` has the payload and the Ray
-    head. By default, the component marked `head` has both or, without such a component, the first of `components`. Raises
-    `ValueError` if there is no component, or if components contradict each other.
+    This is the component `payload_in` or, if that is None, the component marked `head` or, without one, the first of
+    `components`. In the result, all components have the same time limit, requeue and signal. Raises `ValueError` if there is no
+    component, or if components contradict each other.
     """
     names = [each.component_id for each in components]
     if not names:
@@ -121,10 +121,10 @@ def _check_inheritance(components: Sequence[Component]) -> None:
 
 
 def _inherited_option(written: str) -> str | None:
-    """Returns the full name of the sbatch option in the text `written` if later components inherit the option, else None.
+    """Returns the full name of the sbatch option in `written` if sbatch passes the option on to later components; else None.
 
-    Like for sbatch, the text may have only the beginning of the option's name. If several inherited options have this beginning,
-    the result is None.
+    `written` is a text such as "--constraint=ib". As for sbatch, the beginning of the name is enough, such as "--constr"; the
+    result is None if several such options begin so.
     """
     name = written.partition("=")[0].removeprefix("--")
     longer = [option for option in INHERITED_OPTIONS if name and option.startswith(name)]
@@ -132,12 +132,12 @@ def _inherited_option(written: str) -> str | None:
 
 
 def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
-    """Returns the components, in the job's order, with the launchers completed by `launcher`, the launcher of the payload.
+    """Returns `components` with completed launchers: fields that a component's launcher leaves unset come from `launcher`.
 
-    Fields that the launcher of a component leaves unset come from `launcher`. If `launcher` starts no Ray cluster, the payload
-    runs in the first component alone, and all launchers stay unchanged. Unless `launcher` is a `RayLauncher`, `payload_wants` of
-    the first component becomes the footprint of `launcher`. Raises `ValueError` if a component's launcher does not fit one Ray
-    cluster across all components.
+    `components` are in the job's order. `launcher` is the launcher of the payload, which runs in the first component. If
+    `launcher` starts no Ray cluster, all launchers stay unchanged. Unless `launcher` is a `RayLauncher`, its footprint becomes
+    `payload_wants` of the first component. Raises `ValueError` if a component's launcher does not fit one Ray cluster across all
+    components.
     """
     first, *others = components
     if launcher.ray_spec() is None:
@@ -244,11 +244,11 @@ def component_specs(request: JobRequest) -> list[ComponentSpec]:
 
 
 def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
-    """Returns the settings `ray` of a Ray cluster, changed so that one machine with `cpus` CPUs simulates all components.
+    """Returns a copy of `ray`, the settings of a Ray cluster, for one machine of `cpus` CPUs that simulates a node per component.
 
-    If the launcher of a component sets no CPUs, the component's node gets the CPUs that the component's queue requests, but at
-    most `cpus`; without such a request, the node gets `cpus`. If the launcher sets no GPUs, the node gets the GPUs that the queue
-    requests; without such a request, the node gets no GPUs.
+    A node gets the CPUs and GPUs that its launcher sets. If the launcher sets no CPUs, the node gets those that the component's
+    queue requests, but at most `cpus`; without a request, it gets `cpus`. If the launcher sets no GPUs, the node gets those that
+    the queue requests; without a request, it gets none.
     """
     requests = {each.component_id: each for each in components}
     nodes = []

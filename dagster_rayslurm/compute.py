@@ -50,13 +50,16 @@ def _explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class ComputeResource(ComputeFields, dg.PipesClient):
-    """Runs payloads on this machine or in Slurm jobs, with a Ray cluster for each payload whose launcher starts one."""
+    """Dagster resource that runs payloads (the user's scripts or commands) on this machine or in Slurm jobs.
+
+    If the launcher of a payload is a `RayLauncher`, the payload also gets a Ray cluster.
+    """
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
-        """Yields this resource after Dagster has resolved the nested resources, such as `slurm`, in the fields of this resource.
+        """Context manager that yields this resource with its nested resources, such as `slurm`, resolved by Dagster.
 
-        In local mode, yields this resource unchanged, because environment variables for Slurm may be unset in local mode.
+        In local mode, it yields this resource unchanged, because the environment variables that `slurm` needs may be unset there.
         """
         mode = (context.resource_config or {}).get("mode", self.mode)
         if mode == ExecutionMode.LOCAL:
@@ -77,9 +80,10 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         return super().get_resource_definition()
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
-        """Begin to log in to the edge node in a background thread, except in local mode.
+        """Begin to log in to the edge node in a background thread, and return at once. In local mode, do nothing.
 
-        Dagster calls this method before a step runs. A failed login raises no error before the first use of the connection.
+        Dagster calls this method before a step runs. If the login fails, no error is raised here; the first use of the connection
+        raises the error.
         """
         if self.slurm is not None and self.mode != ExecutionMode.LOCAL:
             from .ssh.pool import connect_early
@@ -385,7 +389,10 @@ class ComputeResource(ComputeFields, dg.PipesClient):
 
 
 def _check_definition(resource: ComputeResource) -> None:
-    """Raise `ValueError` for a resource that no run can use; fields with an unresolved `EnvVar` are not checked."""
+    """Raise `ValueError` if no run in a Slurm mode could use the resource, for example because a field is missing.
+
+    A resource in local mode, and fields with an unresolved `EnvVar`, are not checked.
+    """
     from .plan import check_session, check_slurm_mode, session_queue
     from .slurm.request import check_queue
 

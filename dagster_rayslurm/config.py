@@ -30,7 +30,10 @@ C = TypeVar("C", bound=dg.Config)
 
 
 class ExecutionMode(TextEnum):
-    """The place where payloads run: this machine, or one of three kinds of Slurm jobs."""
+    """Where payloads run: on this machine, in a Slurm job, in a heterogeneous Slurm job, or in a session.
+
+    A session is a Slurm job that keeps running between payloads.
+    """
 
     LOCAL = "local"
     SLURM = "slurm"
@@ -70,7 +73,7 @@ def check_list(value: object, of: str) -> list[Any]:
 
 
 def check_modules(value: object) -> list[str]:
-    """Returns a list of names of Python modules without repetitions; raises `ValueError` if a name is invalid."""
+    """Returns `value`, a list of names of Python modules such as "torch.nn", without repetitions; else raises `ValueError`."""
     names = check_list(value, 'modules, such as ["ray", "torch"]')
     for name in names:
         if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):
@@ -79,9 +82,10 @@ def check_modules(value: object) -> list[str]:
 
 
 def check_time_limit(value: object) -> str:
-    """Returns a time limit as a string; raises `ValueError` if the limit has none of the formats of sbatch(1), Slurm 22.05.
+    """Returns a time limit as text; raises `ValueError` if `value` has none of the formats of sbatch(1), Slurm 22.05.
 
-    An integer is a number of minutes. A limit of 0 is refused, because Slurm takes 0 for no limit.
+    `value` is a text, such as "01:00:00", or an integer number of minutes. A limit of 0 is refused, because Slurm takes 0 for no
+    limit.
     """
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else check_text(value)
     if not _TIME_LIMIT.match(text):
@@ -94,7 +98,7 @@ def check_time_limit(value: object) -> str:
 
 
 def check_memory(value: object) -> str:
-    """Returns a memory size for `sbatch --mem`, such as "16G"; raises `ValueError` for other values, such as a number."""
+    """Returns `value` unchanged if it is a text with a memory size for sbatch, such as "16G"; otherwise raises `ValueError`."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise ValueError(f'{value!r} has no unit; write "{value:g}G" for GiB or "{value:g}M" for MiB')
     if not _MEMORY.match(check_text(value)):
@@ -103,7 +107,7 @@ def check_memory(value: object) -> str:
 
 
 def mebibytes(size: str) -> float:
-    """Returns the number of MiB in a memory size for `sbatch --mem`, such as "16G"."""
+    """Returns the number of MiB in a memory size for `sbatch --mem`, such as "16G". A number without a unit is in MiB."""
     units = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
     unit = size[-1].upper()
     return int(size[:-1]) * units[unit] if unit in units else int(size)
@@ -143,14 +147,17 @@ def check_signal(value: object) -> str:
 
 
 def check_identifier(value: object) -> str:
-    """Returns the name `value`; raises `ValueError` unless a path, a label of Ray and a resource of Ray may have this name."""
+    """Returns the text `value` unchanged; raises `ValueError` unless it is a name such as "gpu-part_1" of at most 63 characters.
+
+    Such a name can be a file name, a label value of Ray and a part of a Ray resource's name.
+    """
     if not re.match(r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", check_text(value)):
         raise ValueError(f"{value!r} is not a name: use up to 63 letters, digits, '-', '_' and '.'")
     return str(value)
 
 
 def check_sbatch_options(value: object) -> list[str]:
-    """Returns a list of long options of sbatch, such as "--licenses=matlab:1"; raises `ValueError` for any other value."""
+    """Returns `value`, a list of long options of sbatch, such as ["--licenses=matlab:1"]; else raises `ValueError`."""
     options = check_list(value, 'options, such as ["--licenses=matlab:1"]')
     for option in options:
         if not is_env_var(option) and not check_text(option).startswith("--"):
@@ -228,7 +235,7 @@ def _resolve(value: Any, where: str) -> Any:
 
 
 def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
-    """Returns the environment variables of a payload by name, with each `EnvVar` replaced by the value of the variable.
+    """Returns environment variables by name, with the variable's value in place of each `EnvVar`; {} if `variables` is None.
 
     `what` is the name of the argument `variables` in error messages. Raises `ValueError` if a name or a value is invalid.
     """

@@ -26,9 +26,10 @@ from .slurm.config import SlurmQueueConfig
 
 
 def _rendered(context: dg.ResolutionContext, value: Any) -> Any:
-    """Returns a value of the YAML file in which templates are rendered, at any depth; text without a template stays unchanged.
+    """Returns `value`, a value of a YAML file, with Dagster's templates ("{{ … }}") rendered at any depth.
 
-    Dagster's own resolver would turn text such as "1.10" and "{}" into numbers and tables.
+    Text without a template stays unchanged. Dagster's own resolver would turn text such as "1.10" and "{}" into numbers and
+    tables.
     """
     if isinstance(value, Mapping):
         return {name: _rendered(context.at_path(name), each) for name, each in value.items()}

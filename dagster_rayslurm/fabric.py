@@ -33,9 +33,9 @@ _LONGEST = 65536  # Most characters that are kept of a line whose end has not co
 
 
 def fabric_variables(fabric: str, interface: str | None) -> dict[str, str]:
-    """Returns the environment variables for the network preset `fabric`; {} for the preset "none".
+    """Returns the environment variables for the network preset `fabric`, a value of the launcher's field; {} for "none".
 
-    If `interface` is set, the result also has the variables that name this network interface.
+    If `interface` is set, the result also has the variables that tell the libraries to use this network interface, such as "ib0".
     """
     variables = dict(_VARIABLES[fabric])
     if variables and interface:
@@ -57,7 +57,7 @@ class FabricWatch:
     _partial: dict[str, str] = field(default_factory=dict)  # By stream, the beginning of a line.
 
     def feed(self, stream: str, text: str) -> None:
-        """Search `text`, the latest output of the payload, for NCCL's line about sockets, and keep the line for `warning`.
+        """Search `text`, the latest output of the payload, for NCCL's line about sockets, from which `warning` makes a warning.
 
         `stream` is the output stream that `text` comes from, "stdout" or "stderr".
         """

@@ -97,7 +97,10 @@ def retry_policy_for(
 
 
 def apply_retry_policy(failure: RunFailure, policy: dg.RetryPolicy | None) -> None:
-    """Set `failure.allow_retries` by `policy`, the step's retry policy. Do nothing unless `policy` is from `retry_policy_for`."""
+    """Set `failure.allow_retries` to whether `policy`, the retry policy of the step, retries this kind of failure.
+
+    Do nothing unless `policy` comes from `retry_policy_for`.
+    """
     if isinstance(policy, _RetryPolicyForKinds):
         failure.allow_retries = failure.kind in policy.kinds and (failure.allow_retries or not may_retry(failure.kind))
 

@@ -178,7 +178,7 @@ def _title(cls: type[BaseModel]) -> str:
 
 
 def _wrong_object(field: FieldInfo, value: object) -> str | None:
-    """Returns the reason why `field` cannot hold `value`, if `value` is a class or an object of a wrong class; otherwise None."""
+    """Returns a text why `field` cannot hold `value`; None unless `value` is a class or an object of a wrong class."""
     cls = type(value)
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"
@@ -240,7 +240,10 @@ def choice(*options: str) -> BeforeValidator:
 
 
 def at_least(low: float, unit: str = "") -> BeforeValidator:
-    """Returns a pydantic validator for numbers that are not smaller than `low`; `unit` is for the error message."""
+    """Returns a pydantic validator for finite numbers of at least `low`; None and an `EnvVar` stay unchecked.
+
+    `unit` is the unit of `low` in error messages, such as "seconds".
+    """
     return checked(lambda value: check_at_least(value, low, unit))
 
 

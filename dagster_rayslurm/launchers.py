@@ -37,10 +37,10 @@ _OWN_OPTIONS = {
 
 
 class Launcher(StrictConfig):
-    """Base class of launchers: defines the command of a payload, and the Ray cluster and resources that the payload needs.
+    """Base class of launchers: a launcher defines a payload's command, and the Ray cluster and resources that the payload needs.
 
-    To write a launcher of your own, derive from this class and pass an instance to `ComputeResource.run(launcher=…)`.
-    `default_launcher` accepts only the launchers of this package: Dagster would silently drop the fields of a subclass.
+    To write a launcher of your own, derive from this class and pass an instance to `ComputeResource.run(launcher=…)`. The field
+    `default_launcher` accepts only the launchers of this package, because Dagster would silently drop the fields of a subclass.
     """
 
     working_dir: Annotated[Optional[str], plain_text] = None

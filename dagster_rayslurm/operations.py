@@ -201,11 +201,12 @@ def reattach(resource: ComputeFields, context: Context, handle: RunHandle | None
 
 
 def look(resource: ComputeFields, known: Sequence[str], sensor: str, at: Callable[[str], object]) -> Any:
-    """Find the submitted runs of a resource that have ended; returns the three values of `submitted.look_for_ends`.
+    """Find the submitted runs of a resource that have ended, by one remote call; blocks until the cluster answers.
 
-    `known` has the names of the runs that were reported before. `sensor` is the name of the sensor that reports the ended runs.
-    Before the cluster is asked, `at` is called with the name of the cluster. Raises `RunFailure` if the resource has no cluster,
-    and OSError if the cluster or Slurm does not answer.
+    Returns three values: a list of `EndedRun`; the names in `known` whose run directories still exist; the number of runs that
+    have not ended. `known` has the names of the runs that were reported before. `sensor` is the name of the sensor that reports
+    the ended runs. Before the remote call, the function calls `at` with the name of the cluster. Raises `RunFailure` if the
+    resource has no cluster, and OSError if the cluster or Slurm does not answer.
     """
     with configuration_errors():
         resource = resolve_variables(resource, type(resource).__name__, [])
@@ -215,7 +216,7 @@ def look(resource: ComputeFields, known: Sequence[str], sensor: str, at: Callabl
 
 
 def _submitting_backend(resource: ComputeFields) -> BatchBackend:
-    """Returns the backend that finds and follows jobs submitted earlier.
+    """Returns the backend that finds and follows jobs which `ComputeResource.submit` has submitted.
 
     Raises `ValueError` unless the resource has a cluster and the mode slurm or slurm-hetjob.
     """
@@ -226,7 +227,10 @@ def _submitting_backend(resource: ComputeFields) -> BatchBackend:
 
 
 def example(resource: ComputeFields, **arguments: Any) -> str:
-    """Returns the batch script or command that a call would start, for display; raises `RunFailure` for an invalid call."""
+    """Returns the batch script or command that a call would start, for a person to read. Starts nothing.
+
+    `arguments` are fields of `Call`. Raises `RunFailure` if the call is invalid.
+    """
     with configuration_errors():
         unused = ["slurm"] if mode_of(resource) == ExecutionMode.LOCAL else []
         resource = resolve_variables(resource, type(resource).__name__, unused)
@@ -235,9 +239,9 @@ def example(resource: ComputeFields, **arguments: Any) -> str:
 
 
 def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
-    """End the warm Ray cluster `cluster_id`, and the cluster's session or Slurm job; returns False if no such cluster is found.
+    """End the Ray cluster `cluster_id`, and the session or Slurm job that has it. Returns False if no such Ray cluster is found.
 
-    Raises `RunFailure` if the session or the job does not end, or if Slurm or the edge node does not answer.
+    Waits for the end. Raises `RunFailure` if the session or the job does not end, or if Slurm or the edge node does not answer.
     """
     with configuration_errors(), start_errors():
         if resource.slurm is not None and mode_of(resource) != ExecutionMode.LOCAL:
@@ -247,9 +251,10 @@ def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
 
 
 def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
-    """End the sessions with scope "run" of the Dagster run in `context`, if all steps of the Dagster run have ended.
+    """End the sessions that only the Dagster run in `context` uses (scope "run"), if all steps of the Dagster run have ended.
 
-    Logs a warning if the sessions cannot be ended.
+    Otherwise does nothing. If the cluster cannot be reached, the function logs a warning; the sessions then end when they have
+    been idle for `idle_timeout`.
     """
     run, instance = context.run, context.instance
     if run is None or instance is None or run.execution_plan_snapshot_id is None:

@@ -73,12 +73,12 @@ def make_plan(
     components: Sequence[Component] = (),
     fails_infeasible: bool = False,
 ) -> Plan:
-    """Returns the plan of a payload; raises `ValueError` for an invalid argument.
+    """Returns the plan of a payload; raises `ValueError` for an invalid argument. Starts and writes nothing.
 
-    `nonce` is a text that no other payload has. `env` has variables for the payload and the Ray workers, `secret_env` variables
-    for the payload alone. `max_output_bytes` limits the size of all output files, and `max_stdio_bytes` the size of the recorded
-    output. `components` are in the job's order, with the launchers that `merge_launchers` has completed. `fails_infeasible` is
-    True if the run shall fail when work waits for resources that no node of the Ray cluster can ever hold.
+    `nonce` is a random text that no other payload has. `env` has variables for the payload and the Ray workers, `secret_env`
+    variables for the payload alone. `max_output_bytes` limits the size of all output files together, and `max_stdio_bytes` the
+    size of the recorded stdout and stderr. `components` come from `merge_launchers`. If `fails_infeasible` is True, the run will
+    fail when work waits for resources that no node of the Ray cluster can ever hold.
     """
     both = sorted(set(env) & set(secret_env))
     if both:
@@ -117,7 +117,10 @@ def make_plan(
 
 
 def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
-    """Returns the name of a run directory: the beginnings of the Dagster run id and of the step's key, and the unique `nonce`."""
+    """Returns the name of a run directory: beginnings of the Dagster run id and the step's key, and `nonce`, joined by "-".
+
+    `nonce` is a random text that no other payload has.
+    """
     return f"{run_id[:8]}-{_UNSAFE.sub('_', step_key)[:40]}-{nonce}"
 
 
@@ -134,7 +137,7 @@ def _existing_directory(path: str | None) -> str | None:
 
 
 def existing_files(paths: Sequence[str | os.PathLike[str]] | None) -> list[str]:
-    """Returns the absolute paths of the files in `paths`, the argument `extra_files`; [] if `paths` is None.
+    """Returns the absolute paths of the files and directories in `paths`, the argument `extra_files`; [] if `paths` is None.
 
     Raises `ValueError` if `paths` is a single path, a file does not exist, or two files have the same name.
     """
@@ -162,12 +165,11 @@ def _checked_outputs(patterns: Sequence[str] | None) -> list[str]:
 
 
 def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], str | None]:
-    """Returns two values: the words of a payload's command, and the absolute path of the local script that the command runs.
+    """Returns two values: the words of a payload's command, and the absolute path of the script on this machine that it runs.
 
-    The path is None if the command runs no local script. If `payload_path` is the path of an existing file, this file is the
-    script, even if the path contains spaces. Any other text is split into words like in a shell; the first word is the script if
-    the word names an existing `.py` file. A list is used unchanged, with None for the path. Raises `ValueError` for an invalid
-    command.
+    If `payload_path` names a file, or its first word names a `.py` file, this file is the script, and the command is "python",
+    the script and the other words. Any other text is split into words like in a shell. A list is used unchanged. The path is None
+    for a list, and for a command without a script. Raises `ValueError` for an invalid command.
     """
     script = None
     if isinstance(payload_path, (str, os.PathLike)):
@@ -186,10 +188,10 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple
 
 
 def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
-    """Returns two values: the words of the command `text`, and the absolute path of the local script that the command runs.
+    """Returns the same two values as `parse_payload`, for a command that is given as text.
 
-    The path is None if the command runs no local script. If `is_path` is True, `text` is a path and is not split into words.
-    Raises `ValueError` for a file that does not exist, and for a text that cannot be split or needs a shell.
+    If `is_path` is True, `text` is a path and is not split into words. Raises `ValueError` for a file that does not exist, and
+    for a text that cannot be split or needs a shell.
     """
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
@@ -219,7 +221,10 @@ def _existing_file(text: str) -> str | None:
 
 
 def _without_literals(quoted: re.Match[str]) -> str:
-    """Returns the quoted text of a match; "_" replaces all characters that a shell would not interpret inside the quotes."""
+    """Returns a quoted part of a command with "_" in place of each character to which a shell would give no meaning there.
+
+    `quoted` is the match of the part with its quotes. In double quotes, `$`, backquotes, brackets and word characters stay.
+    """
     return re.sub(r"\\.|[^\w$`({]", "_", quoted.group(), flags=re.DOTALL) if quoted.group().startswith('"') else "_"
 
 

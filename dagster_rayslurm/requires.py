@@ -36,12 +36,12 @@ class AskedNodes:
 
 
 def check_requires(requires: Any, nodes: Sequence[AskedNodes]) -> None:
-    """Raise `ValueError` if the requested nodes could not hold the required bundles even if nothing else ran on the nodes.
+    """Raise `ValueError` if the nodes could not hold the required bundles at the same time, even if nothing else ran there.
 
     Args:
-        requires: a list of bundles, as dictionaries, that are needed at the same time; or a mapping from placement strategies,
-            such as "STRICT_SPREAD", to such lists. `ValueError` is also raised if `requires` has another form.
-        nodes: the nodes of the Ray cluster.
+        requires: a list of bundles, such as `[{"GPU": 1}, {"GPU": 1}]`; or a mapping from placement strategies, such as
+            "STRICT_SPREAD", to such lists. `ValueError` is also raised if `requires` has another form.
+        nodes: the nodes of the Ray cluster, with the resources that were requested for each node.
     """
     if not isinstance(requires, Mapping):
         requires = {"PACK": requires}
@@ -84,10 +84,10 @@ def nodes_of_machine(ray: RaySpec, machine: NodeResources) -> list[AskedNodes]:
 
 
 def _asked(ray: RaySpec, component_id: str | None, count: int, cpus: float, gpus: float, memory: float) -> AskedNodes:
-    """Returns the `count` equal nodes of a component, or of a Ray cluster without components if `component_id` is None.
+    """Returns an `AskedNodes` for the `count` equal nodes of a component. Without components, `component_id` is None.
 
-    `cpus`, `gpus` and `memory` (in bytes) are the amounts of each node. An amount that `ray` sets for the node counts instead.
-    Memory that `ray` sets for the object store is subtracted from `memory`.
+    `cpus`, `gpus` and `memory` (in bytes) are the amounts that each node has. An amount that `ray` sets for the node replaces
+    this amount. Memory that `ray` sets for the object store is subtracted from `memory`.
     """
     spec = node_spec(ray, component_id)
     resources = {
@@ -104,7 +104,7 @@ def _asked(ray: RaySpec, component_id: str | None, count: int, cpus: float, gpus
 
 
 def _why(bundle: Bundle, nodes: Sequence[AskedNodes]) -> str:
-    """Returns, for an error message, why no node can hold `bundle`: what the nodes have, and which fields to change."""
+    """Returns, for an error message, the reason why no node can hold `bundle`: what each node has, and which field to change."""
     short = [name for name in bundle.resources if all(name in lacking(bundle, each.node) for each in nodes)]
     names = short or sorted(bundle.resources)
     labels = sorted({rule.key for rules in bundle.selectors for rule in rules})

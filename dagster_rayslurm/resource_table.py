@@ -58,9 +58,9 @@ def with_kinds(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_variables(value: Any) -> Any:
-    """Returns a copy of `value` in which, at any depth, `dg.EnvVar("NAME")` replaces each dictionary {"env": "NAME"}.
+    """Returns a copy of `value` with `dg.EnvVar("NAME")` in place of each dictionary {"env": "NAME"}, at any depth.
 
-    `value` is a value of a file. Dagster's own configuration files have the same form.
+    `value` is a value that was read from a file: a dictionary, a list, a text or a number.
     """
     if isinstance(value, dict):
         if set(value) == {"env"} and isinstance(value["env"], str):

@@ -36,10 +36,10 @@ class Settings:
     launcher: Mapping[str, Any] | None
 
     def launcher_after(self, before: type[Launcher]) -> Launcher | None:
-        """Returns a launcher with the settings in `launcher`; None if `launcher` is None.
+        """Returns a launcher with the settings in the field `launcher`; None if this field is None.
 
-        The setting `kind` names the class of the returned launcher; without `kind`, the class is `before`. Raises `ValueError` if
-        the settings are invalid.
+        The setting `kind`, "ray" or "bash", chooses the class of the result; without `kind`, the class is `before`. Raises
+        `ValueError` if the settings are invalid.
         """
         if self.launcher is None:
             return None
@@ -51,19 +51,20 @@ class Settings:
 
 @dataclass(frozen=True)
 class Layered(Generic[C]):
-    """A queue or launcher, merged from several places, whose fields override the fields of the resource's queue or launcher.
+    """A queue or a launcher merged from several places (metadata, `op_tags`, arguments, tags), not yet with the resource's own.
 
-    `own` is None if no place sets a field. `origins` has, for each set field, the name of the place where the field was set.
+    `own` has only the fields that some place sets; None if no place sets a field. `origins` has, for each field that is set, the
+    name of the place that set it.
     """
 
     own: C | None
     origins: Mapping[str, str]
 
     def over(self, place: str, fields: C | None) -> Layered[C]:
-        """Returns the merged queue or launcher in which the fields that `fields` sets override the fields of this object.
+        """Returns a new `Layered`, in which the fields that are set in `fields` override the fields of this object.
 
         `place` is the name of the place that `fields` comes from. If `fields` has another class than `own`, `fields` replaces
-        `own` completely. If `fields` is None, returns this object.
+        `own` completely. If `fields` is None, the result is this object.
         """
         if fields is None:
             return self
@@ -111,11 +112,11 @@ def _make(cls: type[C], fields: Mapping[str, Any], place: str) -> C:
 
 
 def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settings]]:
-    """Returns two lists of settings of a step: settings that arguments of `run()` override, and settings that override arguments.
+    """Returns two lists of settings: those that the arguments of `run()` override, and those that override the arguments.
 
-    The first list has the settings in the metadata of the step's assets and asset checks, and then the settings in `op_tags`. The
-    second list has the settings in the tags of the Dagster run. Raises `ValueError` for invalid settings, and if settings of two
-    assets of the step contradict each other.
+    The first list has the settings in the metadata of the step's assets and asset checks, then those in `op_tags`. The second
+    list has the settings in the tags of the Dagster run. Later settings override earlier ones. Raises `ValueError` for invalid
+    settings, and if the metadata of two assets of the step contradict each other.
     """
     below = [parse(context.op.tags[KEY], "op_tags")] if KEY in context.op.tags else []
     if context.has_assets_def:
@@ -133,7 +134,7 @@ def _of_metadata(assets_def: dg.AssetsDefinition) -> Iterator[tuple[Any, Setting
 
 
 def _agreeing(settings: list[Settings]) -> list[Settings]:
-    """Returns `settings` unchanged; raises `ValueError` if settings of two places have different values of one field."""
+    """Returns `settings` unchanged; raises `ValueError` if two elements of the list have different values for one field."""
     values: dict[str, tuple[Any, str]] = {}
     for each in settings:
         queue = each.queue and {name: getattr(each.queue, name) for name in each.queue.model_fields_set}
@@ -152,10 +153,9 @@ def _agreeing(settings: list[Settings]) -> list[Settings]:
 
 
 def check_loading(resource: object, launcher: type[Launcher]) -> None:
-    """Check the settings of assets and jobs that use `resource`, while Dagster loads the `Definitions` object that has both.
+    """Raise `ValueError` if the `Definitions` object that Dagster loads now has invalid settings for steps that use `resource`.
 
-    The settings are those under the key `dagster-rayslurm/config` in tags and metadata. `launcher` is the class of the resource's
-    default launcher, whose fields settings may set. Raises `ValueError` for an invalid setting. Does nothing outside of loading.
+    Does nothing if Dagster is loading no `Definitions` object. `launcher` is the class of the resource's default launcher.
     """
     defs = _loading()
     if defs is None:
@@ -183,8 +183,8 @@ def _loading() -> dg.Definitions | None:
 def _of_definitions(defs: dg.Definitions, keys: set[str], alone: bool) -> Iterator[Settings]:
     """Yields the settings in `defs` for the steps that need a resource with a key in `keys`.
 
-    If `alone` is True, the function also yields the settings in the tags of all jobs. `alone` says that all resources in `defs`
-    with the class of the resource have a key in `keys`.
+    If `alone` is True, `defs` has no further resource of the same class, so the settings in the tags of all jobs are yielded,
+    too.
     """
     for assets_def in (*(defs.assets or ()), *(defs.asset_checks or ())):
         if isinstance(assets_def, dg.AssetsDefinition) and assets_def.is_executable:

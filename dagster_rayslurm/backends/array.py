@@ -55,7 +55,7 @@ class Superseded(Exception):
 
 @dataclass(eq=False)
 class Ended:
-    """One partition whose element has ended, with the evidence, the messages and the output of the partition's payload."""
+    """One partition whose job array element has ended, with the evidence, the messages and the output of its payload."""
 
     key: str
     array: int  # Number of the array in the run directory.
@@ -70,7 +70,7 @@ class Ended:
 
 @dataclass(eq=False)
 class _Element:
-    """One element of a job array that is not known to have ended."""
+    """One element of a job array whose end `Arrays.poll` has not returned yet."""
 
     key: str
     watch: JobWatch
@@ -203,7 +203,7 @@ class _Prepared:
 
 @dataclass(eq=False)
 class Arrays:
-    """The job arrays of one step: an object submits the arrays, watches their elements, and cancels the arrays."""
+    """Submits, watches and cancels the job arrays of one step."""
 
     backend: ArrayBackend
     prepared: _Prepared
@@ -247,16 +247,17 @@ class Arrays:
     # ---- Submission
 
     def adopt(self, number: int, job_id: str, keys: Sequence[str], queue: QueueSnapshot) -> None:
-        """Continue an array of an earlier attempt.
+        """Continue an array of an earlier attempt, so that `poll` watches it; or cancel it if too little is known about it.
+
+        Raises StartError if an array that must be cancelled cannot be cancelled.
 
         Args:
             number: The number of the array in the run directory.
-            job_id: Slurm's id of the array. If the id is "", the submission of the array failed or may still be under way. Then
-                the function cancels the array by the name of the array's job, and leaves the partitions to a new array.
-            keys: The partitions of the array: element 0 runs `keys[0]`. If `keys` is empty, the partitions are not known, and the
-                function does the same as without an id.
-            queue: A recent snapshot of the queue. The time of the snapshot stands for the time of the array's submission, which
-                is not known.
+            job_id: Slurm's id of the array. If the id is "", the submission failed or is still under way. Then the function
+                cancels the array by the name of the array's job, and leaves the partitions to a new array.
+            keys: The partitions of the array: element 0 runs `keys[0]`. If `keys` is empty, the partitions are not known, and
+                the function cancels the array, too.
+            queue: A recent snapshot of the queue. Its time stands for the time of the array's submission, which is not known.
         """
         self._next_number = max(self._next_number, number + 1)
         request = self._request(number, len(keys))
@@ -413,9 +414,10 @@ class Arrays:
                 array.job.check_waiting()
 
     def _read_records(self) -> None:
-        """Find the elements that have ended: by their records, or by Slurm's state if the record of an element has no end.
+        """Find the elements that have ended, by their records or by Slurm's state, and keep them for the result of `poll`.
 
-        Raises Superseded if a later attempt has taken the arrays over, and OSError if the cluster is out of reach.
+        An element whose record has no end counts as ended when Slurm calls it over. Raises Superseded if a later attempt has
+        taken the arrays over, and OSError if the cluster is out of reach.
         """
         wanted: dict[str, list[list[int]]] = {}
         over: dict[str, list[int]] = {}
@@ -489,10 +491,10 @@ class Arrays:
         self._take(array, number, ended)
 
     def _take(self, array: Array, number: int, ended: Ended) -> None:
-        """Add `ended` to the elements that the next `poll` returns, or let the element wait for Slurm's accounting.
+        """Remove an element that has ended from the array, and keep `ended` for the result of the next `poll`.
 
-        The element waits if the accounting may explain the end better than the record. Then `_explain` adds the element later.
-        `number` is the number of the element in the array.
+        If Slurm's accounting may explain the end better than the record, the element stays in the array until `_explain` has
+        asked the accounting. `number` is the number of the element in the array.
         """
         if not needs_job_facts(ended.evidence):
             del array.open[number]
@@ -513,11 +515,11 @@ class Arrays:
             data = self.connection.read(path, reader.next_read, _MOST_BYTES) if reader.next_read < whole else b""
 
     def _is_settled(self, element: _Element, started: bool, log: str) -> bool:
-        """Returns whether the record of an element, which has no `end` yet, can no longer change.
+        """Returns whether all that an element without an `end` has written can be read by now, so that the element can be judged.
 
-        The result is False until Slurm has called the element over for some seconds, in which files may still become visible.
-        `started` says whether the beginning of the record was read. `log` is the end of the element's logs. The wait is longer
-        if neither the record nor a line of the log explains why the element ended.
+        The result is False until some seconds after Slurm first called the element over, because its files may become visible
+        late. The wait is longer if neither the record nor a line of the log explains the end. `started` says whether the
+        beginning of the record was read. `log` is the end of the element's logs.
         """
         if element.over_at is None:
             return False
@@ -532,10 +534,10 @@ class Arrays:
         return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
     def _explain(self) -> None:
-        """Query Slurm's accounting for the elements that `_take` left waiting, at most every `_ASK_INTERVAL` seconds.
+        """Ask Slurm's accounting about the elements that `_take` has kept back; does so at most every `_ASK_INTERVAL` seconds.
 
-        An element becomes ready for the result of `poll` once the accounting or the queue shows the element's final state, or
-        else at the time `explain_by` of the element.
+        An element is added to the result of the next `poll` once the accounting or the queue shows its final state, or else at
+        the time `explain_by` of the element.
         """
         pending = [(array, number, each) for array in self.running for number, each in array.open.items() if each.ended]
         if not pending or time.monotonic() - self._asked_at < _ASK_INTERVAL:
@@ -558,7 +560,10 @@ class Arrays:
     # ---- The end
 
     def cancel(self) -> None:
-        """Cancel all arrays, and wait until Slurm confirms the end of each array, for at most a minute for each array."""
+        """Cancel all arrays, and wait up to a minute for each until Slurm confirms its end. Submits no further array after that.
+
+        Logs an error if Slurm does not confirm an end. Raises OSError if the cluster is out of reach.
+        """
         self.waiting = []
         alive = [array for array in self.running if array.open]
         if alive:

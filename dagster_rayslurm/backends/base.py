@@ -38,7 +38,7 @@ _REPEATED = 1.0
 
 @dataclass(frozen=True)
 class Step:
-    """One attempt at a Dagster step that runs a payload."""
+    """One attempt at a Dagster step that runs a payload; without Dagster, a stand-in for it."""
 
     run_id: str
     step_key: str
@@ -50,7 +50,10 @@ class Step:
 
 
 class RunningPayload(Protocol):
-    """A payload whose runtime was started or waits in Slurm's queue. The defaults of the methods suit a local process."""
+    """A payload that a backend has started: its runtime runs, or its Slurm job waits or runs.
+
+    The methods with a body are defaults, which suit a runtime that is a process of this machine.
+    """
 
     cluster_id: str  # Name of the Ray cluster.
     job_id: str | None = None  # Slurm's job id; None without Slurm.
@@ -62,34 +65,44 @@ class RunningPayload(Protocol):
         return False
 
     def poll(self, evidence: Evidence) -> str | None:
-        """Returns how the runtime ended, in words; None while the runtime lives.
+        """Look once whether the runtime has ended: returns in words how the runtime ended, or None while the runtime lives.
 
-        Raises RunFailure if the runtime can never start, or has waited for longer than the queue timeout. An implementation may
-        add findings to `evidence`.
+        Raises RunFailure if the runtime can never start, or has waited for longer than the queue timeout. `evidence` has the
+        known facts about the payload; an implementation may add facts.
         """
 
     def next_reads(self) -> Sequence[Read]:
-        """Returns the reads of files that the next `poll` will do."""
+        """Returns the reads of files that the next `poll` will do, as tuples of path, offset and number of bytes.
+
+        The caller can then read the files of many payloads by one remote call.
+        """
         return ()
 
     def cancel(self, now: bool = False) -> None:
-        """Ask the runtime to end the payload: at once if `now` is True, otherwise after a grace period."""
+        """Ask the runtime to end the payload, without waiting for the end.
+
+        The payload has a grace period to end by itself; if `now` is True, it has none. If the request cannot be delivered, a
+        warning is logged, and later calls of `poll` try again.
+        """
 
     def kill(self) -> None:
-        """End the runtime and all its processes at once."""
+        """End the payload by force, without a grace period: kill its runtime, or cancel its Slurm job."""
 
     def explain(self, evidence: Evidence) -> None:
-        """Add logs and Slurm's accounting to the evidence. Called if the record alone does not explain the payload's end."""
+        """Add the ends of logs and Slurm's accounting to `evidence`.
+
+        Called after the payload's end, if the run record alone does not explain it.
+        """
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
         """Returns the Dagster metadata that the backend adds to a result or failure, such as the Slurm job id."""
         return {}
 
     def release(self, evidence: Evidence) -> None:
-        """End what must not go on after the step, such as a Slurm job that has not started.
+        """Clean up when the step is done with the payload: end what must not go on, such as a Slurm job that has not started.
 
-        Called when the step is done with the payload. A session goes on, and so does a job that a later attempt owns. `evidence`
-        is all that the step knows about the payload.
+        A session goes on, and so does a job that a later attempt at the step owns. `evidence` has all known facts about the
+        payload.
         """
 
 
@@ -101,7 +114,10 @@ Plans = Mapping[str, Plan]  # Plans by name of their component, in the order of 
 
 
 class Backend(Protocol):
-    """Starts the runtime for a payload (`Plan`), or the runtimes for the payloads of all components at once (`Plans`)."""
+    """Starts the runtime of a payload or, with topology "separate", the runtimes of the payloads of all components at once.
+
+    The parameter `plan` is a `Plan` or, with topology "separate", `Plans`.
+    """
 
     @property
     def connection(self) -> Connection:
@@ -116,36 +132,41 @@ class Backend(Protocol):
         """The pauses between two reads of a payload's run record."""
 
     def check(self, plan: Any, /) -> None:
-        """Raise ValueError if this backend cannot run a plan. The message names the configuration field. Nothing is started."""
+        """Raise ValueError if this backend cannot run `plan`; the message names the configuration field. Starts nothing."""
 
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
-        """Create a run directory and start the plan's runtimes, or continue the runtimes of a reattached step.
+        """Create the run directory and start the plan's runtimes; if `step.reattached` is True, continue the runtimes that exist.
 
-        Calls `register` with each payload as soon as the payload's runtime was started. Returns the payload; a backend for
-        `Plans` returns None. Raises StartError if a payload cannot be started, and OSError if the machine or cluster cannot be
-        reached or written to.
+        Does not wait for the end of the payloads. Calls `register` with each payload as soon as its runtime was started. Returns
+        the payload; a backend for `Plans` returns None. Raises StartError if a payload cannot be started, and OSError if the
+        machine or cluster cannot be reached or written to.
         """
 
     def example(self, plan: Any, /) -> str:
         """Returns the command or batch script of a plan, for display; words in capitals stand for values not yet known."""
 
     def sweep(self, retention_days: float) -> None:
-        """Remove what was not used for `retention_days`, and what the caller cannot remove itself.
+        """Remove files of earlier payloads that were not used for `retention_days` days.
 
-        A backend for Slurm removes run directories and other files on the cluster, in a thread of its own. A backend for this
-        machine removes at most the directories of sessions that have ended.
+        A backend for Slurm removes run directories and other files on the cluster, in a background thread, and ignores errors. A
+        backend for this machine removes at most the directories of sessions that have ended; the caller removes all other old
+        files here.
         """
 
 
 @runtime_checkable
 class CanReattach(Protocol):
-    """A backend whose payloads outlive the Dagster process, so that a later attempt at the step can continue the payloads."""
+    """Protocol of a backend whose payloads outlive the Dagster process, so that a later attempt at the step can continue them."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        """Returns whether `start` can continue the payload of a run directory: the payload runs this plan and has not failed."""
+        """Returns whether `start` can continue the payload of the run directory `run_dir`, which an earlier attempt has started.
+
+        This is so if that payload was started with the same plan, and either still waits or runs, or has succeeded. `step` is the
+        present attempt at the step.
+        """
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
-        """End the payload of a run directory after the payload's owner, a Dagster process, died while ending the payload.
+        """End the payload of `run_dir`, which its owner, an earlier attempt, had begun to end or judge and then left behind.
 
         The payload has `grace_period` seconds to end by itself. Raises StartError if Slurm does not confirm the end.
         """
@@ -153,10 +174,13 @@ class CanReattach(Protocol):
 
 @runtime_checkable
 class CanExclude(Protocol):
-    """A backend whose Slurm jobs can avoid nodes that failed a health check."""
+    """Protocol of a backend whose Slurm jobs can avoid nodes that failed a health check."""
 
     def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
-        """Record nodes that failed a health check, so that later jobs of this user can avoid them; raises OSError."""
+        """Store nodes that failed a health check in the base directory, so that later jobs of this user can avoid them.
+
+        Raises OSError if the nodes cannot be stored.
+        """
 
     def exclusion_for_plan(self, plan: Any, /) -> Exclusion:
         """Returns the nodes that a new job would avoid after failed health checks; raises OSError if Slurm does not answer."""
@@ -177,25 +201,28 @@ def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
 
 
 def write_run_dir(connection: Connection, run_dir: str, files: Mapping[str, bytes]) -> None:
-    """Create a run directory with the given files; raises OSError if a file cannot be written."""
+    """Create a run directory with `files`, contents by file name; raises OSError if a file cannot be written."""
     connection.make_dir(run_dir)
     for name, content in files.items():
         connection.write(os.path.join(run_dir, name), content)
 
 
 def cancel_request_json(now: bool) -> str:
-    """Returns a cancel request as the JSON text that the runtime reads. If `now` is True, the payload has no grace period."""
+    """Returns the JSON text by which a runtime is asked to end its payload. If `now` is True, the payload has no grace period."""
     return json.dumps({"op": Operation.CANCEL, "now": now})
 
 
 def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> None:
-    """Ask the runtime of a run directory to end the payload: at once if `now` is True, otherwise after a grace period."""
+    """Write a file into the run directory `run_dir` that asks its runtime to end the payload, and return at once.
+
+    If `now` is True, the payload has no grace period. Raises OSError if the file cannot be written.
+    """
     connection.write(os.path.join(run_dir, CANCEL), cancel_request_json(now).encode())
 
 
 @dataclass
 class CancelRequest:
-    """The request to end one payload. `send` tries to deliver the request for the first time, and `resend` tries again."""
+    """The request to end one payload. `send` tries to deliver the request; `resend` tries again if that failed."""
 
     deliver: Callable[[bool], Any]  # Called with `now` to deliver the request; raises OSError on failure.
     log: Any
@@ -205,17 +232,20 @@ class CancelRequest:
     sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
 
     def send(self, now: bool) -> None:
-        """Send the request, unless an equal request was sent before. If `now` is True, the payload has no grace period.
+        """Try to deliver the request to end the payload. If `now` is True, the payload has no grace period.
 
-        A request with `now` True is sent even after a request with `now` False, but not the other way round. If the delivery
-        fails, the function logs a warning and returns; `resend` tries again.
+        Does nothing if a request was sent before, except when the earlier request had a grace period and this one has none. If
+        the delivery fails, the function logs a warning and returns; the caller then calls `resend` until it works.
         """
         if self.now is None or now > self.now:
             self.now, self.delivered, self.sent_at = now, False, -math.inf
             self.resend()
 
     def resend(self) -> None:
-        """Send the request again if the request was not delivered, at most once a second. Logs the first failure as a warning."""
+        """Try again to deliver the request, at most once a second. Does nothing if no request was sent, or if it was delivered.
+
+        The first of several failures is logged as a warning; none is raised.
+        """
         if self.now is None or self.delivered or time.monotonic() - self.sent_at < _INTERVAL:
             return
         try:
@@ -228,7 +258,7 @@ class CancelRequest:
         self.sent_at = time.monotonic()
 
     def resend_for(self, evidence: Evidence) -> None:
-        """Call `resend`; if a request without grace period cannot be delivered, mark the payload unreachable in the evidence."""
+        """Call `resend`. If a request without grace period is still not delivered, set `evidence.unreachable` to the reason."""
         self.resend()
         if self.now and self.error is not None:
             evidence.unreachable = str(self.error)
@@ -236,7 +266,10 @@ class CancelRequest:
 
 @contextmanager
 def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block, call `take` with the number of each SIGINT or SIGTERM that arrives. No effect outside the main thread."""
+    """Inside the block, call `take` with the number of each SIGINT or SIGTERM, in place of the handlers installed before.
+
+    After the block, the earlier handlers are installed again. Outside the main thread, the context manager does nothing.
+    """
     with ExitStack() as stack:
         for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
             # getsignal returns None for a handler that Python did not install; such a handler cannot be restored.
@@ -247,7 +280,10 @@ def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM until the end of the block. Then the first of the delayed signals takes effect."""
+    """Hold SIGINT and SIGTERM back until the end of the block. Then the first held signal is raised, and the others are dropped.
+
+    Outside the main thread, the context manager does nothing.
+    """
     came: list[int] = []
     try:
         with _handled_by(came.append):
@@ -259,12 +295,12 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def noticed_interrupts() -> Iterator[Callable[[], None]]:
-    """Record each SIGINT and SIGTERM inside a block, and pass the signal on to the handler that was installed before the block.
+    """Record each SIGINT and SIGTERM inside a block, and also call the handler that was installed before the block.
 
-    Yields a function without arguments. If no signal was recorded, the function does nothing. Otherwise the function calls the
-    handler of the first recorded signal again. A long block must call the function now and then, because the first call of a
-    handler may have no effect: Python ignores an exception that a handler raises while the main thread runs a callback of the
-    garbage collector. Outside the main thread, no signal is recorded.
+    Yields a function without arguments. If a signal was recorded, the function calls the handler of the first signal again;
+    otherwise it does nothing. A long block must call the function now and then, because the exception of the first call may get
+    lost: Python drops an exception that a handler raises while the garbage collector runs a callback. Outside the main thread, no
+    signal is recorded.
     """
     came: list[Callable[[], None]] = []
 
@@ -286,11 +322,11 @@ def noticed_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ignore SIGINT and SIGTERM while a block cleans up after an interrupt.
+    """Ignore SIGINT and SIGTERM inside a block that cleans up after an interrupt.
 
-    Yields a function that returns whether a further signal has come. Signals in the first `_REPEATED` seconds of the block do
-    not count, because such signals belong to the first interrupt. Outside the main thread, no signal is ignored, and the
-    function returns False.
+    Yields a function that returns whether a further signal has come. Signals in the first `_REPEATED` seconds of the block do not
+    count, because they belong to the first interrupt. Outside the main thread, no signal is ignored, and the function returns
+    False.
     """
     ignored_until = time.monotonic() + _REPEATED
     later: list[int] = []

@@ -67,22 +67,24 @@ class ClusterBackend:
         return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
     def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
-        """Record nodes that failed a health check, so that later jobs of this user can avoid them; raises OSError."""
+        """Store nodes that failed a health check on the cluster, so that later jobs of this user can avoid them.
+
+        Raises OSError if the nodes cannot be stored.
+        """
         remember(self.connection, str(self.layout.base), nodes)
 
     def exclusion(self, request: JobRequest) -> Exclusion:
-        """Returns the nodes with failed health checks that the job of `request` must avoid.
+        """Returns the nodes with failed health checks that the job of `request` is to avoid.
 
-        Returns no nodes if the field `avoids_unhealthy` of this backend is False. Raises OSError if the cluster or Slurm does
-        not answer.
+        If the field `avoids_unhealthy` is False, the result has no nodes. Raises OSError if the cluster or Slurm does not answer.
         """
         return exclusion_for(self.connection, str(self.layout.base), request) if self.avoids_unhealthy else Exclusion()
 
     def placed(self, request: JobRequest, step: Step) -> JobRequest:
-        """Returns the job request with a partition in place of "auto", and with nodes that failed a health check excluded.
+        """Returns a copy of the job request with a partition in place of "auto", and without nodes that failed a health check.
 
-        Logs the choice of the partition and the excluded nodes. Raises StartError if no partition can run the job, and OSError
-        if the cluster does not answer.
+        Logs the choice of the partition and the excluded nodes. Raises StartError if no partition can run the job, and OSError if
+        the cluster does not answer.
         """
         if is_auto(request):
             try:
@@ -139,9 +141,10 @@ class JobBackend(ClusterBackend):
     detect_platform: bool = True  # Whether environments are made for the compute nodes' platform, or for the edge node's.
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
-        """Send a plan's files to the cluster; returns the files, the Python that runs the plan, and the path of the runtime.
+        """Send a plan's files, the environment and the runtime to the cluster, unless they are there.
 
-        Raises StartError if the files or the base directory cannot be used, and OSError if the cluster cannot be reached.
+        Returns the files, the environment's Python, and the path of the runtime's zipapp on the cluster. Raises StartError if the
+        files, the environment or the base directory cannot be used, and OSError if the cluster cannot be reached.
         """
         base = str(self.layout.base)
         packed = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
@@ -151,9 +154,10 @@ class JobBackend(ClusterBackend):
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
-        """Cancel the job by the job's name if the block fails or is interrupted, except after SubmissionRefused.
+        """If the block raises an exception, cancel the job of `request` by its name; the exception then leaves the block.
 
-        Slurm may have accepted the job although Slurm's answer did not arrive. After SubmissionRefused there is no job.
+        The job may exist even if Slurm's answer to the submission did not arrive. After SubmissionRefused there is no job, so
+        that nothing is cancelled.
         """
         try:
             yield
@@ -165,10 +169,10 @@ class JobBackend(ClusterBackend):
             raise
 
     def submit_job(self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step) -> SlurmJob:
-        """Create the run directory `run_dir` with `files`, submit the job of `request`, and return the job.
+        """Create the run directory `run_dir` with `files`, submit the job of `request`, and return the submitted job.
 
-        If the job of the run directory was submitted before, the function submits nothing, and returns this job. Callers must
-        be inside `cancel_on_error`, which cancels the job if the submission fails halfway.
+        If a job of this run directory was submitted before, the function submits nothing, and returns that job. Callers must be
+        inside `cancel_on_error`, which cancels the job if the submission fails halfway. Raises SubmissionRefused or OSError.
         """
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
@@ -199,7 +203,7 @@ class JobBackend(ClusterBackend):
 
 @dataclass(frozen=True)
 class SubmittedBackend(JobBackend):
-    """Follows the job of a run that `ComputeResource.submit` has submitted. `start` submits no job."""
+    """Follows the Slurm job of a run that `ComputeResource.submit` has submitted; `start` only finds this job."""
 
     handle: RunHandle = field(kw_only=True)
 
@@ -275,11 +279,11 @@ class BatchBackend(JobBackend):
     def _prepare(
         self, plan: Plan, run_dir: str, step: Step, submits: bool = False
     ) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Send a plan's files to the cluster, and make the job request.
+        """Send a plan's files to the cluster, and return what the submission of the job needs. Submits nothing.
 
-        Returns three values: the bundles of the plan's files; the job request; and the contents of those files of the run
-        directory with which the job starts, by file name. If `submits` is True, a partition replaces "auto" in the job request,
-        and the job request excludes nodes that failed a health check.
+        Returns three values: the plan's files, with their paths on the cluster; the job request; and the contents of the files
+        that the job itself needs in the run directory, by file name. If `submits` is True, a partition replaces "auto" in the job
+        request, and the job request excludes nodes that failed a health check.
         """
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
@@ -317,7 +321,10 @@ def data_dir_of(connection: Connection, layout: Layout, plan: Plan) -> str:
 
 
 def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
-    """Raise ValueError if `min_nodes` is more than the number of nodes that the Ray cluster will have."""
+    """Raise ValueError if the launcher's `min_nodes` is more than the number of nodes that the Ray cluster will have.
+
+    Does nothing if `ray` is None.
+    """
     if ray is not None and ray.min_nodes is not None and ray.min_nodes > nodes_expected(ray, queue.num_nodes):
         raise ValueError(
             f"RayLauncher.min_nodes={ray.min_nodes} is more than the cluster will have: "
@@ -327,10 +334,10 @@ def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
 
 
 def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> None:
-    """Raise ValueError if the environment, the base directory or the payload's data directory has a path that cannot be resolved.
+    """Raise ValueError if the path of the environment, of `remote_base` or of `data_dir` cannot be used on the cluster.
 
-    A path cannot be resolved if the path is relative or contains a variable, or if the environment is the Python of a Dagster
-    on another machine. The message names the path's configuration field.
+    Such a path is relative, contains a variable, or belongs to the Python of a Dagster on another machine. The message names the
+    configuration field.
     """
     path_on_cluster(environment, over_ssh=slurm.ssh is not None)
     for name, path in (("remote_base", slurm.remote_base), ("data_dir", plan.payload.data_dir)):
@@ -342,13 +349,13 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
 
 
 def cluster_nonce(cluster_id: str) -> str | None:
-    """Returns the nonce in a Ray cluster's id, such as "slurm-0123456789ab"; None if `cluster_id` has another form."""
+    """Returns the nonce in a Ray cluster's id: "0123456789ab" for "slurm-0123456789ab". None if `cluster_id` has another form."""
     match = re.fullmatch(rf"{CLUSTER}([0-9a-f]{{12}})", cluster_id)
     return match[1] if match else None
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the Slurm jobs of a Ray cluster; returns False if Slurm's queue has no job of the cluster.
+    """Cancel the Slurm jobs of the Ray cluster `cluster_id`, and wait for their ends; returns False if there is no such job.
 
     Raises StartError if Slurm does not confirm the end of a job, and OSError if Slurm does not answer.
     """
@@ -364,9 +371,9 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
 
 
 def live_jobs(connection: Connection, nonce: str) -> list[int]:
-    """Returns the ids of the jobs and job arrays of a payload that are not over. Raises OSError if Slurm does not answer.
+    """Returns the ids of a payload's jobs and job arrays that have not ended, from Slurm's queue.
 
-    `nonce` is the payload's nonce, with which the names of the jobs end.
+    `nonce` is the random text with which the names of the payload's jobs end. Raises OSError if Slurm does not answer.
     """
     own = [row for row in fetch_queue(connection).rows if is_job_of(row.name, nonce)]
     alive = [row for row in own if row.is_leader and row.state not in TERMINAL]
@@ -374,10 +381,10 @@ def live_jobs(connection: Connection, nonce: str) -> list[int]:
 
 
 def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
-    """Returns the content of `runtime.json`, with which a job's runtime starts.
+    """Returns the content of `runtime.json`, the settings with which the runtime of a job starts.
 
-    `cluster_id` is the id that the Ray cluster gets. `queue` says by `signal_before_timeout` which signal the payload gets
-    before the job's time limit, and how long before. Each result has a new secret key for requests to the runtime.
+    `cluster_id` is the id that the Ray cluster gets. The field `signal_before_timeout` of `queue` says which signal the payload
+    gets before the job's time limit, and how long before. Each call makes a new secret key for requests to the runtime.
     """
     signal_name, before = split_signal(queue.signal_before_timeout)
     components = component_specs(request)
@@ -400,9 +407,10 @@ def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQ
 def job_script(
     request: JobRequest, interpreter: Interpreter, runtime: str, run_dir: str, slurm: SlurmResource, role: str = "node"
 ) -> str:
-    """Returns the batch script that starts the runtime on all nodes. `role` is the runtime's subcommand, such as "node".
+    """Returns the text of the batch script that starts the runtime on all nodes of the job of `request`.
 
-    `runtime` and `run_dir` are paths on the cluster.
+    `runtime` is the path of the runtime's zipapp on the cluster, and `run_dir` the path of the run directory there. `role` is the
+    runtime's subcommand, such as "node".
     """
     options = (*interpreter.srun, f"--container-workdir={run_dir}") if interpreter.srun else ()
     return render_script(request, interpreter.start("-I", runtime, role, run_dir), run_dir, slurm.site, options)

@@ -32,18 +32,18 @@ class Layout:
 
 
 def absolute(connection: Connection, path: str) -> str:
-    """Returns the absolute form of a path on the cluster; a tilde means the home directory on the cluster."""
+    """Returns the absolute form of `path` on the cluster; a leading "~" stands for the home directory on the cluster."""
     return os.path.normpath(expand_home(connection, path))
 
 
 def nonce_of(name: str) -> str:
-    """Returns the nonce of a payload: the last part of the name of the payload's run directory."""
+    """Returns a payload's nonce (a random hexadecimal text): the part after the last "-" in the name of its run directory."""
     return name.rpartition("-")[2]
 
 
 @contextmanager
 def remote_base_errors(base: object) -> Iterator[None]:
-    """Turn an OSError in the block into a StartError about `base`, the base directory on the cluster.
+    """Inside the block, turn an OSError into a StartError that says that the base directory `base` on the cluster cannot be used.
 
     ConnectionFailed passes unchanged.
     """

@@ -71,7 +71,7 @@ class Entry:
         return self.state in (*_OVER, *map(str, (SessionState.ENDED, SessionState.DEAD)))
 
     def row(self) -> dict[str, Any]:
-        """Returns the entry as a dictionary for JSON."""
+        """Returns the fields that `rayslurm ps --json` shows, such as kind, name, state and job id, as a dictionary for JSON."""
         names = ("name", "says", "job_id", "cluster_id", "node", "partition", "at", "exit_code", "directory")
         shown = {"kind": self.kind.value, **{name: getattr(self, name) for name in names}}
         return {**shown, "state": str(self.state), "place": self.connection.place}
@@ -192,7 +192,7 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
 
 
 def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:
-    """Returns the state of a run in a job array, and a text that says how many elements run and how many wait.
+    """Returns the state of a run in a job array ("running", "pending" or "ended"), and a text such as "3 elements run, 5 wait".
 
     `rows` are the rows of the array's elements in the queue.
     """
@@ -202,7 +202,7 @@ def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:
 
 
 def access_in(content: Any) -> ClusterAccess | None:
-    """Returns how to reach a Ray cluster, from the parsed content of the file that describes the cluster.
+    """Returns how to reach a Ray cluster (host, port, token), from `content`, the parsed JSON of the cluster's file.
 
     Returns None if the content is empty, damaged or of another version.
     """

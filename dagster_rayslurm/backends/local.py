@@ -93,7 +93,7 @@ class LocalBackend(ThisMachine):
 
 
 class OwnRuntime(RunningPayload):
-    """The runtime of one payload, as a child process.
+    """The runtime of one payload, as a child process, which the constructor starts.
 
     The process ends when Dagster closes its standard input, or when Dagster ends.
     """
@@ -135,7 +135,10 @@ class OwnRuntime(RunningPayload):
 
 
 def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:
-    """Returns the command that starts a runtime in `directory`. `role` is the runtime's subcommand, such as "run"."""
+    """Returns the argv list that starts a runtime in `directory`. Also installs the runtime's zipapp here if it is missing.
+
+    `role` is the runtime's subcommand, such as "run".
+    """
     return interpreter.start("-I", str(install_runtime(layout.runtimes)), role, directory)
 
 
@@ -150,10 +153,7 @@ def start_process(command: list[str], directory: str, stdin: int) -> subprocess.
 
 
 def reap_later(process: subprocess.Popen[bytes]) -> None:
-    """Start a thread that waits for the end of a process.
-
-    Without the thread, a long-lived Dagster process would keep a zombie.
-    """
+    """Start a thread that waits for the end of `process`, so that it leaves no zombie. The function returns at once."""
     threading.Thread(target=process.communicate, name="rayslurm-reaper", daemon=True).start()
 
 
@@ -171,9 +171,9 @@ def lacking(plan: Plan, *units: str) -> str | None:
 
 
 def _footprints(plan: Plan) -> list[tuple[str, Footprint]]:
-    """Returns pairs of a label and the resources that a node of a plan needs. The label names the node's component; "" for none.
+    """Returns the resources that each kind of node of a plan needs, each with a label for messages, such as "component 'gpu': ".
 
-    GPUs of components are left out, because local mode simulates these GPUs.
+    The label is "" for a plan without components. GPUs of components are left out, because local mode simulates them.
     """
     if not plan.components:
         return [("", plan.footprint)]

@@ -39,9 +39,9 @@ _LEASE_OVER = (
 
 @dataclass(eq=False)
 class Ownership:
-    """One attempt's ownership of a payload.
+    """One attempt's claim to be the owner of a payload: the only attempt that ends it, judges it and removes its files.
 
-    The ownership can be taken over from an earlier attempt, and be lost to a later attempt.
+    An attempt can take the ownership from an earlier attempt, and lose it to a later attempt.
     """
 
     connection: Connection
@@ -54,10 +54,10 @@ class Ownership:
     _held_at: float = -math.inf  # When this attempt was last seen to be the owner, by the monotonic clock.
 
     def take_over(self) -> bool:
-        """Try to become the owner of the payload; returns whether this attempt is the owner now.
+        """Try to become the owner of a payload that an earlier attempt owns; returns whether this attempt is the owner now.
 
-        Returns False if the present owner has begun to end or judge the payload, or has removed the run directory. Raises
-        OSError if the cluster cannot be reached, or if other attempts take the payload over at the same time.
+        Returns False if the present owner has begun to end or judge the payload, or has removed the run directory. Raises OSError
+        if the cluster cannot be reached, or if other attempts take the payload over at the same time.
         """
         for _ in range(_TRIES):
             owners = self._owners()
@@ -71,10 +71,10 @@ class Ownership:
         raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
     def holds(self) -> bool:
-        """Returns whether this attempt may still write results: False once a later attempt has taken the payload over.
+        """Returns whether this attempt is still the owner, and so may write results.
 
-        Reads the owner files at most every `_LEASE` seconds; in between, returns the last result. Raises OSError if the owner
-        files cannot be read.
+        Reads the run directory at most every `_LEASE` seconds; in between, it returns the last result. Raises OSError if the run
+        directory cannot be read.
         """
         now = time.monotonic()
         if self.run_dir and self.new_owner is None and now - self._held_at > _LEASE:
@@ -85,11 +85,11 @@ class Ownership:
         return self.new_owner is None
 
     def displace(self) -> None:
-        """Take the payload over from every other attempt, so that no other attempt writes results once this function returns.
+        """Take the payload over by force, so that no other attempt writes results once this function returns.
 
-        The function displaces even an attempt that has begun to end or judge the payload. If there was an owner file, the
-        function waits `_LEASE_OVER` seconds, in which each displaced attempt notices the loss. Raises OSError if the owner
-        files cannot be read or renamed.
+        Unlike `take_over`, it also works if the owner has begun to end or judge the payload. If there was an owner, the function
+        waits `_LEASE_OVER` seconds, in which the displaced attempt notices the loss. Raises OSError if the owner files cannot be
+        read or renamed.
 
         One case is not covered: an attempt that is stopped between a look at the owner file and a write may write later.
         """
@@ -102,10 +102,10 @@ class Ownership:
             time.sleep(_LEASE_OVER)
 
     def confirm(self) -> bool:
-        """Mark the owner file as judged, and return whether this attempt is still the owner.
+        """Make sure that this attempt is still the owner, before it ends or judges the payload; returns whether it is.
 
-        After the result True, `take_over` by a later attempt returns False; only `displace` can still end the ownership. Raises
-        OSError if the owner file cannot be renamed or looked for.
+        If the result is True, no later attempt can become the owner by `take_over`, only by `displace`. Raises OSError if the
+        owner file cannot be renamed or looked for.
         """
         if self.new_owner is None and not self._confirmed:
             judged = self.name + _JUDGED
@@ -127,11 +127,10 @@ class Ownership:
             return self.new_owner is None
 
     def _find_new_owner(self, judged: str) -> str | None:
-        """Returns the new owner in words, after the owner file `self.name` of this attempt was found missing.
+        """Returns the new owner in words, after this attempt has not found its own owner file. None if no new owner can be found.
 
-        Returns None if this attempt is still the owner, or if no trace of a new owner is found. `judged` is the name of the
-        same file after this attempt has begun to end or judge the payload. If the file `judged` exists, this attempt is still
-        the owner.
+        `judged` is the name that the file gets when this attempt begins to end or judge the payload. If a file of this name
+        exists, this attempt is still the owner, and the result is None.
         """
         owners = self._owners() or []
         if judged in owners:
@@ -187,7 +186,10 @@ _MOST_BYTES = 4 * 1024 * 1024  # Bytes of one read of a file in the run director
 
 
 def fingerprint(*parts: str) -> bytes:
-    """Returns a hash of the texts `parts`, in hexadecimal digits. Two attempts at a step are compared by such hashes."""
+    """Returns a hash of the texts `parts`, as hexadecimal digits in bytes.
+
+    Two attempts have the same settings if their hashes are equal.
+    """
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest().encode()
 
 
@@ -235,7 +237,10 @@ def reattachable_job(
 
 
 def _start_and_end(connection: Connection, run_dir: str, nonce: str) -> tuple[Record | None, Record | None]:
-    """Returns the last `start` line of a payload's record, and the `end` line after the `start`; None for each missing line."""
+    """Returns the last `start` line in the journal of `run_dir`, and the `end` line after it; None for each missing line.
+
+    An `end` line with another nonce than `nonce` is ignored.
+    """
     reader = LineReader()
     start, end = None, None
     while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _MOST_BYTES):

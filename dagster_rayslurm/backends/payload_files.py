@@ -16,7 +16,10 @@ from ..upload.deliver import install, log_progress, place_of, runtime_place
 
 @dataclass(frozen=True)
 class PayloadFiles:
-    """The files that a plan's payload needs on the cluster, in bundles named "working_dir", "extra_files" and "script"."""
+    """The files of a plan's payload, packed on this machine into bundles named "working_dir", "extra_files" and "script".
+
+    A bundle that the payload does not need is left out.
+    """
 
     plan: Plan  # The plan with the files' paths on the cluster.
     bundles: Mapping[str, Bundle]
@@ -27,11 +30,11 @@ class PayloadFiles:
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
-    """Bundle the files of a plan on this machine.
+    """Pack the files of a plan into bundles on this machine. Sends nothing; see `deliver`.
 
-    The result has the bundles, and a copy of the plan with the files' paths on the cluster. `base` is the base directory, and
-    `data_dir` the payload's data directory, both as absolute paths on the cluster. Raises StartError if a file cannot be read
-    or bundled.
+    The result has the bundles, and a copy of the plan with the paths that the files will have on the cluster. `base` is the base
+    directory, and `data_dir` the payload's data directory, both as absolute paths on the cluster. Raises StartError if a file
+    cannot be read or packed.
     """
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
@@ -59,12 +62,12 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
 
 
 def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any) -> str:
-    """Send the bundles in `files` and the runtime to the cluster, unless they are there; returns the path of the runtime.
+    """Send the bundles in `files` and the runtime to the cluster, unless they are there; returns the runtime's path.
 
-    `base` is the base directory on the cluster. `log` gets the progress and warnings.
+    `base` is the base directory on the cluster. `log` is the Dagster log, which gets the progress and warnings.
 
     Raises:
-        StartError: a file changed after it was bundled.
+        StartError: a file changed after it was packed.
         OSError: a file cannot be read, sent or written.
     """
 

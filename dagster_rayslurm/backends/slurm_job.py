@@ -106,10 +106,10 @@ class SlurmJob:
     # ---- State
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
-        """Update `status` from the exit code that the batch script left and, if `ask` is True, from Slurm's queue.
+        """Update `status` once, from the exit code that the batch script left and, if `ask` is True, from Slurm's queue.
 
-        Returns True. If a read fails, the function logs the reason and returns False. `started_at` is the time at which the
-        runtime began, in seconds of the epoch; None if the runtime is not known to have begun.
+        Returns True, or False if a read failed; the reason is then logged. `started_at` is the time at which the runtime began,
+        in seconds of the epoch; None if the runtime is not known to have begun.
         """
         try:
             if started_at is not None and self._watch.started_at is None:
@@ -153,7 +153,10 @@ class SlurmJob:
         return pending_reason(self.status.reason, self._rows, self.request)
 
     def next_reads(self) -> list[Read]:
-        """Returns the file reads that the next `observe` will do: the read of the exit code if it is due, otherwise none."""
+        """Returns the reads of files that the next `observe` will do, as tuples of path, offset and number of bytes.
+
+        This is the read of the exit code, if it is due; otherwise the list is empty.
+        """
         due = time.monotonic() - self._exit_read_at >= _EXIT_INTERVAL
         return [(os.path.join(self.directory, EXIT), 0, _LOG_BYTES)] if due else []
 
@@ -173,7 +176,7 @@ class SlurmJob:
     # ---- Waiting
 
     def report_waiting(self) -> None:
-        """Log why the job waits, each time the reason changes. Ask idle sessions to end if the job could use their nodes."""
+        """If the job waits, log why, each time the reason changes, and ask idle sessions to end if it could use their nodes."""
         status = self.status
         if status.phase != JobPhase.PENDING:
             return
@@ -219,7 +222,7 @@ class SlurmJob:
     # ---- End
 
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
-        """Returns how the job ended, in words; None while the job lives, or while files of the job may still become visible.
+        """Returns how the job ended, in words; None while the job lives, and then for as long as files may still arrive.
 
         `started` says whether the beginning of the job's run record was read. `recorded` says whether the caller reads a run
         record at all.
@@ -240,9 +243,9 @@ class SlurmJob:
         return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
     def _log_explains_end(self) -> bool:
-        """Returns whether Slurm's reason or a line of a log explains the job's end.
+        """Returns whether Slurm's reason or a line of the job's logs explains the job's end.
 
-        Lines of `srun` about failed tasks are ignored.
+        Lines in which `srun` reports failed tasks do not count.
         """
         if self.status.reason.startswith(_SCRIPT_NOT_RUN):
             return True
@@ -310,7 +313,7 @@ class SlurmJob:
         return metadata
 
     def cancel_until_gone(self, grace_period: float = 0.0) -> None:
-        """Repeat `scancel` until Slurm confirms the job's end, for at most a minute, and log the outcome.
+        """Cancel the job and wait until Slurm confirms its end: repeat `scancel` for at most a minute, and log the outcome.
 
         Before the first `scancel`, the job has `grace_period` seconds to end by itself. Further calls of this method do nothing.
         """
@@ -329,9 +332,10 @@ class SlurmJob:
 
 
 def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
-    """Returns for how many seconds after a job's end files of the job may still become visible to this process.
+    """Returns how many seconds to wait after a job's end for files that become visible late on a network file system.
 
-    `started` says whether the beginning of the job's run record was read, and `recorded` whether the caller reads a run record.
+    `started` says whether the beginning of the job's run record was read, and `recorded` whether the caller reads a run record at
+    all.
     """
     if status.exit_code is None:
         exited = status.state in _EXITED
@@ -344,7 +348,7 @@ def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
 
 @dataclass(eq=False)
 class BatchJob:
-    """A running payload in a Slurm job that the payload's step submitted; for the methods see `RunningPayload`."""
+    """A payload in the Slurm job that its step submitted. See `RunningPayload` for what the methods do."""
 
     job: SlurmJob
     commands: Connection
@@ -406,10 +410,10 @@ class BatchJob:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """End the job if the job was cancelled, has not started, or may never end by itself.
+        """Cancel the job if its cancellation is not confirmed yet, if it has not started, or if it may never end by itself.
 
-        Called when the step is done with the payload. Does nothing if Slurm cannot be reached, or if a later attempt at the
-        step owns the payload.
+        Waits up to a minute until Slurm confirms the end. Called when the step is done with the payload. Does nothing if Slurm
+        cannot be reached, or if a later attempt at the step owns the payload.
         """
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self.job.cancelled:
@@ -424,10 +428,10 @@ class BatchJob:
             self.job.cancel_until_gone(_END_TIMEOUT)
 
     def _send_cancel(self, now: bool) -> None:
-        """Ask the runtime to end the payload. If the runtime has not started, ask Slurm to cancel the job.
+        """Ask the runtime to end the payload; if the runtime has not started, ask Slurm to cancel the job.
 
-        If `now` is True, the payload has no grace period. Does nothing if a later attempt at the step owns the payload. Raises
-        OSError if the request cannot be delivered.
+        Does not wait for the end. If `now` is True, the payload has no grace period. Does nothing if a later attempt at the step
+        owns the payload. Raises OSError if the request cannot be delivered.
         """
         if not self.step.owner.confirm():
             return
@@ -444,5 +448,5 @@ class BatchJob:
             raise OSError(f"{self.commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """Returns when the job's runtime began the record, by the clock of the runtime's node; None if no record has begun."""
+        """Returns when the job's runtime began its run record, by the clock of its node; None if no record has begun."""
         return evidence.started_at

@@ -28,13 +28,14 @@ _TRIES = 5  # Tries to write tags that a step on another host overwrites at the 
 def announce(
     context: dg.OpExecutionContext, base: Path, running: RunningPayload, plan: Plan, run_name: str, connection: Connection
 ) -> None:
-    """Write a payload's Slurm job to Dagster, as tags of the run and an event of the step. Does nothing without a Slurm job.
+    """Show a payload's Slurm job in Dagster, by tags of the Dagster run and an event of the step.
 
-    If Dagster's storage raises an exception, the function logs a warning and returns.
+    Does nothing for a payload without a Slurm job. If Dagster's storage raises an exception, the function logs a warning and
+    returns.
 
     Args:
         context: The context of the step.
-        base: The path of the base directory on this machine.
+        base: The path of the base directory on this machine, for a lock file.
         running: The payload, with the id of the Slurm job and the id of the Ray cluster.
         plan: The plan of the payload.
         run_name: The name of the run directory.
@@ -69,12 +70,12 @@ def _has_several_steps(instance: dg.DagsterInstance, plan_id: str | None) -> boo
 
 
 def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str], base: Path) -> None:
-    """Add `tags` to a Dagster run. Other steps that tag the run at the same time do not drop these tags.
+    """Add `tags` to a Dagster run, and make sure that a tag of a single step (`JOB_ID.STEP`) is not lost.
 
-    Dagster reads all tags of a run, adds the new tags, and writes the result. If two steps do so at the same time, the later
-    write drops the tags of the earlier write. Therefore steps on this machine take turns, by a lock on a file in the directory
-    `base`. A step on another host does not see the lock. Therefore this function reads the tags again after its write, and
-    repeats the write if tags are missing, up to `_TRIES` writes in all.
+    Dagster reads all tags of a run, adds the new tags, and writes the result, so two steps that do so at the same time may drop
+    each other's tags. Steps on this machine take turns, by a lock on a file in the directory `base`. A step on another host does
+    not see the lock; therefore the function reads the run again, and repeats the write if the step's tag is missing, up to
+    `_TRIES` writes in all.
     """
     # The common tags are those of the latest payload, so only the tags of a step must last.
     lasting = {key: value for key, value in tags.items() if key.startswith(f"{JOB_ID}.")}
@@ -88,9 +89,9 @@ def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str
 
 @contextlib.contextmanager
 def _alone(base: Path) -> Iterator[None]:
-    """Let only one thread or process of this machine into the block at a time, by a lock on a file in the directory `base`.
+    """Context manager that lets only one thread or process of this machine into the block at a time; the others wait.
 
-    If the file cannot be opened or locked, the block runs without a lock.
+    It locks a file in the directory `base`. If the file cannot be opened or locked, the block runs without a lock.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -102,12 +103,11 @@ def _alone(base: Path) -> Iterator[None]:
 
 
 def job_tags(job_id: str, place: str, step: str | None) -> dict[str, str]:
-    """Returns the tags that a Dagster run gets for the Slurm job `job_id` on the cluster `place`.
+    """Returns the tags, by name, that a Dagster run gets for the Slurm job `job_id` on the cluster `place`.
 
-    The tag `JOB_ID` has the id of the job, and the tag `CLUSTER` has the cluster. A run has one value for each tag, so both tags
-    describe the job of the step that was tagged last. `step` is the key of the job's step if the run has several steps, otherwise
-    None. If `step` is not None, a third tag for this step alone has the id of the job, too. All copies of a mapped step share one
-    such third tag.
+    The tag `JOB_ID` has the id of the job, and the tag `CLUSTER` the cluster; the next job of the run overwrites both. `step` is
+    the key of the job's step, or None if the run has a single step. Unless `step` is None, a third tag, whose name has the step's
+    key, also has the id of the job. All copies of a mapped step share one such third tag.
     """
     own = {} if step is None else {f"{JOB_ID}.{step.partition('[')[0]}": job_id}
     return {JOB_ID: job_id, CLUSTER: place, **own}

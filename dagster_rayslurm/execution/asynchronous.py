@@ -18,20 +18,19 @@ T = TypeVar("T")
 
 
 class _Done(Generic[T]):
-    """The return value of a generator of type `Steps`. A future cannot pass on the `StopIteration` that carries the value."""
+    """Holds the return value of a generator of type `Steps`, because a future cannot pass on the exception `StopIteration`."""
 
     def __init__(self, result: T) -> None:
         self.result = result
 
 
 async def drive_async(steps: Steps[T], hub: Hub) -> T:
-    """Run the generator `steps` to its end, and follow the payloads that the generator yields; returns the generator's result.
+    """Coroutine that runs the generator `steps` to its end without blocking the event loop; returns the generator's result.
 
-    The generator runs in threads of `hub`, and `hub` follows the payloads, so that the event loop is not blocked. The function
-    raises the exceptions that the generator raises.
+    The generator runs in threads of `hub`, and `hub` follows the payloads that it yields. Exceptions of the generator are raised.
 
     The first cancellation of the calling task ends the payloads as an interrupt does, with a grace period. A second cancellation
-    ends the payloads at once. After a cancellation, `CancelledError` is raised as soon as the payloads have ended.
+    ends the payloads at once. After a cancellation, `CancelledError` is raised, but only when the payloads have ended.
     """
     cancelled: asyncio.CancelledError | None = None
     thrown = False  # Whether `cancelled` was raised inside the steps.
@@ -44,9 +43,9 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
         """Wait until `future` is done.
 
         `following` has the payloads whose ends `future` reports; None if `future` reports other work. At the first cancellation
-        of the task, the function returns early if `following` is not None, or if `future` could be cancelled. At any other
-        cancellation, the function goes on waiting. From the second cancellation on, each cancellation also calls
-        `following.hurry` if `following` is not None.
+        of the task, the function tries to cancel `future`. If this works, or if `following` is not None, it returns early. At any
+        other cancellation, it goes on waiting. From the second cancellation on, each one also calls `following.hurry`, which ends
+        the payloads at once.
         """
         nonlocal cancelled, hurried
         done, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -104,10 +103,10 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
 
 
 def _advance(steps: Steps[T], followed: Followed | None, error: BaseException | None) -> Following | _Done[T]:
-    """Continue the generator `steps`; returns the payloads that the generator yields next, or its result in a `_Done`.
+    """Continue the generator `steps` to its next `yield`; returns the payloads that it yields, or its result in a `_Done`.
 
-    `followed` has the payloads that the generator yielded before, or is None. The hub stops following the payloads of `followed`.
-    If `error` is not None, `error` is raised inside the generator.
+    `followed` has the payloads that the generator yielded before, or is None; the hub stops following these payloads. If `error`
+    is not None, it is raised inside the generator. Exceptions of the generator are raised.
     """
     if followed is not None:
         followed.leave()
@@ -118,7 +117,7 @@ def _advance(steps: Steps[T], followed: Followed | None, error: BaseException | 
 
 
 def _shield() -> Any:
-    """Returns a context manager inside which anyio does not repeat the cancellation of a task at each `await`.
+    """Returns a context manager that protects the `await`s inside it from anyio, which repeats a cancellation at each `await`.
 
     A further request to cancel the task still has an effect. If anyio is not imported, the context manager does nothing.
     """

@@ -25,15 +25,13 @@ _opened: dict[int, tuple[int, ExitStack]] = {}  # By id of the storage: how many
 
 @contextmanager
 def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
-    """Inside the block, Dagster's SQLite event log storage writes the events of a run over connections that stay open.
+    """Context manager: inside the block, Dagster's SQLite event log storage writes the events of a run over open connections.
 
     Each event is a transaction of its own, so all events survive if this process is killed. A power failure may lose the last
-    events, because the transactions inside the block do not wait for the disk. The first event after the block waits for the
-    disk.
+    events, because the transactions do not wait for the disk until the block has ended.
 
-    Several threads or tasks may enter such a block with the same `storage` object at the same time. Then the first block opens
-    the connections, the last block closes the connections, and only the run of the first block is faster. With any other kind of
-    storage, the block has no effect.
+    With any other kind of `storage`, the block has no effect. Several threads or tasks may be in such blocks with the same
+    `storage` at the same time. Then only the run of the first block is faster, and the last block closes the connections.
     """
     if type(storage).__name__ != "SqliteEventLogStorage" or not all(hasattr(storage, name) for name in _METHODS):
         yield
@@ -53,9 +51,10 @@ def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
 
 
 def _open(storage: Any, run_id: str) -> ExitStack:
-    """Make a SQLite event log storage write the events of a run over open connections, until the returned stack is closed.
+    """Make a SQLite event log storage write the events of the Dagster run `run_id` over connections that stay open.
 
-    `run_id` is the Dagster id of the run. The storage opens and closes a connection for each event of any other run, as before.
+    The caller must close the returned stack, which closes the connections. The storage opens and closes a connection for each
+    event of any other run, as before.
     """
     lock = threading.Lock()
     original = storage.run_connection

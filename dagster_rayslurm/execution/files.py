@@ -22,11 +22,11 @@ _last_sweep: dict[tuple[str, Path], float] = {}
 
 
 def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
-    """Copy a payload's output files from the run directory `run_dir` to the directory `outputs` on this machine.
+    """Copy a payload's output files from its run directory `run_dir` to the directory `outputs` on this machine.
 
-    `end` is the payload's `end` record, which lists the output files. If a file cannot be copied, the function adds a sentence to
-    `end["outputs_failed"]`, and goes on. Raises OSError if the connection is lost for `timeout` seconds, or if the record names a
-    file outside the payload's working directory.
+    `end` is the payload's `end` record, which lists the output files. If a file cannot be copied, the function appends a sentence
+    to the list `end["outputs_failed"]`, and goes on. Raises OSError if the connection is lost for `timeout` seconds, or if the
+    record names a file outside the payload's working directory.
     """
     failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
     for name in [entry["name"] for entry in end["outputs"]]:
@@ -42,10 +42,10 @@ def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Pa
 
 
 def _download(connection: Connection, source: str, target: str, timeout: float) -> None:
-    """Download the file `source` on the cluster to the path `target` on this machine.
+    """Download the file `source` on the cluster to the path `target` on this machine, and wait for the end.
 
-    While the connection is lost, the function tries again for up to `timeout` seconds, and then raises ConnectionFailed. Raises
-    any other OSError at once, also a ConnectionFailed that is not temporary.
+    While the connection is lost, the function tries again for up to `timeout` seconds; then it raises ConnectionFailed. Any other
+    OSError is raised at once, and so is a ConnectionFailed that cannot get better, such as a refused login.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -74,7 +74,7 @@ def missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
 
 
 def discard(connection: Connection, path: str) -> None:
-    """Remove a file or directory on the machine of `connection`. Ignores an OSError: a later sweep removes what is left."""
+    """Remove the file or directory `path` on the machine of `connection`. Ignores an OSError: old files are removed later."""
     with suppress(OSError):
         connection.remove(path)
 
@@ -82,8 +82,9 @@ def discard(connection: Connection, path: str) -> None:
 def sweep_old_files(backend: Backend, home: Layout, retention_days: float) -> None:
     """Remove run directories and other files of this package that were not used for `retention_days` days.
 
-    The files are below the base directory of this machine, whose paths `home` has, and on the machine or cluster where payloads
-    run. Does nothing if this process has called the function for the same base directory less than an hour ago.
+    The files are on this machine, below the base directory with the paths `home`, and on the machine or cluster where payloads
+    run (see `Backend.sweep`). Does nothing if this process has called the function for the same base directory less than an hour
+    ago.
     """
     now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:

@@ -11,11 +11,11 @@ _ENDED_BY_USER = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
 
 
 def is_service_stop(context: dg.OpExecutionContext, interrupt: BaseException) -> bool:
-    """Returns True if `interrupt` means that this Dagster process is stopped, and False if a person ends the run.
+    """Returns True if `interrupt` means that this Dagster process is stopped from outside, and False if a person ends the run.
 
-    A person ends a run by Ctrl-C in a terminal, or by Dagster's terminate button. The result is always False for a process with a
-    terminal. If a process has no terminal, and Dagster's storage does not answer, the result is True. If `interrupt` is no
-    interrupt but another exception, the result is False.
+    A person ends a run by Ctrl-C in a terminal, or by Dagster's terminate button. The result is False if this process has a
+    terminal, or if `interrupt` is another kind of exception. If Dagster's storage does not say whether the button was pressed,
+    the result is True.
     """
     if not isinstance(interrupt, INTERRUPTS) or has_terminal():
         return False
@@ -36,9 +36,9 @@ def has_terminal() -> bool:
 
 
 def mark_canceling(context: dg.OpExecutionContext) -> None:
-    """After a Ctrl-C, set the status of the step's run to "canceling", unless Dagster will resume the run.
+    """Set the status of the step's Dagster run to "canceling". Called after a Ctrl-C, because Dagster 1.13 would say "failed".
 
-    Does nothing if the run's status is not "started". Without this call, Dagster 1.13 shows the run as failed.
+    Does nothing if the run's status is not "started", or if Dagster will resume the run.
     """
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):

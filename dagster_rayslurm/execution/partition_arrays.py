@@ -47,7 +47,7 @@ def execute_arrays(
     extras: Any,
     max_concurrent: int | None,
 ) -> CompletedRun:
-    """Run the missing partitions of a step until all have ended, each partition as an element of a job array.
+    """Run the partitions of a step that are not materialized yet, each as an element of a job array; wait until all have ended.
 
     `extras` are the Pipes extras. `max_concurrent` is the largest number of elements that run at the same time; None is no limit.
     Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
@@ -71,7 +71,7 @@ def execute_arrays(
 
 @dataclass
 class _History:
-    """How the elements of one array have ended, and whether the whole array or only single elements were cancelled."""
+    """What is known about the ends of one array's elements, to tell a cancelled array from cancelled single elements."""
 
     waited: bool = False  # Whether elements that waited were cancelled together.
     first_cancelled: float = math.inf  # When the first cancelled element ended; infinite if none was.
@@ -98,7 +98,7 @@ class _History:
 
 @dataclass
 class _ArrayRun:
-    """One run of a step's partitions in job arrays, from the submission of the arrays to the verdicts."""
+    """Runs the partitions of one step in job arrays, from the submission of the arrays to the verdicts."""
 
     context: dg.OpExecutionContext
     backend: ArrayBackend
@@ -142,9 +142,10 @@ class _ArrayRun:
         return {"Execution mode": self.resource.mode, **({"Slurm job arrays": self.job_ids} if self.job_ids else {})}
 
     def complete(self, pipes_context: Mapping[str, Any]) -> None:
-        """Run the missing partitions until all have ended; raises RunFailure unless all partitions succeeded.
+        """Run the missing partitions and wait until all have ended; raises RunFailure unless all partitions succeeded.
 
-        `pipes_context` is the Pipes context with the time windows of the partitions.
+        `pipes_context` is the Pipes context with the time windows of the partitions. If an interrupt or another exception comes,
+        the arrays are cancelled, unless they shall go on for a later attempt.
         """
         detached = False
         try:
@@ -226,10 +227,10 @@ class _ArrayRun:
                 time.sleep(self.backend.cadence.pause(time.monotonic() - grown, arrays.begun))
 
     def _out_of_reach(self, error: OSError) -> None:
-        """Handle `error`, with which a request to the cluster failed.
+        """Log the OSError of a request to the cluster, or raise RunFailure if requests have failed for too long.
 
-        Logs a warning if the preceding request succeeded. Raises RunFailure if no request has succeeded for more than
-        `connection_loss_timeout` seconds, a setting of the resource.
+        Only the first of several failures is logged. Too long means more than `connection_loss_timeout` seconds, a setting of the
+        resource.
         """
         now = time.monotonic()
         if self._lost_since is None:
@@ -240,11 +241,11 @@ class _ArrayRun:
             raise RunFailure(FailureKind.CONNECTION, sentence, retry=False)
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
-        """Judge partitions that have ended, show the partitions' output, and materialize the partitions that succeeded.
+        """Judge partitions that have ended, show their output, and materialize those that succeeded.
 
-        The output of a partition is not shown again if an earlier attempt has shown that the partition failed. If a whole array
-        was cancelled, this method also sets `stopped`, so that no further array is submitted. The method stores the nodes that
-        failed a health check, so that later arrays can avoid these nodes.
+        If an earlier attempt has shown that a partition failed, the partition's output is not shown again. If a whole array was
+        cancelled, this method also sets `stopped`, so that no further array is submitted. It stores the nodes that failed a
+        health check, so that later arrays can avoid these nodes.
         """
         failed, unhealthy = False, dict[str, Any]()
         for each in ended:
@@ -299,10 +300,10 @@ class _ArrayRun:
     # ---- Interrupts and failures
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns whether the arrays go on after `interrupt` has ended this Dagster process. If so, logs a warning.
+        """Returns whether the arrays go on although `interrupt` ends this Dagster process. If so, logs a warning.
 
-        The result is True only if `interrupt` is a stop of the Dagster process, `on_service_stop` of the resource is "detach", an
-        array was submitted, and a later attempt can find the arrays.
+        The result is True only if all of this holds: `interrupt` is a stop of the Dagster process, and not a person's;
+        `on_service_stop` of the resource is "detach"; an array was submitted; a later attempt can find the arrays.
         """
         wanted = self.resource.on_service_stop == DETACH and self.launch.history is not None and self.job_ids
         if not wanted or not is_service_stop(self.context, interrupt):
@@ -339,7 +340,7 @@ class _ArrayRun:
         return RunFailure(failure.kind, sentence, metadata, failure.allow_retries, failure.unhealthy)
 
     def _failure(self) -> RunFailure:
-        """Returns the failure of a step. To be called if all arrays have ended, and some partitions are not materialized."""
+        """Returns the failure of the step. Called when all arrays have ended, and some partitions are not materialized."""
         verdicts = list(self.results.failed.values())
         kinds = {each.kind for each in verdicts if each.kind is not None}
         kind = FailureKind.CANCELLED if self.stopped else kinds.pop() if len(kinds) == 1 else FailureKind.PAYLOAD
@@ -355,7 +356,7 @@ class _ArrayRun:
         return superseded(owner.new_owner or "another attempt")
 
     def _clean_up(self) -> None:
-        """Remove the run directory; if the resource's `keep_run_dirs` keeps the run directory, remove only the secrets.
+        """Remove the run directory on the cluster or, if `keep_run_dirs` of the resource keeps it, only the secrets in it.
 
         Does nothing if the cluster is out of reach, or if a later attempt owns the run directory. Also does nothing if this
         attempt wanted to continue the arrays of an earlier attempt, but could not read the state of these arrays.
@@ -379,7 +380,7 @@ class _ArrayRun:
 
 @dataclass(frozen=True)
 class _Announced:
-    """The fields of a running payload that `announce` reads."""
+    """Stands in for a `RunningPayload` in a call of `announce`, which reads only these fields."""
 
     job_id: str
     cluster_id: str

@@ -47,9 +47,10 @@ _DATA_VERSION = "dagster/data_version"  # Tag of a materialization.
 
 @dataclass
 class PartitionResults:
-    """The results of a step's partitions.
+    """The partitions of a step: which are materialized, and which failed and why.
 
-    Handles the Pipes messages of the payload, judges each partition, and materializes successes.
+    The object is also the handler of the payload's Pipes messages: it judges each partition that ends, and materializes
+    successes.
     """
 
     context: dg.OpExecutionContext
@@ -77,11 +78,11 @@ class PartitionResults:
         return [key for key in self.keys if key not in self.done]
 
     def attach(self, pipes: RecordPipes, owner: Callable[[], Ownership]) -> tuple[PipesContextData, Any]:
-        """Connect this object to `pipes`; returns the Pipes context of a payload, and the handler of the payload's messages.
+        """Use this object for the payload of `pipes`; returns the payload's Pipes context, and this object as message handler.
 
-        The handler is this object. The Pipes context names the missing partitions. To find the missing partitions, the method
-        reads again which partitions are materialized. Therefore the caller makes sure that no earlier attempt materializes
-        partitions any more. `owner` returns the ownership of the payload.
+        The Pipes context names the partitions that are not materialized; the method reads again which these are. Therefore the
+        caller first makes sure that no earlier attempt materializes partitions any more. `owner` returns the ownership of the
+        payload.
         """
         self.handler, self._pipes, self.owner = pipes.handler, pipes, owner
         self.done |= materialized(self.context) & set(self.keys)
@@ -139,10 +140,10 @@ class PartitionResults:
         return verdict
 
     def _may_write(self) -> bool:
-        """Returns whether this attempt owns the payload and so may materialize partitions.
+        """Returns whether this attempt owns the payload, and so may materialize partitions.
 
-        If the cluster does not answer, the method asks again every few seconds. After `loss_timeout` seconds without an answer,
-        the method returns False.
+        If the cluster does not answer, the method blocks, and asks again every few seconds. After `loss_timeout` seconds without
+        an answer, it returns False.
         """
         while True:
             try:
@@ -162,9 +163,9 @@ class PartitionResults:
     def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
         """Handle the Pipes messages of the partition `key`; returns the materializations that the messages report.
 
-        `lines` are the messages as JSON. Each message is added to `evidence`. Log messages and custom messages go to Dagster. A
-        malformed message sets `evidence.message_error`. If an earlier attempt has shown that the partition failed, nothing goes
-        to Dagster, and the result is empty.
+        `lines` are the messages as JSON. The facts in the messages are added to `evidence`. Log messages and custom messages go
+        to Dagster. A malformed message sets `evidence.message_error`. If an earlier attempt has shown that the partition failed,
+        nothing goes to Dagster, and the result is empty.
         """
         reported = dg.PipesMessageHandler(self.context, self._pipes)
         for line in lines:
@@ -211,10 +212,7 @@ class PartitionResults:
         self.failed.pop(key, None)
 
     def _window(self, key: str) -> dict[str, str] | None:
-        """Returns the time window of a partition for the Pipes context; None if the asset's partitions have no time windows.
-
-        `key` is the key of the partition. The result has the ISO times `start` and `end`.
-        """
+        """Returns the ISO times `start` and `end` of the partition `key`; None if the asset's partitions have no time windows."""
         definition = self.context.assets_def.partitions_def
         if not isinstance(definition, dg.TimeWindowPartitionsDefinition):
             return None
@@ -224,14 +222,14 @@ class PartitionResults:
     # ---- What users are told
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the metadata of the step's output: the number of partitions, and a mark for Dagster.
+        """Returns the Dagster metadata of the step's output: the number of partitions, and a mark.
 
-        Because of the mark, Dagster does not materialize the partitions once more when the step ends.
+        The mark tells Dagster not to materialize the partitions once more when the step ends.
         """
         return {"Partitions": len(self.keys), NO_MATERIALIZATION: True}
 
     def counted(self) -> str:
-        """Returns the beginning of a sentence, such as "3 of 5 partitions are materialized"."""
+        """Returns the beginning of a sentence: "3 of 5 partitions are materialized"."""
         return f"{len(self.done):,} of {len(self.keys):,} partitions are materialized"
 
     def verdict(self) -> Verdict:
@@ -258,9 +256,9 @@ class PartitionResults:
 
 
 def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields) -> PartitionResults:
-    """Returns a new `PartitionResults`, in which the partitions that earlier attempts have materialized count as done.
+    """Returns a new `PartitionResults`, in which the partitions that earlier attempts at this step have materialized are done.
 
-    If there are such partitions, logs the number of these partitions.
+    If there are such partitions, logs their number.
     """
     keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
     if found := done & set(keys):
@@ -272,7 +270,7 @@ def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: Compute
 
 
 def nothing_missing(context: dg.OpExecutionContext, results: PartitionResults, extras: Any) -> CompletedRun:
-    """Returns the result for the user's asset if all partitions of the step are already materialized, so that no payload runs.
+    """Returns the result for the user's asset if all partitions are materialized already. No payload runs.
 
     `results` has the partitions. `extras` are the Pipes extras.
     """
@@ -281,7 +279,7 @@ def nothing_missing(context: dg.OpExecutionContext, results: PartitionResults, e
 
 
 def materialized(context: dg.OpExecutionContext) -> set[str]:
-    """Returns the keys of the partitions that this run, or a run that this run retries from failure, has materialized.
+    """Returns the keys, as text, of the partitions that this Dagster run, or a run that it retries, has materialized.
 
     Materializations by any other run do not count, because a user who runs a partition again wants a new materialization.
     """

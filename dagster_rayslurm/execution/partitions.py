@@ -56,10 +56,10 @@ def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
 def execute_partitions(
     context: dg.OpExecutionContext, plan: Plan, backend: Backend, resource: ComputeFields, extras: Any
 ) -> CompletedRun:
-    """Run the missing partitions of a step until all have ended.
+    """Run one payload for all partitions of a step that are not materialized yet, and wait until all partitions have ended.
 
-    `plan` comes from `with_runner`. `extras` go to the payload through Pipes. Returns the result for the user's asset. Raises
-    RunFailure unless all partitions succeeded.
+    `plan` comes from `with_runner`. `extras` are the Pipes extras. Returns the result for the user's asset. Raises RunFailure
+    unless all partitions succeeded.
     """
     results = results_so_far(context, plan, resource)
     if not results.missing:

@@ -48,7 +48,7 @@ _launched: dict[tuple[int, str], dict[tuple[str, str], str]] = {}
 
 
 def next_call(context: dg.OpExecutionContext) -> int:
-    """Count a payload that is about to start; returns the payload's number in this attempt at the step, 1 for the first payload.
+    """Returns the number of the next payload in this attempt at the step: 1 at the first call, then 2, and so on.
 
     The counter belongs to this process. The payload number N of a retry continues the payload number N of the earlier attempt.
     """
@@ -60,7 +60,7 @@ def next_call(context: dg.OpExecutionContext) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """A payload to start or continue: a plan, and a run directory, which is new or belongs to an earlier attempt."""
+    """What is needed to start a payload in a new run directory, or to continue the payload of an earlier attempt."""
 
     step: Step  # With its ownership of the payload.
     plan: Plan  # After a reattach, with the nonce of the earlier attempt.
@@ -76,9 +76,9 @@ class Launch:
         return self.history is not None or self.submitted
 
     def again(self, nonce: str, backend: Backend, home: Layout) -> Launch:
-        """Returns a launch that replaces this launch, whose payload never started.
+        """Returns a launch for a second start of the same plan, after the payload of this launch has never started.
 
-        The plan is the same, but with the nonce `nonce`. The run directory is new, and its name ends with the nonce. `home` has
+        The new payload has the nonce `nonce` (a random text) and a new run directory, whose name ends with the nonce. `home` has
         the paths of the base directory on this machine.
         """
         step, plan = replace(self.step, reattached=False), replace(self.plan, payload=replace(self.plan.payload, nonce=nonce))
@@ -96,8 +96,9 @@ def reattach_or_new(
     """Returns a launch that continues the payload of the earlier attempt; if that is impossible, a launch of a new payload.
 
     The earlier payload is continued if it runs the same plan, has not failed, and has an owner that has not begun to end or judge
-    the payload. If the owner died while ending the payload, this function ends the payload first, and then returns a new launch.
-    Raises StartError or OSError.
+    it. This attempt then becomes the owner. If the owner died while ending the payload, this function ends the payload, and
+    returns a launch of a new one. Raises OSError if the cluster does not answer, and StartError if the earlier payload does not
+    end.
 
     Args:
         context: The context of the step.
@@ -152,7 +153,7 @@ def _new_launch(step: Step, plan: Plan, backend: Backend, home: Layout, history:
 
 
 class AttemptHistory:
-    """The earlier and later attempts at one payload of a step, as found in Dagster's event log and run storage."""
+    """Finds the earlier and later attempts at one payload of a step, in Dagster's event log and run storage."""
 
     def __init__(self, context: dg.OpExecutionContext, step_key: str, number: int | None) -> None:
         self._context = context
@@ -174,11 +175,11 @@ class AttemptHistory:
         return self._launched().get((self._step_key, self._client))
 
     def _launched(self) -> dict[tuple[str, str], str]:
-        """Returns the name of the last run directory by step key and client, for this run and the runs that this run retries.
+        """Returns the name of the last run directory of each payload, in this Dagster run and the runs that it retries.
 
-        The client is the text under which `note` writes the name to Dagster's event log; the text has the number of the payload.
-        The event log is read once per process and run. Dagster's own search reads the whole event log for each payload, which
-        takes minutes for thousands of payloads.
+        The keys are pairs of a step key and a client name, the text under which `note` writes to Dagster's event log; it ends
+        with the number of the payload. The event log is read once per process and run. Dagster's own search reads the whole event
+        log for each payload, which takes minutes for thousands of payloads.
         """
         key = (os.getpid(), self._context.run.run_id)
         with _lock:
@@ -207,9 +208,9 @@ class AttemptHistory:
                     known[self._step_key, self._client] = name
 
     def successor(self) -> str | None:
-        """Returns the id of the Dagster run with a later attempt at this step. The run may be this run.
+        """Returns the id of the Dagster run with the next attempt at this step, which may be the same Dagster run.
 
-        Returns None if there is no later attempt, or if Dagster's storage fails.
+        None if there is no next attempt, or if Dagster's storage fails.
         """
         context = self._context
         try:
@@ -225,7 +226,7 @@ class AttemptHistory:
     def logged_since(self, name: str) -> Iterator[tuple[int, str]]:
         """Yields the log lines of the step, oldest first, each as the number of its level and its text.
 
-        Lines are left out if they are older than the event by which `note` wrote `name`, the name of a run directory.
+        The first line is the first one after `note` wrote `name`, the name of a run directory, to the event log.
         """
         begun = False
         for entry in self._entries():
@@ -235,7 +236,7 @@ class AttemptHistory:
 
     @property
     def output_is_local(self) -> bool:
-        """Whether Dagster writes captured output to files of this machine at once, so that the output outlives this process."""
+        """Whether Dagster writes the output of steps to files of this machine, where the output is safe if this process dies."""
         return type(self._context.instance.compute_log_manager).__name__ == "LocalComputeLogManager"
 
     def _entries(self) -> Iterator[dg.EventLogEntry]:
@@ -251,7 +252,7 @@ class AttemptHistory:
 
 
 def retried_runs(context: dg.OpExecutionContext) -> list[dg.DagsterRun]:
-    """Returns this run and the runs that this run retries from failure, the oldest run first."""
+    """Returns this Dagster run and the runs that it retries from failure, directly or not, the oldest run first."""
     runs = [context.run]
     while _is_retry(runs[0]) and runs[0].parent_run_id and (parent := context.instance.get_run_by_id(runs[0].parent_run_id)):
         runs.insert(0, parent)
@@ -264,7 +265,7 @@ def _is_retry(run: dg.DagsterRun) -> bool:
 
 @dataclass
 class Bookmark:
-    """A file with the offset up to which a payload's output was shown in Dagster.
+    """A file of this machine that says how many bytes of a payload's output were shown in Dagster.
 
     Errors of the file are ignored. After an error, a later attempt may show output again.
     """
@@ -292,7 +293,7 @@ class Bookmark:
             os.pwrite(self.fd, json.dumps({"where": socket.gethostname(), "offset": offset}).encode().ljust(_BOOKMARK_BYTES), 0)
 
     def remove(self) -> None:
-        """Close and remove the file. Called when no later attempt needs the offset."""
+        """Close and remove the file. Called when no later attempt will continue the payload."""
         if self.fd is not None:
             os.close(self.fd)
         self.fd = None

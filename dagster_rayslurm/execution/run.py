@@ -53,9 +53,10 @@ _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled p
 
 
 def drive(steps: Steps[T]) -> T:
-    """Run the generator `steps` in this thread, follow the payloads that the generator yields, and return the generator's result.
+    """Run the generator `steps` to its end in this thread, and follow the payloads that it yields; returns its result.
 
-    If an exception, such as an interrupt, comes while payloads are followed, the exception is raised inside the generator.
+    Blocks until all payloads have ended. If an exception, such as an interrupt, comes while payloads are followed, it is raised
+    inside the generator.
     """
     error: BaseException | None = None
     while True:
@@ -80,9 +81,10 @@ def executing(
     partitions: PartitionResults | None = None,
     number: int | None = None,
 ) -> Steps[CompletedRun]:
-    """A generator that runs payloads until all payloads have ended, and returns the result for the user's asset.
+    """Generator that runs the payloads of a step until all have ended, and returns the result for the user's asset.
 
-    The generator yields payloads that the caller must follow (see `drive`). Raises RunFailure unless all payloads succeeded.
+    The caller must follow the payloads that the generator yields, and then continue it: `drive` or `drive_async` does so. Raises
+    RunFailure unless all payloads succeeded.
 
     Args:
         context: The context of the step.
@@ -124,7 +126,7 @@ def executing(
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """Inside the block, turn a StartError or OSError into a RunFailure that says why the run cannot be started."""
+    """Context manager: turns a StartError or OSError of the block into a RunFailure that says why the run cannot be started."""
     try:
         yield
     except StartError as error:
@@ -148,7 +150,7 @@ class FollowedPayload:
 
     @property
     def evidence(self) -> Evidence:
-        """Everything that the payload's record and Slurm have shown so far, from which the verdict follows."""
+        """The known facts about the payload, from its run record and from Slurm."""
         return self.follower.evidence
 
     @property
@@ -158,9 +160,9 @@ class FollowedPayload:
 
     @property
     def unhealthy(self) -> list[dict[str, str]]:
-        """The nodes that failed a health check of the payload's Ray cluster, as dictionaries from the payload's record.
+        """The nodes that failed a health check of the payload's Ray cluster; empty if there are none.
 
-        The list is empty if no node failed a health check.
+        Each node is a dictionary from the payload's run record, with the name of the node, the check and its result.
         """
         return (self.evidence.end_or_partial or {}).get("context", {}).get("unhealthy") or []
 
@@ -173,7 +175,7 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """One run, from the start of its payloads to the verdict. The object uses Dagster only for the log and the Pipes messages."""
+    """Runs the payloads of one step, from their start to the verdict. Of Dagster, it uses only the log and the Pipes messages."""
 
     log: Any
     backend: Backend
@@ -216,7 +218,7 @@ class PayloadRun:
         return next(iter(self.payloads.values()))
 
     def completing(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Steps[Metadata]:
-        """A generator that runs the payloads to the end, and returns the metadata for Dagster.
+        """Generator that runs the payloads to their ends, and returns the metadata for Dagster. The caller is `drive`.
 
         Raises RunFailure unless all payloads succeeded. If unhealthy nodes kept the Ray cluster from starting, and `on_unhealthy`
         of the resource is "exclude-and-retry", the payloads are started once more without these nodes.
@@ -243,7 +245,7 @@ class PayloadRun:
         return {**metadata, "Unhealthy nodes": "; ".join(map(str, causes))}
 
     def _start_over(self) -> None:
-        """Replace the run directory, whose payloads never started, by a new run directory with another nonce."""
+        """Prepare a second start of the payloads, which have never started: choose a new nonce and a new run directory."""
         nonce = secrets.token_hex(6)
         self.plans = {name: replace(each, payload=replace(each.payload, nonce=nonce)) for name, each in self.plans.items()}
         with start_errors():
@@ -275,15 +277,15 @@ class PayloadRun:
         return metadata
 
     def follow(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> None:
-        """Run the generator `following` to its end in this thread. The parameters and errors are those of `following`."""
+        """Start the payloads and follow them in this thread until all have ended; blocks. Otherwise the same as `following`."""
         drive(self.following(start, handler_of))
 
     def following(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> Steps[None]:
-        """A generator that starts the payloads and yields the payloads, which the caller must follow until all have ended.
+        """Generator that starts the payloads and yields them; the caller must follow them until all have ended.
 
-        After the end or an error, the generator releases the payloads, unless the payloads shall outlive this process. An error
-        or interrupt that is raised inside the generator first ends the payloads. Raises RunFailure if the payloads cannot be
-        started, or if a later attempt has taken the payloads over.
+        Then the caller continues the generator, as `drive` does. After the end or an error, the generator calls `release` of each
+        payload, unless the payloads shall outlive this process. An error or interrupt that is raised inside the generator first
+        ends the payloads. Raises RunFailure if the payloads cannot be started, or if a later attempt has taken the payloads over.
 
         Args:
             start: A function that starts all payloads. `start` gets a function as its argument, and calls this function with each
@@ -424,10 +426,10 @@ class PayloadRun:
         return payload.running.poll(evidence)
 
     def _detaches(self, interrupt: BaseException) -> bool:
-        """Returns whether the payloads shall go on after `interrupt` has ended this Dagster process. If so, logs a warning.
+        """Returns whether the payloads shall go on although `interrupt` ends this Dagster process. If so, logs a warning.
 
-        The result is True only if `interrupt` is a stop of the Dagster process, `on_service_stop` of the resource is "detach",
-        and a later attempt can take the payloads over.
+        The result is True only if all of this holds: `interrupt` is a stop of the Dagster process, and not a person's;
+        `on_service_stop` of the resource is "detach"; a payload was started; a later attempt can take the payloads over.
         """
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
         if self.resource.on_service_stop != DETACH or ends_with_run or not self.launch.lasts or not self.payloads:
@@ -441,10 +443,11 @@ class PayloadRun:
         return True
 
     def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> Steps[None]:
-        """A generator that cancels the payloads because of `interrupt`, and yields the payloads to be followed to their ends.
+        """Generator that asks the payloads to end because of `interrupt`, and yields them; the caller must follow them.
 
-        The payloads have a grace period. A second interrupt, after which `interrupted_again` returns True, ends the grace period.
-        Raises `interrupt` if a later attempt has taken the payloads over.
+        The payloads have a grace period to end by themselves. When `interrupted_again` returns True, after a second interrupt,
+        the grace period is over. Payloads that do not end in time are killed. Raises `interrupt` if a later attempt has taken the
+        payloads over.
         """
         payloads, log = list(self.payloads.values()), self.log
         for each in payloads:
@@ -478,9 +481,9 @@ class PayloadRun:
             log.info(f"[rayslurm] {each.label}{verdict.sentence}")
 
     def _raise_if_superseded(self, error: BaseException) -> None:
-        """Raise RunFailure if a later attempt has taken the payload over; otherwise do nothing.
+        """Raise RunFailure if a later attempt has taken the payload over; otherwise return.
 
-        `error` is the exception that ended this attempt. If `error` is an interrupt, the method raises `error` instead of
+        `error` is the exception that ended this attempt. If `error` is an interrupt, the method raises `error` in place of
         RunFailure.
         """
         if self._owner.new_owner is None:
@@ -492,10 +495,10 @@ class PayloadRun:
         raise failure from None
 
     def _release(self) -> None:
-        """Call `release` of each payload, and remove the secrets that payloads have left in the run directory.
+        """Call `release` of each payload, and remove the secrets that are still in the run directory.
 
-        If the release of one payload raises an exception, the other payloads are released all the same. The secrets stay if a
-        later attempt has taken the payloads over.
+        If one `release` raises an exception, the method first finishes its work, and then raises the exception. The secrets stay
+        if a later attempt has taken the payloads over.
         """
         with ExitStack() as stack:
             for each in self.payloads.values():
@@ -532,7 +535,7 @@ class PayloadRun:
 def superseded(successor: str) -> RunFailure:
     """Returns the failure of an attempt whose payload a later attempt has taken over.
 
-    `successor` is the later attempt in words.
+    `successor` describes the later attempt, such as "run 0123abcd".
     """
     return RunFailure(
         FailureKind.SUPERSEDED,

@@ -64,8 +64,8 @@ def submit_and_leave(
 ) -> RunHandle:
     """Submit the job of a plan and return its handle; if `handle.key` was used before, return the handle of the earlier job.
 
-    If `handle.key` is None, a job is always submitted. The function does not wait for the job. Raises RunFailure if the job
-    cannot be submitted.
+    If `handle.key` is None, a job is always submitted. The function does not wait for the job's start or end. Raises RunFailure
+    if the job cannot be submitted.
 
     Args:
         name: A part of the names of the run directory and of the job.
@@ -107,9 +107,10 @@ def submit_once(
 ) -> RunHandle:
     """Submit a job, unless a job was submitted before for the same key; returns the handle of the one job of the key.
 
-    Each process that wants to submit the job makes a claim (see `edge.submissions`). Only the process of the first claim submits
-    the job. If the process of a claim has died, and Slurm has no job of the claim, another process abandons the claim and submits
-    the job. The job id in the result is "" if a job was submitted whose id can no longer be found. Raises StartError or OSError.
+    Each process that wants to submit the job writes a claim into `directory`. Only the process of the first claim submits the
+    job; the others wait for it. If this process has died without a job in Slurm, another process abandons the claim and submits
+    the job. The job id in the result is "" if a job was submitted whose id can no longer be found. Raises StartError if another
+    process has taken this one for dead, and the exceptions of `start` and of the connection.
 
     Args:
         connection: The connection to the cluster.
@@ -166,7 +167,7 @@ def _job_id(connection: Connection, runs: str, handle: RunHandle) -> str | None:
 
 
 def _is_dead(process: Sequence[Any]) -> bool:
-    """Returns whether `process`, a host and a process id, has certainly ended. False if the process ran on another host."""
+    """Returns True if the process `process`, given as [HOST, PID], has certainly ended; False also if it ran on another host."""
     host, pid = process
     if host != socket.gethostname():
         return False
@@ -197,10 +198,10 @@ def pipes_context_of(
 def reattaching(
     context: dg.OpExecutionContext, handle: RunHandle, backend: BatchBackend, resource: ComputeFields
 ) -> Steps[CompletedRun]:
-    """A generator that follows a submitted run to the end, and returns the result for the user's asset.
+    """Generator that follows the submitted run of `handle` to its end, and returns the result for the user's asset.
 
-    `handle` is the handle of the run. The generator yields the payload that the caller must follow. Raises RunFailure if the run
-    fails, or if the run or its job cannot be found.
+    The caller must follow the payload that the generator yields, and then continue it, as `drive` does. Raises RunFailure if the
+    run fails, or if the run or its job cannot be found.
     """
     connection, run_dir = backend.connection, str(backend.layout.runs / handle.run)
     step_key = context.get_step_execution_context().step.key
@@ -265,10 +266,10 @@ class EndedRun:
 def look_for_ends(
     connection: Connection, base: str, known: Sequence[str], sensor: str, resource: ComputeFields
 ) -> tuple[list[EndedRun], list[str], int]:
-    """Find the submitted runs that have ended, and judge these runs. One remote call with one squeue lists all runs.
+    """Find the submitted runs that have ended, and judge these runs. One remote call lists all runs and Slurm's queue.
 
-    Returns three values: the runs that have ended, the names in `known` whose run directories still exist, and the number of runs
-    that have not ended. A run has one sensor that reports its end: the first sensor that finds the run ended. Runs of other
+    Returns three values: the runs that have ended; the names in `known` whose run directories still exist; the number of runs
+    that have not ended. The end of a run is reported by one sensor only, the first that finds the run ended. Runs of other
     sensors are in none of the three values. Raises OSError if the cluster or Slurm does not answer.
 
     Args:
@@ -296,9 +297,9 @@ def look_for_ends(
 
 
 def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | None:
-    """Returns the handle of a run, with the job id, if the run's job has ended or was never submitted; otherwise None.
+    """Returns the handle of a submitted run, with the job id, if the run's job has ended or was never submitted; else None.
 
-    `found` is the entry of the run in `edge.submissions.listing`. `queue` is Slurm's queue, listed at the same time as the run.
+    `found` is one run in the result of `edge.submissions.listing`. `queue` is Slurm's queue, listed at the same time as the run.
     If the handle in `found` cannot be read, the result is None.
     """
     try:
@@ -314,11 +315,11 @@ def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | 
 
 
 def _judged(connection: Connection, run_dir: str, handle: RunHandle, queue: QueueSnapshot, resource: ComputeFields) -> EndedRun:
-    """Judge a submitted run that has ended, from the run's record and, if the record does not explain the end, from Slurm.
+    """Judge a submitted run that has ended, from its run record and, if the record does not explain the end, from Slurm.
 
-    Also removes the secrets from the run directory. If the run has no output files, the function marks the run as fetched, so
-    that a sweep may remove the run directory. Returns the run with the verdict and metadata. `handle` has the job id; the job id
-    is "" if no job was submitted. `queue` is Slurm's queue after the end of the run.
+    Returns the run with the verdict and metadata. Also removes the secrets from the run directory. If the run has no output files
+    to fetch, the function marks the run directory so that it may be removed when it is old. `handle` has the job id; "" if no job
+    was submitted. `queue` is Slurm's queue after the end of the run.
     """
     evidence, reader = Evidence(), LineReader()
     reported: dict[str, Any] = {}

@@ -45,7 +45,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Detached:
-    """A payload that was started, and that continues to run after this process has ended."""
+    """A payload that was started, and that goes on after the `rayslurm` process has ended."""
 
     run: str
     directory: str
@@ -75,7 +75,7 @@ class TerminalPipes:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a metadata value of a Pipes message without type names: `{"type": T, "raw_value": V}` becomes `V`.
+    """Returns a metadata value of a Pipes message without type names: `{"type": "int", "raw_value": 5}` becomes 5.
 
     Values inside dictionaries are changed in the same way, at any depth.
     """
@@ -115,9 +115,10 @@ def _prepare(name: str, plan: Any, backend: Backend, resource: ComputeFields, lo
 
 
 def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Finished:
-    """Run a plan, or plans by component, to the end; returns the result. Raises RunFailure only if no payload was started.
+    """Run a plan (for several components, a mapping of plans) without Dagster, wait for its end, and return the result.
 
-    If a payload was started and failed, the result has the failure. `name` becomes part of the name of the run directory.
+    If a payload was started and failed, the result has the failure. Raises RunFailure only if no payload was started. `name`
+    becomes a part of the name of the run directory.
     """
     run = _prepare(name, plan, backend, resource, log)
     failure = None
@@ -134,10 +135,15 @@ def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFie
 
 
 def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Detached:
-    """Start a plan on the cluster, and return without waiting for the plan's end.
+    """Start a plan on the cluster without Dagster, and return without waiting for its end.
 
+<<<<<<< HEAD
     The payload's outputs are never copied to this machine. A later sweep removes the run directory. Raises RunFailure if the plan
     cannot be started. If an interrupt comes once the payload is started, the function logs the name of the run before it raises.
+=======
+    The payload's output files are never copied to this machine. Its run directory is removed when it is old. Raises RunFailure if
+    the plan cannot be started.
+>>>>>>> doc1
     """
     run = _prepare(name, plan, backend, resource, log)
     started: list[RunningPayload] = []
@@ -171,7 +177,7 @@ def exit_code(end: Record | None) -> int:
 
 
 def refuse_to_detach(resource: ComputeFields) -> None:
-    """Raise RunFailure in local mode, where a payload ends with the process that started the payload."""
+    """Raise RunFailure if the resource has local mode, in which payloads end with the process that started them."""
     if resource.mode == "local":
         raise RunFailure(
             FailureKind.CONFIGURATION, "--detach: in mode 'local' a payload ends with this command; use another mode"

@@ -12,10 +12,10 @@ from ..failures import RunFailure
 
 
 def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str | None:
-    """Store nodes that failed a health check, so that later jobs of this user can avoid the nodes.
+    """Store nodes that failed a health check in the cluster's base directory, so that later jobs of this user can avoid them.
 
-    Returns None if the nodes are stored, if `nodes` is empty, or if the backend cannot avoid nodes. If the nodes cannot be
-    stored, logs and returns the reason.
+    Returns None, or the reason why the nodes cannot be stored, which is also logged. Does nothing if `nodes` is empty, or if the
+    backend cannot avoid nodes.
     """
     if nodes and isinstance(backend, CanExclude):
         try:
@@ -28,11 +28,11 @@ def remember(nodes: Sequence[UnhealthyNode], backend: Backend, log: Any) -> str 
 
 
 def second_try(failure: RunFailure, plan: Any, backend: Backend, policy: str, log: Any) -> bool:
-    """Store the unhealthy nodes of a failed run; returns whether the run is to be started once more without these nodes.
+    """Returns whether a failed run is to be started once more without its unhealthy nodes. The caller starts it.
 
-    `failure` is the failure of the run. `policy` is `on_unhealthy` of the resource. If the result is True, the function logs that
-    the run is started again. If `policy` asks for a second start, but a second start is impossible, the function adds the reason
-    to the description of `failure`, and returns False.
+    Also stores the unhealthy nodes for later jobs. `failure` is the failure of the run. `policy` is `on_unhealthy` of the
+    resource. If `policy` asks for a second start, but a second start is impossible, the function appends the reason to the
+    description of `failure`, and returns False.
     """
     nodes = failure.unhealthy
     problem = remember(nodes, backend, log)

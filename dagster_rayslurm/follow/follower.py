@@ -30,10 +30,10 @@ RuntimeExit = Callable[[Evidence], "str | None"]
 
 @dataclass(frozen=True)
 class Cadence:
-    """The seconds to wait between two reads of a record.
+    """The pauses between two reads of a run record, in seconds.
 
-    The pause is `busy` while data arrives. While no data arrives, the pause grows: up to `waiting` before the payload has
-    started, and up to `idle` after the start.
+    The pause is `busy` while data arrives. While no data arrives, it grows: up to `waiting` before the payload has started, and
+    up to `idle` after the start.
     """
 
     busy: float
@@ -47,7 +47,7 @@ class Cadence:
 
 @dataclass(frozen=True)
 class ReattachState:
-    """The part of a payload's output and log lines that an earlier Dagster process has shown; empty for a new payload."""
+    """What an earlier Dagster process has already shown of a payload's output and log lines; empty for a new payload."""
 
     offset: int = 0  # The byte of the recorded output at which to continue.
     # Level and text of log lines in Dagster's event log since the payload started, oldest first.
@@ -57,9 +57,9 @@ class ReattachState:
 
 @dataclass
 class RecordState:
-    """The state of reading one payload's record: how much was read, and the evidence so far.
+    """How much of one payload's run record was read, and the evidence from what was read.
 
-    The caller reads the files and the clock. The argument `now` of methods is a time of the monotonic clock.
+    The caller reads the files and passes what it read. The parameter `now` of methods is a time of the monotonic clock.
     """
 
     nonce: str  # An `end` with another nonce is ignored.
@@ -72,7 +72,7 @@ class RecordState:
     unreachable_since: float | None = None
 
     def add(self, record: Record) -> bool:
-        """Add a record of the journal to the evidence; returns whether the record shows that Slurm has requeued the job.
+        """Add one line of the run record's journal to the evidence; returns whether the line shows a requeue of the job.
 
         After a requeue, the evidence so far is dropped, except the last output and `interrupted`.
         """
@@ -106,8 +106,8 @@ class RecordState:
         """Returns the seconds to wait before the next read; None if no further read is needed. Called after each read.
 
         `size` is the number of bytes that the last read returned. `exited` says how the runtime had ended before the last read;
-        None if the runtime was alive then. `overdue` tells whether the deadline has passed. If data was
-        read, the evidence gets the time `now`; if not, the evidence gets `exited`.
+        None if the runtime was alive then. `overdue` says whether the caller's deadline has passed. If data was read,
+        `evidence.last_growth` becomes `now`; otherwise `evidence.runtime_exit` becomes `exited`, unless `exited` is None.
         """
         evidence, end = self.evidence, self.evidence.end
         if size:
@@ -127,7 +127,10 @@ class RecordState:
 
 @dataclass
 class Follower:
-    """Reads one payload's record up to the `end`: shows output, forwards Pipes messages to Dagster, and collects evidence."""
+    """Reads one payload's run record up to the `end`: shows output, passes Pipes messages to Dagster, and collects evidence.
+
+    The caller calls `poll` until it returns None, and then `finish`.
+    """
 
     connection: Any
     run_dir: str
@@ -155,10 +158,10 @@ class Follower:
         return self.state.evidence
 
     def poll(self, runtime_exit: RuntimeExit, deadline: float = float("inf")) -> float | None:
-        """Read the new part of the record once; returns the seconds to wait before the next poll, or None if no poll is needed.
+        """Read the new part of the run record once; returns the seconds to wait before the next poll, None for no more polls.
 
-        `runtime_exit` returns how the runtime ended. `deadline` is a time of the monotonic clock. After the deadline, the result
-        is None as soon as all data that is already there has been read.
+        `runtime_exit` is called before the read, and returns how the runtime has ended; None while it lives. `deadline` is a time
+        of the monotonic clock. After the deadline, the result is None as soon as all data that is already there has been read.
         """
         # The runtime's end is checked before the read, so that the read finds all that a runtime wrote before its end.
         exited = runtime_exit(self.evidence)
@@ -167,13 +170,19 @@ class Follower:
         return self.state.next_read(size, exited, self.cadence, now, now > deadline)
 
     def next_reads(self) -> list[Read]:
-        """Returns the reads of files that the next call of `poll` will do: of the output, of the journal, and `further_reads`."""
+        """Returns the reads of files that the next `poll` will do, as tuples of path, offset and number of bytes.
+
+        The caller can then read the files of many payloads by one remote call.
+        """
         offsets = (STDIO, self.state.output.next_read), (JOURNAL, self.state.journal.next_read)
         own = [(os.path.join(self.run_dir, name), offset, CHUNK) for name, offset in offsets]
         return [*own, *self.further_reads()]
 
     def read_once(self) -> int:
-        """Do one read of the output and one of the journal, and process the new data; returns the bytes of the larger read."""
+        """Do one read of the output and one of the journal, and process the new data; returns the bytes of the larger read.
+
+        A failed read counts as 0 bytes and is logged.
+        """
         state, note = self.state, self.reattach.note
         # Output is read first, so that a message about a result follows the output before it.
         output, size = self._read(STDIO, state.output)
@@ -193,7 +202,7 @@ class Follower:
         return max(size, journal_size)
 
     def finish(self) -> None:
-        """Forward the results that were held back, and show unfinished lines of output. Called after the last read."""
+        """Pass the results that were held back to Dagster, and show unfinished lines of output. Called after the last poll."""
         if self.state.missing_output and self.evidence.runtime_exit is not None:
             self._warn(f"{self.state.missing_output} bytes of the recorded output never came into sight")
         self.evidence.damaged_lines = self.state.journal.damaged
@@ -238,17 +247,17 @@ class Follower:
 
 @dataclass(frozen=True)
 class Following:
-    """Payloads of one run that are followed together, until all have ended or the deadline has come."""
+    """Payloads of one run that a caller is to follow together, until all have ended or the deadline has come."""
 
     followed: Sequence[tuple[Follower, RuntimeExit]]
     deadline: float = float("inf")  # A time of the monotonic clock.
     hurry: Callable[[], object] = lambda: None  # Called if the caller is interrupted again during the following.
 
     def steps(self) -> Iterator[tuple[Follower, float]]:
-        """Yields the follower to poll next, and the time for the poll by the monotonic clock.
+        """Generator that follows the payloads: yields the follower to poll next, and the time of the poll by the monotonic clock.
 
-        The generator does the poll when the caller asks for the next item. When all payloads have ended or the deadline has
-        passed, the generator calls `finish` of all followers and ends.
+        The caller waits until this time, and then asks for the next item; the generator itself does the poll. When all payloads
+        have ended or the deadline has passed, the generator calls `finish` of all followers and ends.
         """
         followed = self.followed
         for follower, _ in followed:
@@ -273,6 +282,6 @@ class Following:
 
 
 def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float = float("inf")) -> None:
-    """Follow several payloads in this thread until all payloads have ended, or until `deadline` by the monotonic clock."""
+    """Follow several payloads in this thread; blocks until all have ended, or until `deadline` by the monotonic clock."""
     for _, due in Following(followed, deadline).steps():
         time.sleep(max(0.0, due - time.monotonic()))

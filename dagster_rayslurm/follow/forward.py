@@ -63,14 +63,14 @@ class Evidence:
 
     @property
     def end_or_partial(self) -> Record | None:
-        """The `end` record; before the `end` is read, a record with the context and usage so far.
+        """The `end` line of the run record; before it is read, a dictionary with the context and usage so far.
 
         None if there is no context either.
         """
         return self.end or ({"context": self.context, "usage": self.usage} if self.context else None)
 
     def add_record(self, record: Record, nonce: str) -> None:
-        """Add a record of the journal to the evidence; ignores an `end` record with a nonce other than `nonce`."""
+        """Add one line of the run record's journal to the evidence; ignores an `end` line with another nonce than `nonce`."""
         kind = record.get("type")
         if kind == "start":
             self.started_at = float(record["at"])
@@ -88,9 +88,10 @@ class Evidence:
             self.end = record
 
     def add_message(self, method: str, params: Mapping[str, Any]) -> None:
-        """Count the Pipes messages "opened" and "closed", and keep the first exception that a "closed" message reports.
+        """Add a Pipes message to the evidence: count "opened" and "closed", and keep the first exception that a "closed" reports.
 
-        `method` and `params` are the parts of one message. SystemExit is not kept.
+        `method` and `params` are the parts of the message. SystemExit is not kept, because the exit code tells success from
+        failure.
         """
         self.opened += method == "opened"
         self.closed += method == "closed"
@@ -115,7 +116,7 @@ class Evidence:
         return "".join(text for stream, text in self.last_output if stream == "stderr")
 
     def _add_usage(self, usage: dict[str, Any], memory: float) -> None:
-        """Store the usage so far, and append a point of the usage chart: seconds since the start, busy CPUs, bytes of memory."""
+        """Replace the usage, and append a point to its usage chart: seconds since the start, busy CPUs, bytes of memory."""
         before, points = self.usage, self.usage.get("points", [])
         elapsed = usage["elapsed"] - before.get("elapsed", 0.0)
         busy = (usage["cpu_seconds"] - before.get("cpu_seconds", 0.0)) / elapsed if elapsed > 0 else 0.0
@@ -123,9 +124,10 @@ class Evidence:
 
 
 class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
-    """Dagster's side of the Pipes session of one run; `Follower` reads the messages, and passes the messages to `handler`.
+    """Dagster's side of the Pipes session of one run, without a channel of its own: messages come through the run record.
 
-    `writers` is the number of payloads that report through the session.
+    `Follower` reads the messages from the record and passes them to `handler`. `writers` is the number of payloads that report
+    through the session.
     """
 
     # Set within the session: what backends write into the run directory, and Dagster's handler of the payload's messages.
@@ -155,7 +157,7 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
     @contextlib.contextmanager
     def session(self, extras: PipesExtras | None, uses_pipes: bool) -> Iterator[dg.PipesSession]:
-        """Yields a Pipes session that is open inside the block.
+        """Context manager that yields a Pipes session, and sets `pipes_context` and `handler` for the block.
 
         `extras` are values for the Pipes context of the payloads. Dagster's warning of missing messages is hidden if the block
         raises an exception, or if `uses_pipes` is False.
@@ -176,7 +178,10 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
 
 def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
-    """Returns the Pipes context `data` with partition range and time window. Dagster 1.13 omits both for several partitions."""
+    """Returns the Pipes context `data` with partition range and time window, which Dagster 1.13 omits for several partitions.
+
+    For a single partition or none, `data` is returned unchanged.
+    """
     if data["partition_key_range"] is not None or not context.has_partition_key_range:
         return data
     keys = context.partition_key_range
@@ -189,10 +194,10 @@ def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext
 
 @dataclass
 class MessageForwarder:
-    """Forwards the Pipes messages of one payload to Dagster, and logs lines about the payload.
+    """Passes the Pipes messages of one payload to Dagster, and logs lines about the payload.
 
-    Lines that an earlier Dagster process has logged are not logged again. A message that Dagster refuses is logged, and noted in
-    the evidence.
+    Lines that an earlier Dagster process has logged are not logged again. A message that Dagster refuses is logged and noted in
+    the evidence; no exception is raised.
     """
 
     handler: Any
@@ -205,7 +210,7 @@ class MessageForwarder:
     held: list[dict[str, Any]] = field(default_factory=list)
 
     def forward(self, line: str, evidence: Evidence) -> None:
-        """Forward one Pipes message, given as a line of JSON, or hold the message back for `forward_held`.
+        """Pass one Pipes message, a line of JSON, to Dagster; if `hold_results` is True, keep a result for `forward_held`.
 
         If the message is malformed or Dagster refuses the message, the error is logged and noted in the evidence.
         """
@@ -225,7 +230,7 @@ class MessageForwarder:
             self.refuse(error, evidence, line)
 
     def forward_held(self, evidence: Evidence) -> None:
-        """Forward the results that were held back, now that the job cannot be requeued."""
+        """Pass the results that were held back to Dagster. Called when Slurm can no longer requeue the job."""
         held, self.held = self.held, []
         for message in held:
             try:
@@ -244,7 +249,7 @@ class MessageForwarder:
         self.log(logging.ERROR, f"a Pipes message cannot be used: {why}")
 
     def log(self, level: int, text: str) -> None:
-        """Write a line to the Dagster log, unless an earlier Dagster process already wrote the same line."""
+        """Write the prefix and `text` to the Dagster log, unless an earlier Dagster process has logged this line before."""
         if not self._is_logged(level, self.prefix + text):
             self.logger.log(level, self.prefix + text)
 
@@ -253,7 +258,10 @@ class MessageForwarder:
         return isinstance(level, int) and self._is_logged(level, params.get("message"))
 
     def _is_logged(self, level: int, text: Any) -> bool:
-        """Returns whether an earlier Dagster process already wrote the line `text`; advances `logged` behind the line."""
+        """Returns whether an earlier Dagster process already logged the line `text` at `level`.
+
+        Searches only behind the line that the last call found. After a line that is not found, no later line is found either.
+        """
         # A line below Dagster's log level is never in the event log, so a search for it would exhaust the iterator.
         return self.logger.isEnabledFor(level) and (level, text) in self.logged
 
@@ -278,7 +286,7 @@ class OutputWriter:
     failed: bool = False
 
     def write(self, stream: str, text: str) -> None:
-        """Write new output of the payload; `stream` is "stdout" or "stderr". With a prefix, unfinished lines are kept back."""
+        """Write new output of the payload; `stream` is "stdout" or "stderr". With a prefix, an unfinished line waits."""
         if not self.prefix:
             return self._print(stream, text)
         text = self.partial.pop(stream, "") + text
@@ -294,7 +302,7 @@ class OutputWriter:
         self._guard(lambda: (sys.stdout.flush(), sys.stderr.flush()))
 
     def finish(self) -> None:
-        """Write the unfinished lines of both streams, each with a line end."""
+        """Write the unfinished lines of both streams now, each with a line end."""
         while self.partial:
             stream, text = self.partial.popitem()
             self._print(stream, f"{self.prefix}{text.rstrip()}\n")

@@ -37,7 +37,7 @@ _INTERRUPT_INTERVAL = 1.0  # Seconds between two looks for an interrupt that Dag
 
 
 class Workers:
-    """At most `count` threads for blocking work. The threads start as work is submitted, and never delay the process's exit."""
+    """At most `count` threads for blocking work, which start when work is submitted and do not delay the process's exit."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
@@ -45,7 +45,10 @@ class Workers:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
 
     def submit(self, work: Callable[[], T], cancellable: bool = True) -> Future[T]:
-        """Have a thread call `work`; returns the result's future, which can be cancelled before the call if `cancellable`."""
+        """Have a thread call `work`, and return a future of its result at once.
+
+        If `cancellable` is True, the future can be cancelled until the call begins; otherwise it cannot be cancelled.
+        """
         future: Future[T] = Future()
         if not cancellable:
             future.set_running_or_notify_cancel()
@@ -72,10 +75,10 @@ class Workers:
 
 @dataclass(eq=False)
 class Followed:
-    """The payloads of one run that a hub follows.
+    """The payloads of one run that a hub follows. The caller waits for the future `ended`.
 
-    The future `ended` gets the result None when the payloads have ended. If a poll raises an exception, the future gets this
-    exception. If the caller is interrupted, the future gets Dagster's exception for interrupts.
+    The future gets the result None when the payloads have ended. If a poll raises an exception, the future gets this exception.
+    If Dagster interrupts the process, the future gets Dagster's exception for interrupts.
     """
 
     following: Following
@@ -91,7 +94,10 @@ class Followed:
         self.ended.set_running_or_notify_cancel()  # Only the hub ends it.
 
     def advance(self) -> None:
-        """Poll `follower` once, unless `leave` was called; an exception of the poll becomes the exception of `ended`."""
+        """Poll `follower` once and choose the next one. An exception of the poll becomes the exception of the future `ended`.
+
+        Does nothing after `leave` was called.
+        """
         with self._lock:
             if self._left:
                 return
@@ -108,23 +114,24 @@ class Followed:
             self.ended.set_result(None) if error is None else self.ended.set_exception(error)
 
     def interrupt(self) -> None:
-        """Call `hurry` and, unless there is a deadline, give the future `ended` Dagster's exception for interrupts.
+        """Give the future `ended` Dagster's exception for interrupts, so that the caller begins to end the payloads.
 
-        A deadline means that the caller is already ending the payloads; `hurry` then ends the payloads at once.
+        If there is a deadline, the caller is already ending the payloads, and the future stays open; the call of `hurry` then
+        takes the payloads' grace period away.
         """
         self.following.hurry()
         if self.following.deadline == math.inf:
             self.end(dg.DagsterExecutionInterruptedError())
 
     def leave(self) -> None:
-        """Prevent further polls, and complete the future `ended`. Waits for the end of a poll that is under way."""
+        """Stop following the payloads, and complete the future `ended`. Blocks until a poll that is under way has ended."""
         self._left = True
         with self._lock:
             self.end(None)
 
 
 class Hub:
-    """Follows the payloads of one cluster for callers that do not block. All methods may be called from any thread."""
+    """Follows payloads in one thread, for callers that must not block. All methods may be called from any thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -138,10 +145,10 @@ class Hub:
         self._interrupted_at = -math.inf
 
     def follow(self, following: Following, began: float) -> Followed:
-        """Begin to follow the payloads of a run; returns the new `Followed` at once.
+        """Begin to follow the payloads of a run in the hub's thread; returns the new `Followed` at once.
 
-        `began` is the start of the run by the monotonic clock. A run that began before the last interrupt is interrupted at once,
-        unless the caller is already ending the payloads.
+        `began` is the start of the run by the monotonic clock. If `interrupt` was called after `began`, the run is interrupted at
+        once, unless the caller is already ending the payloads.
         """
         followed = Followed(following)
         with self._change:
@@ -161,7 +168,10 @@ class Hub:
         return followed
 
     def interrupt(self) -> None:
-        """Interrupt all runs that have begun. Runs whose payloads are not followed yet are interrupted by `follow`."""
+        """Interrupt all runs that have begun, as Ctrl-C would: see `Followed.interrupt`. Later runs are not interrupted.
+
+        A run that has begun, but whose payloads are not followed yet, is interrupted by its call of `follow`.
+        """
         with self._change:
             self._interrupted_at = time.monotonic()
             for each in self._followed:
@@ -184,10 +194,10 @@ class Hub:
                 each.end(error)
 
     def _next_due(self) -> list[Followed] | None:
-        """Wait until a poll is due, for `_INTERRUPT_INTERVAL` seconds at most; returns the items of `_followed` that are due.
+        """Wait until a poll is due, for `_INTERRUPT_INTERVAL` seconds at most; returns the runs whose polls are due.
 
-        The list is empty if no poll is due by then. Returns None, and marks the thread as ended, if no payloads are followed any
-        more.
+        The list is empty if no poll is due by then. If no payloads are followed any more, the result is None; the hub's thread
+        then ends.
         """
         with self._change:
             while True:
@@ -208,7 +218,7 @@ _hubs: dict[int, Hub] = {}  # By the connection's id; 0 for this machine.
 
 
 def hub_of(connection: Connection) -> Hub:
-    """Returns the hub of a connection; the first call creates the hub. All connections to this machine share one hub."""
+    """Returns the hub of a connection; the first call makes it. All connections to this machine share one hub."""
     key = 0 if isinstance(connection, LocalConnection) else id(connection)  # The hub keeps the connection alive.
     with _lock:
         return _hubs.get(key) or _hubs.setdefault(key, Hub(connection))

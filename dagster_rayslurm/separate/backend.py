@@ -43,10 +43,10 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
 
 
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
-    """Returns how the runtime of each component reaches the barrier, by the component's name.
+    """Returns, by component name, the settings of the barrier at which the payloads wait for each other before they start.
 
-    The payloads wait for each other at the barrier, and then start together. The runtime of the first component is the barrier's
-    host. All runtimes share `secret`, a hexadecimal number.
+    The settings say how a component's runtime reaches the barrier, which the runtime of the first component serves. `secret` is a
+    hexadecimal number with which all runtimes of the run prove their identity.
     """
     first = next(iter(plans.values())).ray
     ports = control_ports(first.port_range if first is not None else None)
@@ -59,7 +59,10 @@ def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
 
 
 def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """Returns the content of `runtime.json` for each component by the name of the component, for a run on this machine."""
+    """Returns, by component name, the content of `runtime.json` (the settings of a runtime), for a run on this machine.
+
+    `cluster_id` is the beginning of the ids of the Ray clusters; the names of the components follow.
+    """
     barriers = barrier_specs(plans, secrets.token_hex(32))
     token = secrets.token_hex(32)
     requirements = [_requirements(each, plans[each.component_id]) for each in components]
@@ -77,7 +80,7 @@ def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) 
 
 
 def _requirements(component: Component, plan: Plan) -> ComponentSpec:
-    """Returns the CPUs and GPUs that a component requires on this machine: set by the launcher, or else by the queue."""
+    """Returns the CPUs and GPUs that a component needs on this machine: those of its launcher or, if unset, of its queue."""
     ray = plan.ray
     cpus = component.queue.cpus_per_node if ray is None or ray.num_cpus is None else ray.num_cpus
     gpus = component.queue.gpus_per_node if ray is None or ray.num_gpus is None else ray.num_gpus
@@ -158,9 +161,9 @@ class SeparateBatchBackend(JobBackend):
 
 
 def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """Returns the content of `runtime.json` for each component of a job, by the name of the component.
+    """Returns, by component name, the content of `runtime.json` (the settings of a runtime), for one heterogeneous job.
 
-    The runtime of each component treats its component as a whole job. All Ray clusters share one token, so that a payload may use
+    The runtime of each component treats its component as a whole job. All Ray clusters share one token, so that a payload can use
     the clusters of other components. The control keys differ, so that nodes join only the cluster of their own component.
     """
     secret = secrets.token_hex(32)
@@ -202,10 +205,10 @@ class ComponentJob(BatchJob):
         evidence.tails = {**shared.tails, **evidence.tails}
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """Returns the Unix time at which the latest record of all components began; None if no component has a record yet.
+        """Returns the Unix time at which the latest run record of all components began; None if no component has a record yet.
 
-        Once one component has a record, the whole job counts as started. Otherwise a component that starts late would get the job
-        cancelled.
+        With the first record of any component, the whole job counts as started. Otherwise the step would cancel the whole job for
+        a component that starts late.
         """
         self.shared.started_at = max(self.shared.started_at or 0.0, evidence.started_at or 0.0) or None
         return self.shared.started_at

@@ -40,9 +40,10 @@ _TABLE_COLUMNS = (
 
 @dataclass
 class ReportMerger:
-    """Forwards the Pipes messages of several payloads to Dagster's one handler, and merges the payloads' results.
+    """Passes the Pipes messages of several components to Dagster's one handler, after merging the components' results.
 
-    Results and `closed` messages are stored until `hand_over` is called. Reports are merged in the order of `components`.
+    Results and `closed` messages are stored until `hand_over` is called, other messages are passed on at once. Results are merged
+    in the order of `components`.
     """
 
     handler: Any
@@ -51,11 +52,14 @@ class ReportMerger:
     results: dict[str, list[Message]] = field(default_factory=dict)
 
     def of(self, component: str) -> Any:
-        """Returns an object that handles the Pipes messages from the payload of `component`."""
+        """Returns a handler, with the method `handle_message`, for the Pipes messages from the payload of `component`."""
         return SimpleNamespace(handle_message=lambda message: self._add(component, message))
 
     def _add(self, component: str, message: Message) -> None:
-        """Pass a message on to Dagster, or store the message for `hand_over`; raises Dagster's error for an invalid message."""
+        """Pass a Pipes message on to Dagster at once, or store a result or `closed` message for `hand_over`.
+
+        Raises Dagster's error if the message is invalid; then it is not stored.
+        """
         if message["method"] not in _KEPT:
             self.handler.handle_message(message)
             return
@@ -64,9 +68,10 @@ class ReportMerger:
         self.results.setdefault(component, []).append(message)
 
     def hand_over(self) -> list[tuple[str, Exception]]:
-        """Merge the stored results of all components and pass the merged results to Dagster; returns the refusals.
+        """Merge the stored results of all components, and pass the merged results to Dagster's handler. Called once, at the end.
 
-        A refusal is the name of a component that reported a refused result, and the error of the merge or of Dagster's handler.
+        Returns a pair for each result that cannot be merged or that Dagster refuses: the name of a component that reported it,
+        and the error.
         """
         refused: list[tuple[str, Exception]] = []
         reports: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}
@@ -85,11 +90,11 @@ class ReportMerger:
 
 
 def merge(reports: Reports) -> list[Any]:
-    """Merge the components' reports on one asset or check; returns a list with the `params` of one merged Pipes message.
+    """Merge the reports of all components about one asset or asset check; returns the parameters of the merged Pipes messages.
 
-    If only one component has reports, the list contains the `params` of each of its reports, unchanged. A merged check has passed
-    if the check has passed in all components; otherwise the merged check has the worst severity of the failed checks. Raises
-    ValueError if several components have reports, and one of them has two. Raises ValueError, too, if the data versions differ.
+    If only one component has reports, the list has the parameters of each report, unchanged; otherwise it has one item. A merged
+    check has passed if it has passed in all components; otherwise it has the worst severity of the failed checks. If several
+    components have reports, the function raises ValueError if one of them has two, or if the data versions differ.
     """
     by_component, names, first = dict(reports), [component for component, _ in reports], reports[0][1]
     if len(by_component) == 1:
@@ -139,12 +144,12 @@ def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[st
 
 
 def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
-    """Returns the verdict on the run from the verdicts of its components: success if no component failed.
+    """Returns the verdict on the whole run from the verdicts on its components: success if no component failed.
 
-    If components failed, the kind is the kind of the failure that most likely caused the others, and the sentence tells the
-    failure of each component that failed by itself. Components that were ended because of these failures are only named. If all
-    components have the same verdict about the whole job, such as a cancellation, the result is this verdict. `judged` has the
-    verdict and the evidence of each component; the only key is None for a run without components.
+    Otherwise the kind is that of the failure that most likely caused the others. The sentence tells the failure of each component
+    that failed by itself, and names the components that were ended because of that. If all components have the same verdict about
+    the whole job, such as a cancellation, the result is this verdict. `judged` has the verdict and the evidence of each
+    component; the only key is None for a run without components.
     """
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     if not failed or None in failed:
@@ -168,7 +173,10 @@ def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
 
 
 def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
-    """Returns the failures, by component, that no other failure seems to have caused; the likeliest cause of all comes first."""
+    """Returns those failures, by component, that are causes: failures that no other failure seems to have caused.
+
+    The likeliest cause of all comes first. The result is empty if no component failed.
+    """
 
     def rank(each: Judged) -> int:
         if each.evidence.end is None:

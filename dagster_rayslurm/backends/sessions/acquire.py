@@ -78,7 +78,7 @@ Allocation = SlurmJob | LocalProcess  # The Slurm job, or process of this machin
 
 @dataclass(kw_only=True, eq=False)
 class Site:
-    """The place where a step looks for sessions, seen from the step.
+    """The place where a step looks for sessions, with all that the step needs to find, create and ask sessions there.
 
     In a subclass the place is a Slurm cluster, where sessions are jobs, or this machine, where sessions are processes.
     """
@@ -105,9 +105,10 @@ class Site:
         """Upload the bundles of the step (code, input files) that the cluster does not have. In local mode, do nothing."""
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
-        """Claim generation `number` of a session by creating the generation's directory, and start the generation's allocation.
+        """Claim generation `number` of a session by creating its directory, and start its Slurm job or process.
 
-        Returns False if another process has claimed the generation before; then nothing is started. Otherwise returns True.
+        Does not wait for the session to start. Returns False if another process has claimed the generation before; then nothing
+        is started. Otherwise returns True.
 
         Args:
             registry: The registry of the session.
@@ -119,16 +120,16 @@ class Site:
         raise NotImplementedError
 
     def watch(self, target: Target, newest: Generation) -> Allocation:
-        """Returns the allocation of a generation that another process created; raises OSError if the cluster is out of reach.
+        """Returns the Slurm job or process of the generation `newest`, which another process created. Starts nothing.
 
-        `newest` is the generation, and `target` has the settings of its session.
+        `target` has the settings of the session. Raises OSError if the cluster is out of reach.
         """
         raise NotImplementedError
 
     def cancel(self, creator: str) -> None:
-        """Cancel the Slurm job of a generation by the job's name `creator`. Without Slurm, do nothing.
+        """Cancel the Slurm job with the name `creator`. Without Slurm, do nothing.
 
-        The id of the job may be unknown.
+        The job may not exist, if the process that wanted to submit it has died before.
         """
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
@@ -139,19 +140,22 @@ class Site:
         raise NotImplementedError
 
     def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to a session, and return the session's answer.
+        """Send a request, such as {"op": "describe"}, to a session; wait for the session's answer, and return it.
 
         Raises Unreachable, AnswerLost or ConnectionFailed (see `send_request`).
         """
         raise NotImplementedError
 
     def running(self, session: LiveSession, reused: bool) -> RunningPayload:
-        """Returns the payload that a session has accepted. `reused` says whether the session existed before this step came."""
+        """Returns the object by which the step follows its payload, which `session` has accepted.
+
+        `reused` says whether the session accepted requests before this step came.
+        """
         raise NotImplementedError
 
 
 class Action(Enum):
-    """The next action of a step, which depends on the state of the newest generation of its session."""
+    """What a step does next while it looks for a session; `next_action` chooses it by the state of the newest generation."""
 
     CREATE = "create the next generation"
     USE = "use the session, if it still accepts requests"
@@ -162,9 +166,10 @@ class Action(Enum):
 
 
 def next_action(newest: Generation, after: int) -> Action:
-    """Returns the next action of a step, from the newest generation of the step's session.
+    """Returns what a step does next, from `newest`, the newest generation of its session.
 
-    `after` is the number of the last generation that did not serve the step; 0 if there is none.
+    `after` is the number of the last generation that this step has given up, for example because it refused the payload; 0 if
+    there is none. A later generation is created if `newest` is not newer.
     """
     if newest.number <= after:
         return Action.CREATE
@@ -189,9 +194,9 @@ class AcquiredSession:
 
 @dataclass(eq=False)
 class SessionAcquisition:
-    """Finds, joins or creates a session for one step, and waits until the session accepts requests.
+    """Finds a session for one step or creates it, and waits until the session accepts requests.
 
-    If the session then refuses the payload, the step may call `acquire` again to get another session.
+    If the session then refuses the payload, the step may call `acquire` again to get another generation of the session.
     """
 
     site: Site
@@ -204,9 +209,9 @@ class SessionAcquisition:
         self._log = self.site.step.log
 
     def acquire(self, after: int) -> AcquiredSession:
-        """Find, join or create a session, wait until the session accepts requests, and return the session.
+        """Find, wait for or create a session, and return the session when it accepts requests. Blocks until then.
 
-        `after` is the number of the last generation that did not serve this step, or 0. Only later generations are used. Raises
+        `after` is the number of the last generation that this step has given up, or 0. Only later generations are used. Raises
         RunFailure if the session's job ends early or waits too long in the queue. Raises StartError if no session can be created.
         Raises OSError if the cluster is out of reach.
         """
@@ -229,7 +234,7 @@ class SessionAcquisition:
                 after = number
 
     def _act(self, action: Action, newest: Generation, number: int) -> LiveSession | None:
-        """Carry out `action`; returns the session if the session accepts requests now.
+        """Carry out `action`, which may wait for the session to start; returns the session if it accepts requests now.
 
         Returns None if `acquire` must read the registry again. `newest` is the newest generation of the session. `number` is the
         number of the generation that the action concerns.
@@ -253,13 +258,13 @@ class SessionAcquisition:
         return None
 
     def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
-        """Raise RunFailure if the session of a generation has refused the payload for good, and has never accepted any payload.
+        """Raise RunFailure if a session that has refused the payload never accepted any payload: a new one would fail, too.
 
-        A new session would fail like this session. The function returns without an error in two cases: this step did not wait
-        for the session, or the session accepted a payload before.
+        Returns without an error, so that the caller can try a new generation, in three cases: this step did not wait for the
+        session to start, the session has accepted a payload before, or its announcement is gone.
 
         Args:
-            number: The number of the generation.
+            number: The number of the session's generation.
             reason: The session's answer, in words.
             unhealthy: The nodes whose failed health checks led to the refusal; empty if there are none.
         """
@@ -325,17 +330,18 @@ class SessionAcquisition:
             time.sleep(self.site.cadence.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T]) -> T:
-        """Call `action` and return its result.
+        """Call `action`, a request to the cluster, and return its result.
 
-        While the cluster does not answer, the function repeats the call for up to `site.patience` seconds, and then raises the
+        While the cluster does not answer, the function repeats the call for up to `site.patience` seconds. Then it raises the
         OSError of the last call.
         """
         return ask_patiently(action, self.site.patience, True, self._log.warning)
 
     def _stop_waiting(self, number: int, job: Allocation) -> None:
-        """Record that this step no longer waits for the session of generation `number`. If the job has ended, do nothing.
+        """Record that this step no longer waits for generation `number`; if no other process waits for it, cancel `job` and wait.
 
-        `job` is the job or process of the generation. If no other process waits for the session, the function cancels the job.
+        `job` is the job or process of the generation. If `job` has ended, do nothing. If the registry cannot be reached, log an
+        error.
         """
         if job.status.over:
             return

@@ -56,10 +56,11 @@ _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 
 
 def start_in_session(site: Site, choice: Choice) -> RunningPayload:
-    """Acquire a session for the payload of a step, ask the session to run the payload, and return the running payload.
+    """Get a session for the payload of a step, ask the session to run the payload, and return the payload when it is accepted.
 
-    `choice` says which sessions the payload may use. Raises RunFailure if the session did not start. Raises StartError if no
-    session can or will run the payload. Raises OSError if the cluster is out of reach.
+    Blocks while no session is ready, but does not wait for the end of the payload. `choice` says which sessions the payload may
+    use. Raises RunFailure if the session did not start. Raises StartError if no session can or will run the payload. Raises
+    OSError if the cluster is out of reach.
     """
     if choice.problem is not None and choice.strict:  # A misfit of the run's own launcher or queue is known before any request.
         raise StartError(FailureKind.CONFIGURATION, misfit_error(choice.problem))
@@ -167,10 +168,10 @@ class SessionBackend(batch.ClusterBackend):
         return start_in_session(site, choice)
 
     def _packed(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Choice, bytes, Environment]:
-        """Bundle a plan's files, send the environment if the cluster lacks it, and choose a session.
+        """Pack a plan's files on this machine, send the environment if the cluster lacks it, and choose a session.
 
-        Returns the bundled files, the choice of a session for the plan, the content of `REQUEST_FILE`, and the environment on the
-        cluster.
+        Returns the packed files, the choice of a session, the content of `REQUEST_FILE` (a fingerprint of the settings), and the
+        environment as installed on the cluster.
         """
         base, data_dir = str(self.layout.base), batch.data_dir_of(self.connection, self.layout, plan)
         upload = pack(plan, base, data_dir)
@@ -218,7 +219,10 @@ class SessionBackend(batch.ClusterBackend):
 
     @cached_property
     def default(self) -> Requirements:
-        """The settings with which the default session is created; raises ValueError if the settings contradict each other."""
+        """The settings of the default session, the one that all payloads share if they fit.
+
+        Raises ValueError if the settings contradict each other.
+        """
         if not self.components:
             queue = session_queue(self.slurm.queue, self.session)
             return Requirements(self.launcher.ray_spec(), self.launcher.footprint(), queue)
@@ -229,7 +233,7 @@ class SessionBackend(batch.ClusterBackend):
         return required.with_time_limit(self.session.time_limit) if self.session.time_limit is not None else required
 
     def required(self, plan: Plan) -> Requirements:
-        """Returns the requirements that a session must meet for the payload of this run."""
+        """Returns what a session must offer to the payload of this run: the Ray cluster, the nodes and perhaps the time limit."""
         own = self.own_components is not None
         components = self.components if self.own_components is None else self.own_components
         if not components:
@@ -245,7 +249,7 @@ class SessionBackend(batch.ClusterBackend):
         return required if own else required.with_time_limit(self.default.queue.time_limit)
 
     def own(self, plan: Plan) -> Requirements:
-        """Returns the settings with which a separate session is created, for a payload that does not fit the default session.
+        """Returns the settings of the separate session that is created for this payload if it does not fit the default session.
 
         The time limit is the longer of two limits: the payload's limit and the default session's limit.
         """
@@ -256,11 +260,11 @@ class SessionBackend(batch.ClusterBackend):
         return required.with_time_limit(max(limits, key=lambda text: time_limit_seconds(text) or float("inf")))
 
     def misfit(self, plan: Plan) -> str | None:
-        """Returns a sentence that says why the payload does not fit the default session; None if the payload fits.
+        """Returns a sentence that says why the payload does not fit the default session, which payloads share; None if it fits.
 
-        If the settings of the default session contradict each other, there are two cases. If this run configures components,
-        and `num_nodes` of the session is not set, the function returns a sentence about the contradiction. Otherwise the
-        function raises ValueError.
+        If the settings of the default session contradict each other, the function raises ValueError. There is one exception: if
+        this run configures components, and `num_nodes` of the session is not set, the function returns a sentence about the
+        contradiction.
         """
         required = self.required(plan)
         try:
@@ -272,11 +276,11 @@ class SessionBackend(batch.ClusterBackend):
         return misfit(required, capacity)
 
     def choice(self, plan: Plan, run_id: str, base: str, data_dir: str, environment: Environment | None = None) -> Choice:
-        """Returns the choice of a session for the payload of a plan.
+        """Returns which session the payload of a plan is to use. Contacts no session.
 
         `run_id` is the id of the Dagster run. `base` is the base directory, and `data_dir` the data directory that all payloads
-        of a session share; both are paths on the cluster. `environment` is the environment on the cluster; None for the
-        configured environment.
+        of a session share; both are paths on the cluster. `environment` is the environment as installed on the cluster; None
+        stands for the configured environment.
         """
         what = {
             "base": base,
@@ -317,7 +321,7 @@ def _component_of(launcher: Launcher) -> str | None:
 
 @dataclass(kw_only=True, eq=False)
 class SlurmSite(Site):
-    """The Slurm cluster where a step looks for sessions, seen from the step. The allocation of each session is a Slurm job."""
+    """The Slurm cluster where a step looks for sessions; a Slurm job holds each session. See `Site` for the methods."""
 
     noun = "Slurm job"
     end_command = "scancel"
@@ -423,9 +427,10 @@ class SlurmSite(Site):
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
-    """End the session of a Ray cluster, with all payloads of the session; returns False if no such session is alive.
+    """End the session of the Ray cluster `cluster_id`, with all its payloads, and wait for the end.
 
-    Raises StartError if Slurm does not confirm the end, and OSError if the cluster is out of reach.
+    Returns False if no such session is alive. Raises StartError if Slurm does not confirm the end, and OSError if the cluster is
+    out of reach.
     """
     nonce = batch.cluster_nonce(cluster_id)
     if nonce is None:

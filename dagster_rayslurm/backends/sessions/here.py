@@ -15,7 +15,7 @@ _EXEC_TIMEOUT = 1.0  # Most seconds that a process spends between two programs, 
 
 
 def sessions_base(layout: Layout) -> str:
-    """Returns the base directory of this host's sessions."""
+    """Returns the directory for the sessions of this host: "local/HOSTNAME" below the base directory."""
     return str(layout.base / "local" / socket.gethostname())
 
 

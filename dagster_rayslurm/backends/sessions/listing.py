@@ -35,9 +35,9 @@ _log = logging.getLogger("rayslurm")
 
 
 def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None:
-    """Ask the sessions that belong to a Dagster run to end. A session that cannot be reached ends after its idle timeout.
+    """Ask the sessions that belong to a Dagster run to end; does not wait for their ends.
 
-    Raises OSError if the cluster is out of reach.
+    A session that does not answer is left out, and ends after its idle timeout. Raises OSError if the cluster is out of reach.
     """
     for each in list_generations(connection, base, f"*{run_suffix(run_id)}"):
         if each.announcement is not None and each.announcement.closing is None and not each.ended:
@@ -46,7 +46,7 @@ def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None
 
 
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
-    """End the Slurm jobs of generations of sessions; returns whether any of the jobs was alive.
+    """End the Slurm jobs of generations of sessions, and wait for their ends; returns whether any job was there to end.
 
     Raises StartError if Slurm does not confirm the end of a job, and OSError if the cluster is out of reach.
     """
@@ -70,9 +70,9 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
 
 @dataclass(eq=False)
 class IdleSessions:
-    """Ends idle sessions of the same user and base directory, so that a waiting job can start. A `SlurmJob` calls the object.
+    """Ends idle sessions of the same user and base directory whose nodes a waiting job could use.
 
-    The snapshot of the queue that all steps share says which sessions hold nodes, so Slurm is not queried again.
+    The object is a `MakeWay` function: a `SlurmJob` calls it again and again while the job waits.
     """
 
     connection: Connection
@@ -82,9 +82,10 @@ class IdleSessions:
     _keep: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have refused to yield.
 
     def __call__(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
-        """Ask one idle session to end if the session holds nodes for which the job waits.
+        """Look at most every few seconds for an idle session on nodes that the job could use, and ask one such session to end.
 
-        The job repeats the call while it waits. `waiting` are the rows of the waiting job in the queue `snapshot`.
+        `snapshot` is Slurm's queue, and `waiting` are the rows of the waiting job in it. Raises OSError if a session cannot be
+        asked.
         """
         now = time.monotonic()
         wanted = {name for row in waiting if row.reason in _WAITS_FOR_NODES for name in row.partition.split(",")}
@@ -103,10 +104,10 @@ class IdleSessions:
                 return
 
     def _yields(self, generation: Generation, nodes: str) -> bool:
-        """Ask an idle session to end; returns whether the session ends.
+        """Ask an idle session to end; returns True if it agrees, and False if it refuses.
 
-        Returns False if the session refuses, for instance because a payload has come to the session in the meantime. `nodes`
-        names the nodes of the session, for messages.
+        A session refuses, for instance, if a payload has come in the meantime. `nodes` names the nodes of the session, for
+        messages. Raises OSError if the session does not answer.
         """
         answer = send_request(self.connection, generation, {"op": Operation.YIELD})
         if answer.get("ok"):

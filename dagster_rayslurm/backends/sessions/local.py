@@ -49,7 +49,7 @@ _END_TIMEOUT = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSessionBackend(LocalBackend):
-    """Runs payloads with Ray in warm sessions on this machine."""
+    """Runs payloads with Ray in warm sessions on this machine. A payload without Ray gets a runtime of its own."""
 
     session: SessionConfig
     offered: RaySpec | None = None  # The warm Ray cluster as configured; None: as each payload requires.
@@ -105,7 +105,7 @@ class LocalSessionBackend(LocalBackend):
 
 @dataclass(kw_only=True, eq=False)
 class LocalSite(Site):
-    """This machine as the place where a step looks for sessions. The allocation of each session is a process."""
+    """This machine as the place where a step looks for sessions; a process holds each session. See `Site` for the methods."""
 
     noun = "process"
     end_command = "kill"
@@ -164,8 +164,8 @@ class LocalSite(Site):
 class LocalSessionPayload(SessionPayload):
     """A payload in a session on this machine.
 
-    This process holds a lock on a file in the payload's run directory. The session ends the payload when this process releases
-    the lock or ends.
+    The constructor's `site` holds a lock on a file in the payload's run directory. The session ends the payload when `release`
+    gives up the lock, or when this process ends.
     """
 
     def __post_init__(self) -> None:
@@ -181,9 +181,9 @@ class LocalSessionPayload(SessionPayload):
 
 
 def end_session(generation: Generation) -> None:
-    """End a session with its payloads, and wait until the session's process is gone.
+    """Ask a session on this machine to end with its payloads, and wait until the session's process is gone.
 
-    Raises StartError if the session does not end.
+    Raises StartError if the process still lives after `_END_TIMEOUT` seconds.
     """
     with contextlib.suppress(Unreachable, AnswerLost):
         send_request(LocalConnection(), generation, {"op": Operation.STOP})
@@ -196,9 +196,9 @@ def end_session(generation: Generation) -> None:
 
 
 def stop(layout: Layout, cluster_id: str) -> bool:
-    """End the session of a Ray cluster, with the session's payloads; returns False if there is no such session.
+    """End the session of the Ray cluster `cluster_id` on this machine, with its payloads, and wait for the end.
 
-    Raises StartError if the session does not end.
+    Returns False if there is no such session. Raises StartError if the session does not end.
     """
     own = [each for each in list_sessions(layout) if each.announcement and each.announcement.cluster_id == cluster_id]
     for each in own:

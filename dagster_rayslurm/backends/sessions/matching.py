@@ -46,7 +46,7 @@ _RAY_FITS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Requirements:
-    """The Ray cluster and the allocation that a payload requires of a session, or with which a session is created."""
+    """The Ray cluster and the allocation that a payload needs from a session, or with which a session is created."""
 
     ray: RaySpec | None
     footprint: Footprint  # The CPUs, GPUs and memory that the launcher requires of each node.
@@ -57,12 +57,15 @@ class Requirements:
 
     @property
     def parts(self) -> list[tuple[str | None, SlurmQueueConfig, Footprint]]:
-        """Name, queue and resources per node of each component; if all nodes are alike, a single entry whose name is None."""
+        """For each component of the session's job, a tuple of its name, its queue and the resources that each of its nodes needs.
+
+        If all nodes are alike, the list has a single tuple, whose name is None.
+        """
         own = [(each.component_id, each.queue, each.launcher.footprint()) for each in self.components]
         return [*own] or [(None, self.queue, self.footprint)]
 
     def with_time_limit(self, time_limit: str) -> Requirements:
-        """Returns the same requirements with another time limit of the job."""
+        """Returns a copy of the requirements with `time_limit`, such as "01:00:00", in all components."""
         components = tuple(replace(each, queue=each.queue.having(time_limit=time_limit)) for each in self.components)
         return replace(self, queue=self.queue.having(time_limit=time_limit), components=components)
 
@@ -90,7 +93,7 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The Ray cluster and the allocation that a session offers to each payload."""
+    """The Ray cluster and the allocation that a session offers to payloads."""
 
     ray: RaySpec | None  # The warm Ray cluster; None if the session has none.
     reuse: bool  # Whether all payloads share the warm Ray cluster; otherwise each gets its own on the session's nodes.
@@ -131,7 +134,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision which session a payload gets."""
+    """The decision which session a payload looks for, and what happens if the payload does not fit."""
 
     required: Requirements
     problem: str | None  # Why the payload does not fit the shared session, as a sentence; None if it fits.
@@ -140,15 +143,15 @@ class Choice:
     strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
     def text(self) -> str:
-        """Returns the session and the requirements as text.
+        """Returns the first session and the requirements as text.
 
-        A retry of a step may continue its payload only if both texts are equal.
+        A retry of a step may continue the step's payload only if the texts of both attempts are equal.
         """
         return _as_text([self.target.key, self.required])
 
 
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:
-    """Returns the name of a session's directory: the session's name, and a hash of the settings in which sessions differ.
+    """Returns the name of a session's directory: the configured name or "default", and a hash. Equal names mean a shared session.
 
     The hash always covers `what`. The hash also covers `created_with`, and the limits on payloads and idle time in `config`, in
     two cases: if the session has no configured name, and if `apart` is True.
@@ -158,7 +161,7 @@ def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], cre
         run_id: The id of the Dagster run. If the session is for this Dagster run alone, the name ends with a hash of the id.
         what: Settings by name, such as the environment. If these settings differ, the sessions are always separate.
         created_with: The settings with which the session is created.
-        apart: Whether the session is separate, for a payload that does not fit the shared session.
+        apart: Whether the session is a separate one, for a payload that does not fit the shared session.
     """
     told_apart: list[Any] = [what]
     if config.name is None or apart:
@@ -171,7 +174,7 @@ def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], cre
 
 
 def run_suffix(run_id: str) -> str:
-    """Returns the suffix of the directory names of all sessions that belong to a Dagster run."""
+    """Returns the text with which the directory names of all sessions for the Dagster run `run_id` alone end."""
     return f"-{_digest(run_id)}"
 
 
@@ -213,13 +216,12 @@ def misfit_error(problem: str) -> str:
 
 
 def adapted(payload: PayloadSpec, ray: RaySpec | None, required: Requirements, capacity: Capacity) -> PayloadSpec:
-    """Returns a copy of the payload, completed for a run inside a session with the capacity `capacity`.
+    """Returns a copy of `payload` with the fields that a session with the capacity `capacity` reads.
 
-    - The Ray cluster is `ray`; None if all payloads share the session's Ray cluster.
-    - The reserved CPUs and GPUs of each node are those in `required`. Nothing is reserved if the payload takes the session's
-      Ray cluster as it is, or needs a Ray cluster with components.
-    - The time limit is the payload's own time limit, in seconds; None if the payload has no time limit of its own, or if the
-      session's time limit is not longer.
+    - `ray`: the payload's own Ray cluster, from the parameter `ray`; None if all payloads share the session's Ray cluster.
+    - `want_cpus` and `want_gpus`: what is reserved for the payload on each node, from `required`. Nothing is reserved if the
+      payload takes the session's Ray cluster as it is, or needs a Ray cluster with components.
+    - `time_limit`: the payload's own time limit, in seconds; None if it has none, or if the session's limit is not longer.
     """
     if not capacity.reuse and ray is not None and None not in capacity.queues:
         # Its own cluster on the session's nodes includes components that the payload does not name.

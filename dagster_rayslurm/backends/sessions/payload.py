@@ -35,9 +35,9 @@ _CHUNK = 1024 * 1024  # Bytes of the record that are read at a time.
 
 @dataclass(eq=False)
 class SessionPayload(RunningPayload):
-    """One payload in a session.
+    """One payload that a session has accepted; see `RunningPayload` for the methods.
 
-    `waiting` is always False, because a session begins the record when the session accepts the payload.
+    `waiting` is always False, because the session begins the run record as soon as it accepts the payload.
     """
 
     site: Site
@@ -72,9 +72,10 @@ class SessionPayload(RunningPayload):
         return self.job.end_description(started=True)
 
     def _is_lost(self, silence: float) -> bool:
-        """At intervals, ask the session for its payloads; returns True if two answers in a row did not list this payload.
+        """Returns True if the session answers that it does not have this payload; two such answers in a row are needed.
 
-        `silence` is the number of seconds since the last new line in the record.
+        The session is asked only after some seconds of silence, and then at intervals; otherwise the result is False. `silence`
+        is the number of seconds since the last new line in the record.
         """
         if silence < _DESCRIBE_AFTER:
             self._describe_at, self._missed = _DESCRIBE_AFTER, False
@@ -96,9 +97,9 @@ class SessionPayload(RunningPayload):
             write_cancel_request(self._connection, self._run_dir, now)
 
     def kill(self) -> None:
-        """End the payload without grace period. The session keeps serving other payloads.
+        """End the payload without grace period, and wait for its end. The session keeps serving other payloads.
 
-        Waits for the end of the payload. Logs an error if the end is not seen in time.
+        Logs an error if the end is not seen in time. Does nothing if a later attempt owns the payload.
         """
         with deferred_interrupts():
             if not self.site.step.owner.confirm_or_assume():
@@ -152,10 +153,9 @@ class SessionPayload(RunningPayload):
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Kill the payload if the payload's end is not recorded, and neither `poll` nor `cancel` was called before.
+        """Log a warning about what the payload left alive in the session's Ray cluster. Called at the end of the step.
 
-        Called when this step is done with the payload. Logs a warning if the payload left something alive in the session's Ray
-        cluster.
+        Also kills the payload if its end is not recorded, and neither `poll` nor `cancel` was called before.
         """
         if leaks := _leaks(evidence):
             self._log.warning(f"[rayslurm] the payload left on the session's cluster: {leaks}")
@@ -164,5 +164,5 @@ class SessionPayload(RunningPayload):
 
 
 def _leaks(evidence: Evidence) -> str:
-    """Returns sentences about things that the payload left alive in the session's Ray cluster, such as actors; "" for nothing."""
+    """Returns sentences about what the payload left alive in the session's Ray cluster, such as actors; "" for nothing."""
     return "; ".join(map(str, ((evidence.end or {}).get("context") or {}).get("leaks") or []))

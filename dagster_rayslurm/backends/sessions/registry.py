@@ -35,7 +35,7 @@ _TIMEOUT = 120.0  # Seconds for an operation on the directories of sessions.
 
 @dataclass(frozen=True)
 class SessionManifest:
-    """The data by which other processes know the capacity of a generation of a session, and how to reach the session."""
+    """What another process must know about a generation of a session to use it: its capacity, and how to send requests."""
 
     generation: int
     capacity: Capacity
@@ -61,7 +61,10 @@ def parse_manifest(data: bytes | str) -> SessionManifest | None:
 
 
 def parse_announcement(data: bytes | str) -> Announcement | None:
-    """Returns the announcement in the content of a `session.json`; None if the content is empty or damaged."""
+    """Returns the announcement (the address and state of a session) in the content of a `session.json`.
+
+    None if the content is empty or damaged.
+    """
     try:
         found = json.loads(data)
         bytes.fromhex(found["key"])
@@ -73,7 +76,10 @@ def parse_announcement(data: bytes | str) -> Announcement | None:
 
 @dataclass(frozen=True)
 class LiveSession:
-    """A generation of a session that accepts requests. `directory` is the absolute path of the generation's directory."""
+    """A generation of a session that accepted requests when its files were read.
+
+    `directory` is the absolute path of the generation's directory.
+    """
 
     directory: str
     manifest: SessionManifest
@@ -82,9 +88,9 @@ class LiveSession:
 
 @dataclass(frozen=True)
 class Generation:
-    """One allocation of a session, as the allocation's files were when they were read.
+    """One allocation of a session, as its files showed it when they were read; the object does not change later.
 
-    Values not yet written are None or empty.
+    Values that were not written yet are None or empty.
     """
 
     key: str  # Name of the session's directory.
@@ -189,7 +195,7 @@ class SessionRegistry:
         return parse_announcement(self.connection.read(os.path.join(self.generation_dir(number), SESSION), 0, MOST_BYTES))
 
     def wait_for(self, number: int, waiter: str) -> None:
-        """Record that the process `waiter` waits for generation `number` to start.
+        """Record for other processes that the process `waiter` waits for generation `number` to start. Returns at once.
 
         The record is valid for three times `TOUCH_INTERVAL` seconds, so a process that waits longer calls the function
         repeatedly.
@@ -206,5 +212,5 @@ class SessionRegistry:
         return self.connection.call(sessions.stop_waiting, *arguments, repeat=True, timeout=_TIMEOUT)
 
     def abandon(self, number: int) -> None:
-        """Mark a generation as abandoned. If the generation's creator submits the job after all, the creator cancels the job."""
+        """Mark a generation as abandoned, so that no step uses it. If its creator submits the job later, it cancels the job."""
         self.connection.make_dir(os.path.join(self.generation_dir(number), ABANDONED))

@@ -43,13 +43,13 @@ _tcp_failed_at: dict[str, float] = {}  # When TCP failed while srun succeeded (m
 
 
 class Unreachable(OSError):
-    """The error for a session that cannot be reached and has therefore not received the request."""
+    """Raised if a session cannot be reached, and so certainly has not received the request."""
 
 
 def send_request(
     connection: Connection, session: LiveSession | Generation, request: Mapping[str, Any], carrier: str = "auto"
 ) -> dict[str, Any]:
-    """Send a request to a session and return the session's answer.
+    """Send `request`, such as {"op": "stop"}, to a session; wait for the session's answer, and return it.
 
     `carrier` says how the request gets to the session: "direct" by TCP from the edge node, "srun" by an `srun` in the session's
     allocation, "auto" by TCP and, if TCP fails or failed a short time ago, by `srun`. A session on this machine gets each request
@@ -114,10 +114,7 @@ def _send_by_srun(
 
 @dataclass(eq=False)
 class RunRequest:
-    """The request to run the payload of one step.
-
-    `submit` sends the request to a session, and `withdraw` takes the request back.
-    """
+    """The request to run one payload: `submit` sends it to a session, and `withdraw` takes it back."""
 
     site: Site
     on_accepted: Callable[[LiveSession], None]  # Called before an interrupt can come.
@@ -130,8 +127,8 @@ class RunRequest:
         """Ask a session to run the payload, again and again until the session answers; returns the session's answer.
 
         `files` has the contents of new files of the payload's run directory, by name. If this session, or a session that was
-        asked before, has accepted the payload, the answer is {"ok": True}. Otherwise the answer has the reason of the refusal
-        as `error`. The `error` is "gone" if this session has ended.
+        asked before, has accepted the payload, the function calls `on_accepted`, and the answer is {"ok": True}. Otherwise the
+        answer has the reason of the refusal as `error`, such as "gone" if this session has ended.
 
         Raises:
             StartError: the session does not answer, cannot write the run directory, or does not see the uploaded files.
@@ -186,8 +183,8 @@ class RunRequest:
     def withdraw(self) -> None:
         """Tell the session that was asked last not to run the payload. Called while `unsettled` is True.
 
-        If a session has accepted the payload after all, the function calls `on_accepted`. Logs an error if it remains unknown
-        whether a session has accepted the payload.
+        If a session has accepted the payload after all, the function calls `on_accepted`, and the payload runs. Logs an error if
+        it remains unknown whether one has. Tries for about `_WITHDRAW_TIMEOUT` seconds at most.
         """
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
@@ -207,18 +204,19 @@ class RunRequest:
         return {"op": op, "request_id": self.site.plan.payload.nonce, "run_dir": self.site.run_dir, **more}
 
     def _write_secrets(self) -> None:
-        """Write the payload's secret variables to a file in the run directory; do nothing if there are none.
+        """Write the payload's secret variables to a file in the run directory, even if they were written before.
 
-        An earlier file may have been removed by a sweep.
+        An earlier file may have been removed as an old file. Does nothing if there are no secret variables.
         """
         if self.secrets:
             self.site.connection.make_dir(self.site.run_dir)
             self.site.connection.write(os.path.join(self.site.run_dir, SECRETS), self.secrets)
 
     def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send the request once, and return the answer; None if there is no answer and the session may still live.
+        """Send the request once, and return the session's answer; None if it did not answer and may still live.
 
-        Raises ConnectionFailed if the edge node cannot be reached.
+        If the session has ended, the result is a refusal with the `error` "gone". Raises ConnectionFailed if the edge node cannot
+        be reached.
         """
         before, alive = self.unsettled, True
         # From here on an interrupt leaves it open whether the session accepts the payload.
@@ -254,7 +252,7 @@ class RunRequest:
         return {"ok": False, "error": Refusal.GONE, "message": "it was gone before it could be asked"}
 
     def _settle(self, acceptor: LiveSession) -> dict[str, Any]:
-        """Call `on_accepted` with the session that accepted the payload, and return the answer {"ok": True}."""
+        """Call `on_accepted` with the session that accepted the payload; returns {"ok": True}, the answer of `submit`."""
         with delayed_interrupts():
             self.on_accepted(acceptor)
             self.unsettled = False
@@ -271,10 +269,10 @@ class RunRequest:
         return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool:
-        """Returns False if a session has certainly ended, otherwise True.
+        """Returns False if a session has certainly ended, and True if it lives or this cannot be found out.
 
-        `unreachable` says whether the last request did not reach the session. In that case the function returns False also if
-        the session has announced that the session closes. Raises ConnectionFailed if the edge node cannot be reached.
+        `unreachable` says whether the last request did not reach the session. If so, the result is also False for a session that
+        has announced that it closes. Raises ConnectionFailed if the edge node cannot be reached.
         """
         try:
             if unreachable:  # A session in reach may still answer, even if it announces that it is closing.

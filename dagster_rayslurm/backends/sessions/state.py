@@ -37,7 +37,10 @@ def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
 
 
 def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
-    """Returns the state of a session, from the session's files and `row`, the row of the session's job (see `job_of`)."""
+    """Returns the state of a session, from its files and `row`, the row of its job in the queue (see `job_of`).
+
+    The session itself is not asked, so the result is never READY or SILENT.
+    """
     announcement = generation.announcement
     if row is None:
         dead = not generation.ended and announcement is not None and announcement.closing is None
