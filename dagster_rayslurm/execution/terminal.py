@@ -137,13 +137,9 @@ def run_in_terminal(name: str, plan: Any, backend: Backend, resource: ComputeFie
 def start_detached(name: str, plan: Any, backend: Backend, resource: ComputeFields, log: logging.Logger) -> Detached:
     """Start a plan on the cluster without Dagster, and return without waiting for its end.
 
-<<<<<<< HEAD
-    The payload's outputs are never copied to this machine. A later sweep removes the run directory. Raises RunFailure if the plan
-    cannot be started. If an interrupt comes once the payload is started, the function logs the name of the run before it raises.
-=======
     The payload's output files are never copied to this machine. Its run directory is removed when it is old. Raises RunFailure if
-    the plan cannot be started.
->>>>>>> doc1
+    the plan cannot be started. If an interrupt comes once the payload is started, the function logs the name of the run before it
+    raises.
     """
     run = _prepare(name, plan, backend, resource, log)
     started: list[RunningPayload] = []
