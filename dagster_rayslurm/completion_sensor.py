@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
 from typing import Any
 
@@ -104,14 +104,18 @@ class _Look:
     def result(self, known: list[str]) -> Any:
         """Call `operations.look` in a thread, wait for the thread, and return the result or raise the exception.
 
-        If the thread of an earlier tick still runs, the method starts no thread, and waits for the earlier thread and its result.
-        `known` has the names of the runs that the sensor has reported before. Raises TimeoutError after `_LOOK_TIMEOUT` seconds;
-        the thread then goes on.
+        If no tick has got the result of an earlier thread yet, the method starts no thread, and returns the earlier thread's
+        result. `known` has the names of the runs that the sensor has reported before. Raises TimeoutError after `_LOOK_TIMEOUT`
+        seconds; the thread then goes on.
         """
-        if self._pending is None or self._pending.done():
+        if self._pending is None:
             self._pending = Future()
             threading.Thread(target=self._run, args=(self._pending, known), name="rayslurm-look", daemon=True).start()
-        return self._pending.result(_LOOK_TIMEOUT)
+        pending = self._pending
+        if not wait([pending], _LOOK_TIMEOUT).done:
+            raise Late
+        self._pending = None
+        return pending.result()
 
     def _run(self, future: Future[Any], known: list[str]) -> None:
         from .operations import look

@@ -29,6 +29,7 @@ from .environments import (
     PreDeployedEnvironment,
 )
 from .execution import partition_arrays, partitions, submitted, terminal
+from .execution.announce import announce
 from .execution.asynchronous import drive_async
 from .execution.event_log import open_event_log
 from .execution.reattach import next_call
@@ -182,7 +183,10 @@ def submit_and_leave(
         requeue=(call.parts[0].queue if call.parts else backend.queue).requeue,
     )
     pipes_context = submitted.pipes_context_of(step, name, partition_key, run_id, extras)
-    return submitted.submit_and_leave(step, plan, backend, resource, pipes_context, handle, log)
+    handle = submitted.submit_and_leave(step, plan, backend, resource, pipes_context, handle, log)
+    if op_context is not None:
+        announce(op_context, Layout.here(resource.local_base).base, handle, plan, handle.run, backend.connection)
+    return handle
 
 
 def reattach(resource: ComputeFields, context: Context, handle: RunHandle | None) -> CompletedRun:

@@ -8,11 +8,11 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import dagster as dg
 from dagster._core.events import EngineEventData
 
-from ..backends.base import RunningPayload
 from ..plan import Plan
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
@@ -25,8 +25,18 @@ _several_steps: dict[str, bool] = {}
 _TRIES = 5  # Tries to write tags that a step on another host overwrites at the same moment.
 
 
+class Announced(Protocol):
+    """The ids of a Slurm job and of its Ray cluster, as a payload, a job array and the handle of a submitted run have them."""
+
+    @property
+    def job_id(self) -> str | None: ...
+
+    @property
+    def cluster_id(self) -> str: ...
+
+
 def announce(
-    context: dg.OpExecutionContext, base: Path, running: RunningPayload, plan: Plan, run_name: str, connection: Connection
+    context: dg.OpExecutionContext, base: Path, running: Announced, plan: Plan, run_name: str, connection: Connection
 ) -> None:
     """Show a payload's Slurm job in Dagster, by tags of the Dagster run and an event of the step.
 
@@ -36,12 +46,12 @@ def announce(
     Args:
         context: The context of the step.
         base: The path of the base directory on this machine, for a lock file.
-        running: The payload, with the id of the Slurm job and the id of the Ray cluster.
+        running: The payload or the handle of a submitted run; its job id is None or "" without a Slurm job.
         plan: The plan of the payload.
         run_name: The name of the run directory.
         connection: The connection to the cluster. The name of the cluster becomes a tag.
     """
-    if running.job_id is None:
+    if not running.job_id:
         return
     place = socket.gethostname() if isinstance(connection, LocalConnection) else connection.place
     step = context.get_step_execution_context().step.key

@@ -14,7 +14,7 @@ from typing import Any, cast
 import dagster as dg
 
 from ..backends.array import ArrayBackend, Arrays, Ended, Superseded
-from ..backends.base import RunningPayload, deferred_interrupts, noticed_interrupts
+from ..backends.base import deferred_interrupts, noticed_interrupts
 from ..backends.layout import Layout
 from ..compute_fields import DETACH, ComputeFields
 from ..errors import FailureKind, StartError
@@ -190,8 +190,8 @@ class _ArrayRun:
     def _announce(self) -> None:
         arrays = self.arrays_made
         if arrays.running:
-            job = arrays.running[0].job
-            running = cast("RunningPayload", _Announced(job.job_id, arrays.cluster_id))
+            job = arrays.running[-1].job
+            running = _Announced(job.job_id, arrays.cluster_id)
             base = Layout.here(self.resource.local_base).base
             announce(self.context, base, running, replace(self.launch.plan, ray=None), self.launch.name, self.connection)
 
@@ -218,6 +218,8 @@ class _ArrayRun:
             except OSError as error:
                 self._out_of_reach(error)
                 submitted, ended = False, []
+            if submitted:
+                self._announce()
             self._conclude(ended)
             if submitted or ended:
                 grown = time.monotonic()
@@ -380,7 +382,7 @@ class _ArrayRun:
 
 @dataclass(frozen=True)
 class _Announced:
-    """Stands in for a `RunningPayload` in a call of `announce`, which reads only these fields."""
+    """The ids of a job array, for `announce`."""
 
     job_id: str
     cluster_id: str

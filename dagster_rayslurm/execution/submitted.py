@@ -31,6 +31,7 @@ from ..handle import RunHandle
 from ..outcome import Verdict, judge, needs_job_facts, with_hint
 from ..outcome.metadata import Metadata, run_metadata
 from ..plan import Plan, run_dir_name
+from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, SECRETS, STDIO, LineReader
 from ..runtime.protocol.spec import PayloadSpec, RuntimeSpec, from_json
 from ..slurm.accounting import fetch_job_facts
@@ -39,6 +40,7 @@ from ..slurm.shared_queue import QueueSnapshot, listed_snapshot, squeue_command
 from ..slurm.states import TERMINAL
 from ..slurm.submit import cancel_named, find_job
 from ..ssh.base import Connection
+from .announce import announce
 from .files import discard, sweep_old_files
 from .interrupts import is_service_stop, mark_canceling
 from .reattach import Launch
@@ -49,8 +51,12 @@ from .terminal import pipes_context
 # whether the process lives. A submission takes two minutes at most.
 _CLAIM_TIMEOUT = 300.0
 _PAUSE = 1.0  # Seconds between two looks at another process's undecided claim.
-# Seconds after the submission within which the queue may lack the job.
-_LATE = 60.0
+# Seconds after the submission within which the queue may lack the job; without a job id, the sbatch itself may take that long.
+_LATE, _NEVER_SUBMITTED = 60.0, 900.0
+# Seconds after Slurm's word that a job is over within which the record may still get its `end`, or a requeued job may come back.
+_LATE_END, _LATE_REQUEUE = 60.0, 300.0
+# When this process first saw each job over whose record had no final `end`, by run directory, by the monotonic clock.
+_over_since: dict[str, float] = {}
 _CHUNK = 1024 * 1024
 _SQUEUE_TIMEOUT = 120.0
 _TAIL = 65536  # Bytes of the end of the recorded output that are read for the sentence of a failure.
@@ -220,7 +226,8 @@ def reattaching(
     )  # fmt: skip
     pipes = RecordPipes(context)
     interrupts = partial(mark_canceling, context), partial(is_service_stop, context)
-    run = PayloadRun(context.log, follower, kept, launch, {None: plan}, *interrupts)
+    on_start = partial(announce, context, Layout.here(resource.local_base).base)
+    run = PayloadRun(context.log, follower, kept, launch, {None: plan}, *interrupts, on_start)
     with pipes.session(None, plan.uses_pipes) as session:
         try:
             metadata = yield from run.completing(pipes.pipes_context, pipes.handler, lambda _: None)
@@ -291,8 +298,12 @@ def look_for_ends(
         run_dir = os.path.join(base, "runs", each["name"])
         if handle is None:
             waiting += 1
+            continue
+        evidence, reported = _read_record(connection, run_dir, handle)
+        if not _is_final(evidence, handle, run_dir):
+            waiting += 1
         elif connection.call(submissions.take_report, run_dir, sensor, repeat=True) == sensor:
-            ended.append(_judged(connection, run_dir, handle, snapshot, resource))
+            ended.append(_judged(connection, run_dir, handle, snapshot, resource, evidence, reported))
     return ended, [each["name"] for each in found["runs"] if each["known"]], waiting
 
 
@@ -309,18 +320,27 @@ def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | 
     number = found["job_id"]
     row = queue.job(int(number)) if number.isdecimal() else next(iter(queue.named(handle.job_name)), None)
     if row is None:
-        return replace(handle, job_id=number) if found["age"] > _LATE else None
+        return replace(handle, job_id=number) if found["age"] > (_LATE if number else _NEVER_SUBMITTED) else None
     parts = queue.components(row.job_id)
     return replace(handle, job_id=str(row.job_id)) if all(part.state in TERMINAL for part in parts) else None
 
 
-def _judged(connection: Connection, run_dir: str, handle: RunHandle, queue: QueueSnapshot, resource: ComputeFields) -> EndedRun:
-    """Judge a submitted run that has ended, from its run record and, if the record does not explain the end, from Slurm.
+def _is_final(evidence: Evidence, handle: RunHandle, run_dir: str) -> bool:
+    """Returns whether the record of a run whose job Slurm calls over will not change any more.
 
-    Returns the run with the verdict and metadata. Also removes the secrets from the run directory. If the run has no output files
-    to fetch, the function marks the run directory so that it may be removed when it is old. `handle` has the job id; "" if no job
-    was submitted. `queue` is Slurm's queue after the end of the run.
+    A network file system may show the `end` late, and Slurm may run a requeued job again. The result is therefore False for a
+    while if the record has no `end`, or if Slurm may requeue the job and the `end` tells of a signal.
     """
+    end = evidence.end
+    if not handle.job_id or (end is not None and not (handle.requeue and end.get("reason") == EndReason.TERMINATED)):
+        _over_since.pop(run_dir, None)
+        return True
+    since = _over_since.setdefault(run_dir, time.monotonic())
+    return time.monotonic() - since >= (_LATE_REQUEUE if handle.requeue else _LATE_END)
+
+
+def _read_record(connection: Connection, run_dir: str, handle: RunHandle) -> tuple[Evidence, dict[str, Any]]:
+    """Reads the journal of a submitted run; returns the evidence, and the metadata that the payload reported for its asset."""
     evidence, reader = Evidence(), LineReader()
     reported: dict[str, Any] = {}
     while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _CHUNK):
@@ -336,6 +356,32 @@ def _judged(connection: Connection, run_dir: str, handle: RunHandle, queue: Queu
                     evidence.add_message(message["method"], params)
                     if message["method"] == "report_asset_materialization":
                         reported |= params.get("metadata") or {}
+    return evidence, reported
+
+
+def _judged(
+    connection: Connection,
+    run_dir: str,
+    handle: RunHandle,
+    queue: QueueSnapshot,
+    resource: ComputeFields,
+    evidence: Evidence,
+    reported: Mapping[str, Any],
+) -> EndedRun:
+    """Judge a submitted run that has ended, from its run record and, if the record does not explain the end, from Slurm.
+
+    Returns the run with the verdict and metadata. Also removes the secrets from the run directory. If the run has no output files
+    to fetch, the function marks the run directory so that it may be removed when it is old.
+
+    Args:
+        connection: The connection to the cluster.
+        run_dir: The path of the run directory.
+        handle: The handle with the job id; the id is "" if no job was submitted.
+        queue: Slurm's queue after the end of the run.
+        resource: The settings of the run.
+        evidence: What `_read_record` has read. The function adds to the evidence.
+        reported: The metadata that the payload reported.
+    """
     if evidence.end is not None:
         tail = LineReader(max(0, int(evidence.end.get("stdio_bytes", 0)) - _TAIL))
         for record in tail.feed(connection.read(os.path.join(run_dir, STDIO), tail.next_read, _TAIL)):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from click.testing import CliRunner
 from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, RunHandle, SlurmResource, build_completion_sensor
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.edge import submissions
+from dagster_rayslurm.execution import submitted
 from dagster_rayslurm.execution.submitted import submit_once
+from dagster_rayslurm.slurm.shared_queue import QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import pipes_script, wait_until
@@ -202,8 +205,9 @@ def test_a_run_is_requested_that_follows_the_handle(fake_slurm: FakeSlurm, tmp_p
 
 
 def test_a_pending_job_is_waited_for_and_a_cancelled_one_leaves_no_secret(
-    fake_slurm: FakeSlurm, tmp_path: Path, script: Any
+    fake_slurm: FakeSlurm, tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(submitted, "_LATE_END", 0.0)
     fake_slurm.set(starts=False)
     compute = resource(tmp_path)
     handle = compute.submit(payload_path=script(""), asset_key="model", secret_env={"TOKEN": "s3cret"})
@@ -215,6 +219,44 @@ def test_a_pending_job_is_waited_for_and_a_cancelled_one_leaves_no_secret(
         fake_slurm.end(int(handle.job_id), "CANCELLED")
         [event] = tick(sensor, instance, cursor)[0].asset_events
     assert isinstance(event, dg.AssetObservation) and "was cancelled" in str(event.description) and not secret.exists()
+
+
+def test_a_record_that_lags_behind_slurm_is_waited_for(
+    fake_slurm: FakeSlurm, tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm calls the job over before the shared file system shows the `end`; without one, the wait has a limit."""
+    compute = resource(tmp_path)
+    handle = compute.submit(payload_path=script(REPORTS), asset_key="model")
+    assert ended(fake_slurm)
+    journal = tmp_path / "there" / "runs" / handle.run / "journal.jsonl"
+    whole = journal.read_bytes()
+    sensor = build_completion_sensor(compute)
+    with dg.DagsterInstance.ephemeral() as instance:
+        journal.write_bytes(whole[: whole.rindex(b'"end"') - 20])
+        assert tick(sensor, instance)[0].skip_message == "1 submitted runs have not ended"
+        journal.write_bytes(whole)
+        [event] = tick(sensor, instance)[0].asset_events
+        assert isinstance(event, dg.AssetMaterialization) and event.metadata["rows"].value == 3
+    # Without an end, the wait has a limit.
+    lost = compute.submit(payload_path=script(REPORTS, "lost.py"), asset_key="lost")
+    assert ended(fake_slurm)
+    journal = tmp_path / "there" / "runs" / lost.run / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-300])
+    monkeypatch.setattr(submitted, "_LATE_END", 0.0)
+    with dg.DagsterInstance.ephemeral() as instance:
+        events = {event.asset_key.to_user_string(): event for event in tick(sensor, instance)[0].asset_events}
+        assert isinstance(events["lost"], dg.AssetObservation)
+
+
+def test_a_slow_sbatch_is_no_lost_submission(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    """The directory of a run is there before sbatch answers, which may take ten minutes."""
+    compute = resource(tmp_path)
+    handle = compute.submit(payload_path=script(REPORTS), asset_key="model")
+    assert ended(fake_slurm)
+    listed = {"handle": handle.to_json(), "job_id": "", "age": 500.0}
+    queue = QueueSnapshot(0.0, ())
+    assert submitted.ended_handle(listed, queue) is None
+    assert submitted.ended_handle({**listed, "age": 1000.0}, queue) == replace(handle, job_id="")
 
 
 def test_a_cluster_that_does_not_answer_skips_the_tick(
