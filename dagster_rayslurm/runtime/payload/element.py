@@ -22,9 +22,10 @@ KEY = "RAYSLURM_PARTITION_KEY"  # Variable with the key of the payload's partiti
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """One element of a job array: the array's directory, the element's number, and the key and time window of its partition.
+    """One element of a job array, which runs one partition of a Dagster step.
 
-    `window` is None for a partition without a time window.
+    `key` is the partition's key. `window` is its time window, a dictionary with start and end, or None for a partition without
+    one.
     """
 
     array_dir: str
@@ -49,7 +50,7 @@ class Element:
         return dataclasses.replace(spec, cluster_id=cluster_id, control_key=key, worker_env=worker_env)
 
     def lay_out(self) -> None:
-        """Write the payload's start record, Pipes context and secrets into the element's run directory.
+        """Write the start record, the Pipes context and the secrets of this element's payload into the element's run directory.
 
         To be called only on the element's first node. Raises OSError if a file cannot be read or written.
         """
@@ -62,7 +63,7 @@ class Element:
             self._write(SECRETS, read_text(os.path.join(self.array_dir, SECRETS)))
 
     def mark_ended(self) -> None:
-        """Create the file that tells the Dagster process that the element's run record is complete; an error is ignored."""
+        """Create the file that tells Dagster's process that the element's run record is complete; an OSError is ignored."""
         with contextlib.suppress(OSError):  # The batch script also creates the file.
             os.close(os.open(self.run_dir + ENDED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 

@@ -233,8 +233,8 @@ class Supervisor:
         Args:
             end: The reason for the end of the running payloads.
             grace: Seconds from SIGTERM to SIGKILL; None for each payload's own grace period.
-            queued: The reason for the end of the waiting payloads; None for the same reason as `end`. But if `end` is the time limit
-                and `queued` is None, waiting payloads are returned to their clients, which may run them elsewhere.
+            queued: The reason for the end of the waiting payloads; None for the same reason as `end`. But if `end` is the time
+                limit and `queued` is None, waiting payloads are returned to their clients, which may run them elsewhere.
         """
         self.queue = self.queue.ended_by(end)
         if end.reason == EndReason.TIMEOUT and queued is None:
