@@ -114,7 +114,7 @@ def job_config(nonce: str, env: Mapping[str, str]) -> str:
 
 
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
-    """Create the payload's working directory `work_dir`, with symbolic links to the payload's input files, and its data directory.
+    """Create the payload's data directory, and its working directory `work_dir` with symbolic links to its input files.
 
     The input files are the entries of `spec.working_dir`, and `spec.extra_files`, which replace entries of the same name. Because
     of the links nothing is copied, and new files of the payload do not land among the user's source files. Raises OSError if a

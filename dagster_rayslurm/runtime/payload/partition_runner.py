@@ -206,7 +206,10 @@ def _signal_group(pid: int, signum: int) -> None:
 
 
 def _parameter(value: Dict[str, Any]) -> str:
-    """Returns `value` in the form in which Dagster Pipes passes parameters in environment variables (`dagster_pipes.encode_param`)."""
+    """Returns `value` in the form in which Dagster Pipes passes parameters in environment variables.
+
+    `dagster_pipes.encode_param` does the same.
+    """
     return base64.b64encode(zlib.compress(json.dumps(value).encode("utf-8"))).decode("ascii")
 
 

@@ -330,7 +330,10 @@ class Payload:
             self._leak_check(self._leaks_found)
 
     def received(self, awaited: Awaited) -> None:
-        """Handle an event for which the `end` record may wait, such as the rest of the output, or the end of the time to wait for it."""
+        """Handle an event for which the `end` record may wait, such as the rest of the output.
+
+        The end of the time to wait for an event counts as the event.
+        """
         self.safely(lambda: self._go_on(self.ending.received(awaited)))
 
     def _leaks_found(self, leaks: List[str]) -> None:
@@ -422,7 +425,7 @@ class Payload:
             self._measurement.cancel()
 
     def _write_end(self) -> None:
-        """Write the payload's `end` record, which ends the run record, and have the event loop call the functions in `on_ended`."""
+        """Write the payload's `end` record, its last record, and have the event loop call the functions in `on_ended`."""
         self._timers.cancel_all()
         end, process = self.ending.result, self.ending.exit or End(EndReason.EXIT)
         assert end is not None

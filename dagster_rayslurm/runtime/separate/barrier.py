@@ -137,7 +137,10 @@ class Barrier:
             self.state, self._finished_at = replace(self.state, finished=True, final=final), now
 
     def may_leave(self, now: float) -> bool:
-        """Returns whether the host's runtime may end: the run is finished, and each guest has left or had `grace` seconds to leave."""
+        """Returns whether the host's runtime may end now.
+
+        It may if the run is finished, and each guest has left or had `grace` seconds to leave.
+        """
         left = all(now >= member.until for name, member in self._members.items() if name != self._host)
         return now >= self._finished_at + (0.0 if left else self._grace)
 

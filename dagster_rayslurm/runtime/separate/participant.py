@@ -239,7 +239,7 @@ class Host(Participant):
 
 
 class Guest(Participant):
-    """The participant of a component other than the first: it sends its component's state to the host, which answers with the run's.
+    """The participant of a component other than the first: it tells the host its component's state, and learns the run's.
 
     Its exit code is 1 if the host was lost and its own payload did not succeed, otherwise 0.
     """
@@ -264,9 +264,9 @@ class Guest(Participant):
             self._give_up_at = min(self._give_up_at, self.loop.now() + self.spec.grace)
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """Handle a signal that this runtime has received after the end of its payload: stop the event loop, which ends the runtime.
+        """Handle a signal that this runtime has received after the end of its payload: tell the host, and end this runtime.
 
-        The host is told before. With the runtime, the component's Ray cluster ends.
+        With the runtime, the component's Ray cluster ends.
         """
         self.tell(left=True)
         loop.stop()
