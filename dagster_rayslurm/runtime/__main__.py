@@ -95,10 +95,10 @@ def element(spec, array_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of a job in which each component has its own payload and Ray cluster; returns the exit code.
+    """Run the runtime on one node of a job in which each component has its own payload and Ray cluster (separate topology).
 
-    The first node of a component runs the component's payload; the other nodes of the component join the first node's Ray
-    cluster. `spec` is the start record of the whole job, and `run_dir` is the run directory of the whole job.
+    Blocks until this runtime ends; returns the exit code. The first node of a component runs the component's payload; its other
+    nodes join the first node's Ray cluster. `spec` is the start record, and `run_dir` the run directory, of the whole job.
     """
     from dataclasses import replace
 
@@ -126,18 +126,18 @@ def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def session(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of a session's Slurm job; returns the exit code of this process.
+    """Run the runtime on one node of a session's Slurm job, and block until the session ends; returns the exit code.
 
-    The first node runs payloads for clients until the session ends; the other nodes join the first node's Ray cluster. `spec` is
-    the start record of the session, and `session_dir` is the directory of this generation of the session.
+    The first node runs payloads for clients; the other nodes join its Ray cluster. `spec` is the start record of the session, and
+    `session_dir` is the directory of this generation (allocation) of the session.
     """
     return _lead_or_work(spec, _allocation(spec), session_dir, lambda runner, here: _serve_clients(runner, session_dir, here))
 
 
 def serve(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run a session on this machine, without Slurm, until the session ends; returns the exit code 0.
+    """Run a session on this machine, without Slurm, and block until the session ends; returns the exit code 0.
 
-    `spec` is the start record of the session, and `session_dir` is the directory of this generation of the session.
+    `spec` is the start record of the session, and `session_dir` is the directory of this generation (start) of the session.
     """
     _serve_clients(_supervisor(spec), session_dir)
     return 0

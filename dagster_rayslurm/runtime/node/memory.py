@@ -170,9 +170,10 @@ def job_cgroups(limits: Iterable[Tuple[str, int]]) -> List[Tuple[str, int]]:
 
 
 def fullest(cgroups: Iterable[Tuple[str, int]]) -> Optional[Tuple[int, int]]:
-    """Bytes used and bytes allowed in the cgroup whose use is the largest share of its limit; None if no cgroup can be read.
+    """Returns the bytes used and the bytes allowed in the cgroup that uses the largest share of its limit.
 
-    An entry of `cgroups` is a cgroup directory and a limit in bytes.
+    An entry of `cgroups` is the path of a cgroup directory and a limit in bytes. Cgroups that cannot be read are ignored; the
+    result is None if none is left.
     """
     uses = [(_cgroup_use(directory), limit) for directory, limit in cgroups]
     readable = [(used, limit) for used, limit in uses if used is not None]

@@ -219,9 +219,9 @@ class RayJobs:
         return result
 
     def _jobs_of_workers(self, ray: Collection[int]) -> Dict[int, str]:
-        """The Ray job id of each Ray worker that has a job, by the worker's process id.
+        """Returns the Ray job id of each Ray worker on this node that has a job, by the worker's process id.
 
-        `ray` has the ids of all processes of Ray on this node; only workers among these processes are in the result.
+        `ray` has the ids of the processes of Ray that run now; log files of other processes are ignored.
         """
         jobs: Dict[int, str] = {}
         for pid, named, path in _logs(self.log_dir, _WORKER_LOG):
@@ -232,9 +232,9 @@ class RayJobs:
 
 
 def _logs(log_dir: str, pattern: "re.Pattern[str]") -> Iterator[Tuple[int, str, str]]:
-    """Yields process id, job id and path of each log in `log_dir` whose name matches `pattern`.
+    """Generator of the logs in `log_dir` whose names match `pattern`; for each, it yields process id, job id and path.
 
-    The groups of `pattern` are the job id and the process id. Yields nothing before Ray has made the directory.
+    The groups of `pattern` are the job id and the process id. Yields nothing if the directory does not exist yet.
     """
     with contextlib.suppress(OSError):
         for name in os.listdir(log_dir):

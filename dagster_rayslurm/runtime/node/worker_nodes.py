@@ -274,8 +274,9 @@ class WorkerNodes(Listener):
 
 
 def _subject(op: NodeCommand, name: str) -> str:
-    """The key under which a command to a node is stored; a command and the command that undoes it have the same key.
+    """Returns the key under which the last command about a Ray cluster or a payload is kept, such as "measure 3f2a…".
 
-    `name` is the Ray cluster or the payload that the command concerns.
+    `name` is the key of the Ray cluster or the nonce of the payload. A command and the command that undoes it, such as MEASURE
+    and REPORT, have the same key, so that the later one replaces the earlier one.
     """
     return "%s %s" % (_UNDOES.get(op, op), name)

@@ -40,7 +40,7 @@ class Element:
         return os.path.join(self.array_dir, str(self.number))
 
     def spec(self, spec: RuntimeSpec) -> RuntimeSpec:
-        """Returns a copy of the array's start record `spec` for this element.
+        """Returns a copy of `spec`, the start record of the whole array, for the runtime of this element.
 
         The copy has the element's own cluster id and control key, and the partition key as a variable for Ray workers.
         """
@@ -72,9 +72,10 @@ class Element:
 
 
 def find(array_dir: str, number: int) -> Element:
-    """Returns the element with the number `number` (SLURM_ARRAY_TASK_ID) of the array in `array_dir`.
+    """Returns the element with the number `number` of the job array whose directory is `array_dir`.
 
-    Raises OSError if the array's Pipes context cannot be read, and ValueError if the array has no such element.
+    Reads the array's Pipes context. `number` is SLURM_ARRAY_TASK_ID, which counts the partitions from 0. Raises OSError if the
+    Pipes context cannot be read, and ValueError if the array has no such element.
     """
     context = json.loads(read_text(os.path.join(array_dir, CONTEXT)))
     partitions: Tuple[Tuple[str, Optional[Dict[str, str]]], ...] = tuple(context.pop(PARTITIONS).items())

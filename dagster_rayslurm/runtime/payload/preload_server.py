@@ -92,7 +92,7 @@ def preload_environment(base: Environment, payload: Environment, secrets: Iterab
 
 @dataclass(eq=False)
 class _Process:
-    """A preload process, which imports modules and is forked for payloads."""
+    """A preload process, which has imported `modules` and forks itself for payloads, as the runtime knows it."""
 
     modules: Tuple[str, ...]
     env: Environment
@@ -138,14 +138,14 @@ class PreloadServer:
         secrets: Iterable[str] = (),
         streams: Tuple[int, int],
     ) -> Union[Cancel, str]:
-        """Request a fork of a preload process for one payload; starts the preload process if there is none for these modules.
+        """Request a fork of a preload process for one payload, without waiting; starts the preload process if there is none.
 
         Args:
-            modules: Names of the modules that the preload process has imported.
-            argv: The payload's command.
+            modules: Names of the modules that the preload process must have imported.
+            argv: The payload's command, a list of words.
             on_exit: Called when the forked process has ended, with the exit code and the resource usage of the process.
             done: Called once, after this method has returned. The argument is the id of the forked process, or a text that says
-                why the payload needs a fresh interpreter.
+                why the payload needs a fresh interpreter, which the caller must then start.
             cwd: The payload's working directory.
             env: The payload's environment.
             secrets: Names of the variables in `env` that no other process may have.

@@ -52,11 +52,14 @@ class Loop:
         self.on_readable(self._wakeup.fileno(), self._wake)
 
     def on_readable(self, fd: int, call: Callable[[], None]) -> None:
-        """Call `call` whenever the file descriptor `fd` is readable, until `forget(fd)`."""
+        """Have `call` called by the loop whenever the file descriptor `fd` is readable, until `forget(fd)`."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def on_writable(self, fd: int, call: Callable[[], None]) -> None:
-        """Call `call` whenever the descriptor `fd` is writable, or is a socket that failed to connect, until `forget(fd)`."""
+        """Have `call` called by the loop whenever the file descriptor `fd` is writable, until `forget(fd)`.
+
+        A socket is also writable when it has failed to connect.
+        """
         self._selector.register(fd, selectors.EVENT_WRITE, call)
 
     def forget(self, fd: int) -> None:
@@ -70,7 +73,7 @@ class Loop:
         return time.monotonic()
 
     def call_later(self, delay: float, call: Callable[[], object]) -> Timer:
-        """Call `call` once after `delay` seconds; returns a timer whose `cancel` prevents the call."""
+        """Have `call` called once by the loop after `delay` seconds; returns a timer whose `cancel` prevents the call."""
         timer = Timer(call)
         heapq.heappush(self._timers, (time.monotonic() + delay, next(self._order), timer))
         return timer
@@ -124,7 +127,7 @@ class Loop:
                     timer.call()
 
     def resume(self, seconds: float) -> None:
-        """Run the loop again after `stop()`, until the next `stop()`, for at most `seconds` seconds."""
+        """Run the loop again after it was stopped; blocks until the next `stop()`, but for at most `seconds` seconds."""
         self._stopping = False
         timer = self.call_later(seconds, self.stop)
         self.run()
@@ -140,7 +143,7 @@ class Loop:
             self.reap()
 
     def reap(self) -> None:
-        """Reap every child that has ended, including adopted orphans, and call the child's `on_exit`, if any."""
+        """Reap all children that have ended, without blocking; for those that the loop started or adopted, call `on_exit`."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)

@@ -90,7 +90,10 @@ class NodeCommand(TextEnum):
 
 
 class NodeEvent(TextEnum):
-    """The kinds of events on a worker node: reported by the node's agent, or noticed by the head."""
+    """The kind of an event on a worker node: the value of `event` in a message of the node.
+
+    The head makes some of these messages itself, when a node connects or is lost.
+    """
 
     JOINED = "joined"  # The node connected, for the first time or again. The head makes this event itself.
     LOST = "lost"  # The node's connection was lost. The head makes this event itself.

@@ -46,13 +46,13 @@ Record = Dict[str, Any]  # The JSON object of one line.
 
 
 def encode(record: Record) -> bytes:
-    """Returns the line for a record, with checksum and newline."""
+    """Returns a record as a line of bytes: JSON with a checksum as the last member, and a newline."""
     body = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")[:-1]
     return body + _CRC_KEY + b'%08x"}\n' % zlib.crc32(body)
 
 
 def decode(line: bytes) -> Optional[Record]:
-    """Returns the record in `line`, which has no newline at the end; None if the line is damaged."""
+    """Returns the record in `line`, a line from `encode` without the newline; None if its checksum or its JSON is wrong."""
     body, key, tail = line.rpartition(_CRC_KEY)
     if not key or tail != b'%08x"}' % zlib.crc32(body):
         return None

@@ -33,7 +33,7 @@ _LONGEST = 2 * _PIECE  # Most bytes that a frame may have; more is damage.
 
 
 class Kind(IntEnum):
-    """The kind of a frame, which tells what the frame means for its connection."""
+    """The kind of a frame. A frame is one piece of what the two sides of a `Multiplexer` send; it belongs to one connection."""
 
     OPEN = 0  # Connect to the port, which is the frame's data, as text.
     DATA = 1

@@ -31,7 +31,7 @@ RAY_COORDINATES = (
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Settings of Ray for the nodes of one component; the settings replace the fields with the same names in `RaySpec`."""
+    """Settings of Ray for the nodes of one component; each field replaces the field of the same name in the common `RaySpec`."""
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -113,9 +113,9 @@ class PayloadSpec:
 
 @dataclass(frozen=True)
 class BarrierSpec:
-    """How the runtime of a component reaches the barrier, where the payloads of all components wait for each other.
+    """How the runtime of one component reaches the barrier, at which the components of the separate topology wait for each other.
 
-    The first component's runtime is the host of the barrier.
+    The runtime of the first component is the host of the barrier: the others connect to it.
     """
 
     component_id: str  # This runtime's component.
@@ -178,7 +178,10 @@ class ClusterAccess:
 
 @dataclass(frozen=True)
 class Announcement:
-    """How to reach a session, and the session's state; the session writes this record into `session.json`."""
+    """How clients reach a session, and the session's state.
+
+    The session's runtime keeps this record in the file `session.json`.
+    """
 
     cluster_id: str
     job_id: str  # Slurm's id of the session's job, or the id of its process on this machine.

@@ -248,9 +248,9 @@ class RayCluster:
         self._ray.end()
 
     def log_tails(self) -> Dict[str, str]:
-        """Returns the last lines of logs, by name of log, from this node and from worker nodes that failed.
+        """Returns the last lines of logs that may tell why the Ray cluster failed, by name of log.
 
-        The lines may tell why the cluster failed.
+        They are the logs of this node and of worker nodes that failed; empty logs are left out.
         """
         given_up = [(place, member.title) for place, member in self.state.members.items() if member.given_up]
         logs = {"runtime on %s" % title: self.workers.log_tail(place) for place, title in given_up}

@@ -25,7 +25,10 @@ CLUSTER_READY, UNSCHEDULABLE = "cluster-ready", "unschedulable"
 
 
 class Report(TextEnum):
-    """The kinds of reports about Ray on one node: some come from the program `node_main`, the others from `RayNode`."""
+    """The kind of a report about Ray on one node: the value of `event`.
+
+    `node_main`, which runs Ray, or `RayNode` makes the report.
+    """
 
     NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one. `ray_version` is Ray's version.
     ENTRYPOINT = "entrypoint"  # `ray symmetric-run` has started its command, so the Ray cluster is up.
@@ -101,7 +104,7 @@ class Membership:
 
     @property
     def expected(self) -> int:
-        """Number of nodes of the complete cluster, the head included."""
+        """Number of nodes that the Ray cluster has when it is complete, the head included."""
         return 1 + len(self.members)
 
     @property
@@ -112,7 +115,7 @@ class Membership:
 
     @property
     def needed(self) -> int:
-        """Least number of nodes with which the cluster is ready, the head included."""
+        """Number of nodes that must be alive for the Ray cluster to become ready, the head included."""
         return self.expected if self.spec.min_nodes is None else min(self.spec.min_nodes, self.expected)
 
     def step(self, event: Event) -> Step:
@@ -259,7 +262,7 @@ def within(spec: RaySpec, nodes: Nodes) -> Nodes:
 
 
 def alive(nodes: Nodes) -> List[Node]:
-    """Returns the rows of the nodes that Ray reports as alive."""
+    """Returns the rows of the nodes that the node table `nodes` shows as alive."""
     return [node for node in nodes.values() if node["alive"]]
 
 

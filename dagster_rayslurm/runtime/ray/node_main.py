@@ -110,7 +110,7 @@ def lacks_tokens(version: str) -> bool:
 
 
 class _Reporter:
-    """Sends reports to the runtime as JSON lines; any thread may call this object."""
+    """Sends reports to the runtime as JSON lines over the descriptor `fd`; any thread may call it, as in `report(event=…)`."""
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)  # Ray's daemons must not keep the pipe open after this process has ended.
@@ -248,7 +248,7 @@ def _connect_error(gcs: str, timeout: float) -> Optional[OSError]:
 
 
 def _nodes(client: Any) -> Optional[Nodes]:
-    """Returns Ray's node table; None while the GCS does not answer."""
+    """Returns Ray's node table (`internals.node_table`); None, with a message on stderr, if the GCS does not answer."""
     try:
         return internals.node_table(client)
     except Exception as error:  # Ray's RPC errors have no common public base class.

@@ -16,7 +16,10 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class ComponentAddress:
-    """The addresses of one component, which all payloads get in the environment variable RAYSLURM_COMPONENTS."""
+    """Where one component is: its first node, all its nodes, and its Ray cluster.
+
+    All payloads get these facts of all components.
+    """
 
     host: str  # Host name of the component's first node.
     address: str  # Network address of the first node.

@@ -301,7 +301,7 @@ class Guest(Participant):
 
 
 def _end_of(payload: Payload) -> Ended:
-    """Returns how a payload ended, as the value that the runtimes of the other components receive."""
+    """Returns how a payload has ended, in the form that is sent to the runtimes of the other components."""
     ending = payload.ending
     end = ending.result
     if end is None:

@@ -42,7 +42,7 @@ class Misfit(SpecError):
 
 
 class Claim(NamedTuple):
-    """A number of CPUs and GPUs on one node: the amounts that one payload reserves, or all that the node has."""
+    """A number of CPUs and a number of GPUs on one node: what a payload reserves there, or what the node has."""
 
     cpus: int = 0
     gpus: int = 0
@@ -170,7 +170,7 @@ class Queue:
 
     @property
     def waiting(self) -> List[Entry]:
-        """The waiting payloads in the order in which they start if all payloads fit."""
+        """The waiting payloads in the order in which they start if there is room for all: the Dagster runs take turns."""
         seen: Dict[str, int] = {}
         places = []
         for entry in self.arrived:

@@ -128,7 +128,10 @@ class RequestServer(Listener):
         self._poll()
 
     def close(self) -> None:
-        """Accept no more requests, and write into the announcement that the session has ended."""
+        """Accept no more requests, and write into the announcement that the session has ended.
+
+        An OSError of the file is ignored.
+        """
         self._server.close()
         self._closed = True
         with contextlib.suppress(OSError):  # Clients also learn the end of the session from Slurm or the kernel.

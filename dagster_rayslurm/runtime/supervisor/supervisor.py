@@ -172,7 +172,10 @@ class Supervisor:
 
     @property
     def unhealthy(self) -> List[Unhealthy]:
-        """The nodes that failed a health check of the warm Ray cluster; without a warm cluster, of a payload's own cluster."""
+        """The nodes that failed a health check, each as a dictionary with `node`, `check` and `found`.
+
+        They are those of the warm Ray cluster or, without a warm one, of the payload's own Ray cluster that failed last.
+        """
         return self._unhealthy if self.cluster is None else self.cluster.unhealthy
 
     @property
@@ -586,7 +589,7 @@ class Supervisor:
         return self.allocation.facts() if self.allocation is not None else None
 
     def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
-        """Returns facts for the `end` record of a payload: its host, Python, granted nodes and Ray cluster.
+        """Returns facts for the `end` record of a payload, as a dictionary for JSON: host, Python, granted nodes and Ray cluster.
 
         `cluster` is the Ray cluster that the payload uses; None for a payload without Ray.
         """
