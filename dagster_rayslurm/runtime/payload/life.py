@@ -42,9 +42,9 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Life:
-    """The immutable state of one payload. For each event, a method returns the next state and the actions to take.
+    """The immutable state of one payload; for each event, a method returns the next state and the actions to take.
 
-    It changes nothing.
+    The methods themselves take no action: `Payload` does.
     """
 
     phase: Phase = Phase.QUEUED

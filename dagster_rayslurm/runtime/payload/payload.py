@@ -192,9 +192,9 @@ class Payload:
             self.end_early(End(EndReason.RECORD, "%s cannot be written: %s" % (self.run_dir, error.strerror)))
 
     def copy_chunk(self) -> bool:
-        """Copy at most 256 KiB of the payload's Pipes messages from their file into the journal, complete lines only.
+        """Copy at most 256 KiB of the payload's Pipes messages from their file into the journal.
 
-        Returns False if there was nothing new in the file.
+        Returns False if nothing was new. An incomplete line at the end is kept in memory until the rest comes.
         """
         data = self._message_file.read(_CHUNK) if self._message_file is not None else b""
         lines, self._partial = split_lines(self._partial + data)
@@ -510,9 +510,9 @@ class PayloadProcess:
         self._cancel_fork = forking
 
     def cancel_start(self) -> None:
-        """If a fork of a preload process was requested and has not happened, cancel it, so that no process starts.
+        """Cancel the start of the process if it is still under way, such as a requested fork, so that no process starts.
 
-        Close the pipes.
+        Also closes the pipes for the output.
         """
         self._cancel_fork()
         self._cancel_fork = lambda: None

@@ -351,9 +351,8 @@ def run(argv: List[str]) -> None:
 def leave_ray() -> None:
     """Exit handler of a payload: shuts Ray down before Ray's own exit handler would, which sleeps for half a second first.
 
-    Ray sleeps so that the last lines that its workers printed reach this process. So this handler leaves the work to Ray's if a
-    worker has printed a line just now, or if the Ray cluster has several nodes (Ray 2.60: `ray.shutdown` in
-    `_private/worker.py`).
+    Ray sleeps so that the last lines that its workers printed reach this process. So this handler does nothing, and leaves the
+    work to Ray's handler, if a worker has printed a line just now, or if the Ray cluster has several nodes (Ray 2.60).
     """
     with contextlib.suppress(Exception):  # Another version of Ray: Ray's own exit handler shuts it down.
         ray: Any = sys.modules["ray"]

@@ -156,7 +156,7 @@ class OutputSearch:
 
 
 def _expand(directory: str, parts: Sequence[str]) -> Iterator[str]:
-    """Generator of the paths below `directory` that match a pattern; it also yields each directory that a `**` walks through.
+    """Generator that yields the paths below `directory` that match a pattern, and also each directory that a `**` walks through.
 
     `parts` are the parts of the pattern between slashes. The additional directories let the caller pause: `glob.iglob` would walk
     a whole tree before the first match, which may take minutes on a network file system.

@@ -275,9 +275,9 @@ def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
 class RpcServer:
     """Listens for connections, and creates a `Channel` for each connection; the channels call the methods of `listener`.
 
-    `key` is the secret that both ends know, in hex. The server listens on the first free port of `ports`, which the attribute
-    `port` then has; the constructor raises OSError if none is free. With `loopback`, only this machine can connect. `heartbeat`
-    is that of the channels.
+    The server listens on the first free port of `ports`, and stores its number in the attribute `port`; the constructor raises
+    OSError if no port is free. `key` is the secret that both ends know, in hex. If `loopback` is True, only this machine can
+    connect. `heartbeat` is passed to the channels.
     """
 
     loop: Loop

@@ -274,9 +274,9 @@ class _Search:
         return True
 
     def _ways(self, place: int, state: Tuple[_Free, ...]) -> Any:
-        """Generator of the states of the nodes that can follow `state` if the bundle with the index `place` is put on a node.
+        """Generator that yields, for each way to put the bundle with the index `place` on a node, the new state of the nodes.
 
-        A state has what is free on each node.
+        `state` is the present state: what is free on each node. If no bundle has this index, nothing is yielded.
         """
         for at, (kind, free, instances) in enumerate(state if place < len(self.bundles) else ()):
             if (at and state[at - 1] == state[at]) or not self.labels[kind][place]:
@@ -288,10 +288,10 @@ class _Search:
 
 
 def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> Iterable[Tuple[Tuple[int, ...], ...]]:
-    """Generator of what can be left of the instances of each resource after a bundle has taken the amounts `parts`.
+    """Generator that yields, for each way to take the amounts `parts` from a node, what is left of its instances.
 
-    `instances` has the free units of each instance, such as each GPU, by resource; `parts` has one amount for each resource.
-    There is one result for each way to take the amounts.
+    `instances` has, for each resource, the free units of each instance, such as each GPU; so has each result. `parts` has one
+    amount for each resource.
     """
     if not parts:
         yield ()
@@ -302,10 +302,10 @@ def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> It
 
 
 def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]:
-    """Generator of what can be left of the instances of one resource, such as GPUs, after `amount` units are taken.
+    """Generator that yields, for each way to take `amount` units of one resource from a node, what is left of its instances.
 
-    Whole instances are taken first, and the rest of the amount comes from one other instance. There is one result for each way to
-    take the amount; if there is none, the generator is empty.
+    `instances` has the free units of each instance, such as each GPU; so has each result, sorted. Whole instances are taken
+    first, and the rest of the amount comes from one other instance. If `amount` cannot be taken, nothing is yielded.
     """
     count, part = divmod(amount, _UNIT)
     whole = [each for each in instances if each == _UNIT]

@@ -67,9 +67,9 @@ def capacities_of(machines: Iterable[NodeResources]) -> Claims:
 def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
     """Returns the CPUs and GPUs that a payload reserves on each node, by component.
 
-    If `spec` gives no number of CPUs or GPUs, the payload reserves all of a node if it gets a Ray cluster of its own (`fresh`),
-    and none otherwise. A payload without Ray reserves nothing outside the component of the head node. `capacities` is a result of
-    `capacities_of`.
+    The numbers come from `spec`. Where `spec` has no number, a payload with a Ray cluster of its own (`fresh`) reserves all of a
+    node, and any other payload none. A payload without Ray reserves nothing outside the component of the head node. `capacities`
+    is a result of `capacities_of`.
     """
 
     def claim(capacity: Claim) -> Claim:
