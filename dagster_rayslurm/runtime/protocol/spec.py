@@ -108,7 +108,7 @@ class PayloadSpec:
     fails_infeasible: bool = False  # Whether the payload ends when tasks wait for what the Ray cluster can never grant.
     time_limit: Optional[float] = None  # Seconds that the payload may run; None for the time limit of the allocation.
     run_id: str = ""  # Id of the Dagster run; runs take turns in the queue of a session.
-    step: str = ""  # Key of the Dagster step; a session estimates a payload's duration by the last payload of the step.
+    step: str = ""  # Key of the Dagster step; a session expects a payload to take as long as the step's longest so far.
 
 
 @dataclass(frozen=True)
