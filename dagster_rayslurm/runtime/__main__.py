@@ -27,10 +27,11 @@ _dispensable = mmap.mmap(-1, 1)
 
 
 def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the payload of the run directory `run_dir` without Slurm.
+    """Run the payload of the run directory `run_dir` without Slurm, and block until the payload has ended; returns 0.
 
-    `spec` is the start record of the runtime. Returns 0 when the payload or the parent process has ended, even if the payload has
-    failed.
+    Returns 0 even if the payload has failed: the run record tells the result. If the parent process ends, the payload is
+    cancelled. `spec` is the start record of the runtime. If `spec` has a barrier, this process runs one of several components on
+    this machine.
     """
     from dataclasses import replace
 
@@ -58,7 +59,7 @@ def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of a Slurm job; returns the exit code of this process.
+    """Run the runtime on one node of a Slurm job, and block until it ends; returns the exit code of this process.
 
     The first node runs the payload of the run directory `run_dir`; the other nodes join the first node's Ray cluster. `spec` is
     the start record of the runtime.
@@ -74,10 +75,10 @@ def node(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def element(spec, array_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of an element of a job array; returns the exit code of this process.
+    """Run the runtime on one node of an element of a job array, and block until it ends; returns the exit code of this process.
 
-    The function does the same as `node`, with the element's own run directory below `array_dir`, the directory of the array.
-    `spec` is the start record of the array.
+    As in `node`, the first node runs a payload, and the other nodes join its Ray cluster. The payload is that of the element: its
+    run directory is below `array_dir`, the directory of the array. `spec` is the start record of the whole array.
     """
     from .payload import element as elements
     from .supervisor import request_server
@@ -94,10 +95,10 @@ def element(spec, array_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of a job in which each component has its own payload and Ray cluster; returns the exit code.
+    """Run the runtime on one node of a job in which each component has its own payload and Ray cluster (separate topology).
 
-    The first node of a component runs the component's payload; the other nodes of the component join the first node's Ray
-    cluster. `spec` is the start record of the whole job, and `run_dir` is the run directory of the whole job.
+    Blocks until this runtime ends; returns the exit code. The first node of a component runs the component's payload; its other
+    nodes join the first node's Ray cluster. `spec` is the start record, and `run_dir` the run directory, of the whole job.
     """
     from dataclasses import replace
 
@@ -125,18 +126,18 @@ def part(spec, run_dir):  # type: (RuntimeSpec, str) -> int
 
 
 def session(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run the runtime on one node of a session's Slurm job; returns the exit code of this process.
+    """Run the runtime on one node of a session's Slurm job, and block until the session ends; returns the exit code.
 
-    The first node runs payloads for clients until the session ends; the other nodes join the first node's Ray cluster. `spec` is
-    the start record of the session, and `session_dir` is the directory of this generation of the session.
+    The first node runs payloads for clients; the other nodes join its Ray cluster. `spec` is the start record of the session, and
+    `session_dir` is the directory of this generation (allocation) of the session.
     """
     return _lead_or_work(spec, _allocation(spec), session_dir, lambda runner, here: _serve_clients(runner, session_dir, here))
 
 
 def serve(spec, session_dir):  # type: (RuntimeSpec, str) -> int
-    """Run a session on this machine, without Slurm, until the session ends; returns the exit code 0.
+    """Run a session on this machine, without Slurm, and block until the session ends; returns the exit code 0.
 
-    `spec` is the start record of the session, and `session_dir` is the directory of this generation of the session.
+    `spec` is the start record of the session, and `session_dir` is the directory of this generation (start) of the session.
     """
     _serve_clients(_supervisor(spec), session_dir)
     return 0
@@ -159,10 +160,10 @@ def _serve_clients(runner, session_dir, here=None):  # type: (Supervisor, str, O
 
 
 def _run_on_time(runner, here):  # type: (Supervisor, Optional[allocation.Allocation]) -> None
-    """Run the payloads of the runtime `runner` until the runtime ends.
+    """Run the payloads of the runtime `runner`, and block until the runtime ends.
 
-    `here` is the allocation of the Slurm job; None without Slurm. In a Slurm job, the function also warns payloads and ends a
-    session before the job's time limit.
+    `here` is the allocation of the Slurm job; None without Slurm. In a Slurm job, the function also sends payloads the configured
+    warning signal before the job's time limit, and ends a session before this limit.
     """
     if here is not None:
         from .supervisor import time_limit
@@ -198,10 +199,10 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 
 
 def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
-    """Call `lead` if this task is on the first node of the allocation `here`; otherwise run a worker node. Returns the exit code.
+    """On the first node of the allocation `here`, call `lead`; on another node, run a worker node. Returns the exit code.
 
-    `lead` is called with a new runtime and `here`, and returns the exit code. `spec` is the start record. `log_dir` is the
-    directory of the nodes' logs.
+    `lead` is called with a new supervisor, which runs payloads, and with `here`, and returns the exit code. `spec` is the start
+    record. `log_dir` is the directory of the nodes' logs. Blocks until the runtime of this node ends.
     """
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)

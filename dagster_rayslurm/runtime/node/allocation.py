@@ -20,7 +20,10 @@ _COMPONENT_VARIABLES = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_P
 
 
 class Component(NamedTuple):
-    """The nodes of one component of a heterogeneous Slurm job, or all nodes of an ordinary job."""
+    """The nodes of one component of a heterogeneous Slurm job, or all nodes of an ordinary job.
+
+    `name` is the component's name in the user's configuration; None until `select_component` has set it.
+    """
 
     job_id: str
     partition: str
@@ -30,9 +33,9 @@ class Component(NamedTuple):
 
 @dataclass(frozen=True)
 class Allocation:
-    """The Slurm job of this task: the job's id, the names of the nodes of the task's step, and the index of this node among them.
+    """The Slurm job of this process: its id, the names of the nodes of this job step, and the index of this node among them.
 
-    The step has one task on each node.
+    The step has one task on each node. The first node is the head.
     """
 
     job_id: str
@@ -56,9 +59,10 @@ class Allocation:
         return self.components[self.group_of(node_id)].name if self.components else None
 
     def of_own_group(self) -> "Allocation":
-        """A copy of the allocation that has only the nodes of this task's own component, or all nodes in an ordinary job.
+        """Returns a copy of the allocation with only the nodes of this task's component, without `components`.
 
-        The copy has no `components`.
+        The indexes of nodes, the head addresses, the job id and the partition are those of the component too. In an ordinary job,
+        the copy has all nodes.
         """
         if len(self.components) < 2:
             return replace(self, components=[])
@@ -83,7 +87,10 @@ class Allocation:
 
 
 def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
-    """The allocation that this task's environment variables `environ` describe; None outside of a Slurm step."""
+    """Returns the allocation that `environ`, the environment variables of a Slurm task, describes; None outside of a Slurm step.
+
+    The components have no names yet (`select_component`).
+    """
     if "SLURM_JOB_ID" not in environ or "SLURM_NODEID" not in environ:
         return None
 
@@ -113,11 +120,11 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
 
 
 def head_address(allocation: Allocation) -> str:
-    """The address by which other nodes reach the head node; this function may only be called on the head node.
+    """Returns the address by which other nodes reach the head node. May only be called on the head node.
 
-    If `allocation.head_addresses` begins with an address and not with the head's name, the result is this address. The same holds
-    if the job has a single node. Otherwise the result is the head's own address on the route to another node, or else on the
-    default route. Loopback addresses do not count. Without any such address, the result is the head's name.
+    If `allocation.head_addresses` begins with an address and not with the head's name, or if the job has a single node, the
+    result is this first entry. Otherwise it is the head's own address on the route to another node, or else on the default route,
+    but no loopback address. Without any such address, the result is the head's name.
     """
     known, *_ = allocation.head_addresses
     name, *others = allocation.nodes
@@ -128,14 +135,14 @@ def head_address(allocation: Allocation) -> str:
 
 
 def select_component(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
-    """A copy of the allocation `here` whose components have the names `component_ids`; `here` itself if there are no names.
+    """Returns a copy of the allocation `here` whose components have the names `component_ids`, in the order of the job.
 
-    In a heterogeneous job, this function also corrects `environ`, the environment of this task. The variables for the partition
-    and the memory get the values of the task's own component. If this node has no GPUs, the variables for visible GPUs are
-    removed. The reason is that Slurm sets all these variables for the first or the last component in every task (srun(1); tried
-    on Slurm 22.05 and 24.11).
+    If there are no names, returns `here` itself. An ordinary job counts as one component. Raises ValueError if the numbers of
+    names and components differ.
 
-    Raises ValueError if the number of names differs from the number of components. An ordinary job counts as one component.
+    In a heterogeneous job, the function also changes `environ`, the environment of this task, because Slurm sets some variables
+    for the first or the last component in every task (srun(1); tried on Slurm 22.05 and 24.11). The variables for partition and
+    memory get the values of this task's component, and if this node has no GPUs, the variables for visible GPUs are removed.
     """
     if here.components:
         group = here.group_of(here.node_id)

@@ -18,7 +18,10 @@ _NO_VALUES = (0, 2**32 - 2, 2**64 - 2)  # No measurement yet, and Slurm's NO_VAL
 
 
 def is_measured(config: Optional[str]) -> bool:
-    """Return whether Slurm measures energy, according to the output of `scontrol show config`; False if there is no output."""
+    """Return whether Slurm measures energy, given `config`, the output of `scontrol show config`.
+
+    None (no output) means False.
+    """
     match = re.search(r"^AcctGatherEnergyType *= *(?:acct_gather_energy/)?(\S+)", config or "", re.MULTILINE)
     return match is not None and match.group(1) not in ("none", "(null)")
 
@@ -33,9 +36,10 @@ def parse_joules(text: Optional[str]) -> Optional[int]:
 
 
 def own_step(environ: Mapping[str, str]) -> Optional[str]:
-    """Return the id of this task's step, such as "17.0"; None outside of a step, in heterogeneous jobs and in elements of arrays.
+    """Return the id of this task's Slurm step, such as "17.0", for queries of energy.
 
-    Steps of a heterogeneous job have several ids. The thousands of elements of an array would each send a query to slurmctld.
+    None if energy cannot or should not be queried. This is so outside of a step; in a heterogeneous job, whose steps have several
+    ids; and in an element of a job array, because thousands of elements would each send a query to slurmctld.
     """
     job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
     left_out = environ.get("SLURM_HET_SIZE") or environ.get("SLURM_ARRAY_JOB_ID")
@@ -44,9 +48,10 @@ def own_step(environ: Mapping[str, str]) -> Optional[str]:
 
 @dataclass(eq=False)
 class StepEnergy:
-    """Queries the energy that one step has consumed.
+    """Queries the energy that the Slurm step `step`, such as "17.0", has consumed.
 
-    The object first asks Slurm once whether Slurm measures energy. If Slurm does not, `query` always returns False.
+    Some seconds after its creation, the object asks Slurm once whether Slurm measures energy. Before the answer, or if Slurm does
+    not measure energy, `query` returns False.
     """
 
     loop: Loop
@@ -57,10 +62,10 @@ class StepEnergy:
         self.loop.call_later(_DELAY, lambda: self._run(("scontrol", "show", "config"), self._configured))
 
     def query(self, on_answer: Callable[[Optional[int]], None]) -> bool:
-        """Ask for the energy that the step has consumed so far; return whether an answer will come.
+        """Start a query of the energy that the step has consumed so far, without waiting; return whether an answer will come.
 
-        If the result is True, `on_answer` is called within `_TIMEOUT` seconds, with joules or, without a measurement, with None.
-        If the result is False, `on_answer` is never called.
+        If the result is True, `on_answer` is called once within about `_TIMEOUT` seconds, with joules, or with None if there is
+        no measurement. If the result is False, `on_answer` is never called.
         """
         waiting = [on_answer]
 

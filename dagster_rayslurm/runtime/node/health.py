@@ -30,7 +30,7 @@ _PORT_STATE = re.compile(r"[0-9]+: ")  # Before the word in the file `state` of 
 
 @dataclass(frozen=True)
 class Order:
-    """The input of the process that runs the health checks: the names and values of the checks, and facts that checks need."""
+    """What the process that runs the health checks must do: the checks, such as "clock=10", and facts that the checks need."""
 
     checks: List[str]
     gpus: Optional[int] = None  # GPUs that the node must have; None where they are simulated.
@@ -47,15 +47,18 @@ class Order:
 
 
 def name_of(check: str) -> str:
-    """The name of a check: "clock" for the built-in check "clock=10", "command" for each shell command of the user."""
+    """Returns the name of a check: for a built-in check the part before "=", such as "clock" for "clock=10".
+
+    For any other text, which is a shell command of the user, the name is "command".
+    """
     name = check.partition("=")[0]
     return name if name in CHECKS else "command"
 
 
 def value_error(check: str) -> Optional[str]:
-    """An error text if a built-in check has an invalid value, as in "clock=soon"; None if the value is valid.
+    """Returns an error text if `check`, such as "clock=soon", gives a built-in check a value that it cannot take; otherwise None.
 
-    A value is also invalid if the check takes no values. A check without "=" has no value, and the result is None.
+    Some checks take no value at all. A check without "=" has no value, and the result is None.
     """
     name, equals, value = check.partition("=")
     if not equals:
@@ -73,10 +76,10 @@ def value_error(check: str) -> Optional[str]:
 
 
 def gpu_count_problem(wanted: int, listed: str, visible: Sequence[str]) -> Optional[str]:
-    """An error text if the driver lists fewer than `wanted` GPUs, or lacks a GPU in `visible`; None otherwise.
+    """Returns an error text if the GPU driver lists fewer than `wanted` GPUs, or lacks a GPU in `visible`; None otherwise.
 
-    `listed` is the output of `nvidia-smi -L`. `visible` has the names of the GPUs that were granted to the job. Only names that
-    are UUIDs are looked up.
+    `listed` is the output of `nvidia-smi -L`. `visible` has the names of the GPUs that were granted to the job; only names that
+    are UUIDs ("GPU-…", "MIG-…") are looked up.
     """
     lines = [match for match in map(_GPU_LINE.match, listed.splitlines()) if match]
     kind = "MIG" if any(name.startswith("MIG-") for name in visible) else "GPU"
@@ -88,7 +91,7 @@ def gpu_count_problem(wanted: int, listed: str, visible: Sequence[str]) -> Optio
 
 
 def gpu_ecc_problem(errors: str, remapped: str) -> Optional[str]:
-    """An error text about GPUs with uncorrected memory errors, or memory rows that could not be replaced; None without such GPUs.
+    """Returns an error text about GPUs whose memory has uncorrected errors or broken rows; None without such GPUs.
 
     Both arguments are CSV output of `nvidia-smi` with one row for each GPU. A row of `errors` has the GPU's index and the number
     of errors since the last reset that ECC could not correct. A row of `remapped` has an id of the GPU, and whether the GPU
@@ -111,7 +114,7 @@ def _rows(text: str) -> List[List[str]]:
 
 
 class Disk(NamedTuple):
-    """The size, the free space and the inodes of the file system that contains `path`.
+    """The size and the free space of the file system that contains `path`, and its number of inodes.
 
     Free space and free inodes do not include what is reserved for root.
     """
@@ -154,7 +157,7 @@ def clock_problem(ahead: float, limit: float) -> Optional[str]:
 
 
 class Interface(NamedTuple):
-    """The state of a network interface, or of a port of an InfiniBand device."""
+    """The state of a network interface such as "eth0", or of a port of an InfiniBand device."""
 
     name: str
     state: Optional[str]  # The kernel's word, such as "up" or "ACTIVE"; None if the interface does not exist.
@@ -162,10 +165,10 @@ class Interface(NamedTuple):
 
 
 def interface_problem(interfaces: Sequence[Interface], known: Sequence[str]) -> Optional[str]:
-    """An error text about the first of the `interfaces` that is missing, is down or has no address; None if all are usable.
+    """Returns an error text about the first of `interfaces` that is missing, is down or has no address; None if all are usable.
 
     If `interfaces` is empty, the error text says that the node has no InfiniBand port. `known` has the names of all network
-    interfaces of the node, for the error text.
+    interfaces of the node, which the error text lists.
     """
     if not interfaces:
         return "it has no InfiniBand port; it has: %s" % ", ".join(known)
@@ -188,9 +191,9 @@ class _NoAnswer(Exception):
 
 
 def _ask(*command: str) -> str:
-    """Run a program and return its output, error output included, without white space at the ends.
+    """Run a program, wait for its end, and return its output, error output included, without white space at the ends.
 
-    Raises _NoAnswer if the program is missing, fails, or runs longer than `_TIMEOUT` seconds.
+    Raises _NoAnswer if the program is missing, has an exit code other than 0, or runs longer than `_TIMEOUT` seconds.
     """
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -306,7 +309,10 @@ CHECKS: Dict[str, Check] = {
 
 
 def first_problem(order: Order) -> Optional[Tuple[str, str]]:
-    """The first check of `order` that this node fails, and the error text of that check; None if the node passes all checks."""
+    """Run the checks of `order` one after another, until one fails; returns this check, such as "clock=10", and its error text.
+
+    A check that cannot be carried out counts as failed. Returns None if the node passes all checks.
+    """
     for check in order.checks:
         name, _, value = check.partition("=")
         try:
@@ -321,15 +327,15 @@ def first_problem(order: Order) -> Optional[Tuple[str, str]]:
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """This node's name in Slurm (srun(1), Slurm 22.05); the host name if `environ` does not come from Slurm."""
+    """Returns this node's name in Slurm, from the environment variables `environ`; outside of Slurm, the host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def main(arguments: List[str]) -> int:
-    """Run the checks of an `Order`, and write the first failed check with its error text as JSON to a file descriptor.
+    """Run the health checks of an `Order`, and write the first failed check with its error text, as JSON, to a file descriptor.
 
-    The `arguments` are the order as JSON, and the number of the descriptor. If no check fails, `null` is written. Returns the
-    exit code: 1 if a check failed, else 0. The descriptor is a pipe and not a log file, because the disk may be full.
+    `arguments` has two texts: the order as JSON, and the number of the descriptor. If no check fails, `null` is written. Returns
+    the exit code: 1 if a check failed, else 0. The descriptor is a pipe, because the disk may be full.
     """
     order: Any = json.loads(arguments[0])
     found = first_problem(Order(**order))

@@ -33,11 +33,11 @@ remark: Optional[Tuple[str, str]] = None
 
 
 def enter(arguments: Sequence[str]) -> None:
-    """Make this node's copy of the Python environment, and replace this program by the same program with the copy's Python.
+    """If the Python environment is to be copied to each node's disk, make the copy and go on with the copy's Python.
 
-    `arguments` are the command-line arguments for the new program. The function returns only if this program is to go on in its
-    present environment. This is so in three cases: the environment's recipe asks for no copies, the copy cannot be made, or the
-    environment is the copy already.
+    To go on, the function replaces this program by the copy's Python (`os.execve`), which runs this zipapp again with the
+    command-line arguments `arguments`. The function returns, and this program goes on in its present environment, in three cases:
+    the environment's recipe asks for no copies, the copy cannot be made, or this environment is the copy already.
     """
     global remark
     scratch.inherit()
@@ -74,9 +74,10 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def _find(python: str) -> Tuple[str, Dict[str, Any]]:
-    """The directory of the Python environment that contains the executable `python`, and the recipe in this directory.
+    """Returns the directory of the Python environment of the executable `python`, and the environment's recipe.
 
-    If the environment has no readable recipe, {} stands for the recipe.
+    The recipe is the content of the file `rayslurm.json` in this directory, with the commands that make a copy; {} if there is no
+    such file, or if it cannot be read.
     """
     prefix = os.path.dirname(os.path.dirname(python))
     for path in (prefix, os.path.dirname(prefix)):  # pixi-pack makes `env/bin/python`.
@@ -91,10 +92,10 @@ def _find(python: str) -> Tuple[str, Dict[str, Any]]:
 
 
 def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: str) -> None:
-    """Make a copy of the environment at the path `copy`, which must not exist, and run the copy's executable `python` as a test.
+    """Make a copy of the environment at the path `copy`, which must not exist, and test that the copy's executable `python` runs.
 
-    `commands` are the commands that make the copy; "{prefix}" stands for the path `copy` in them. `temporary` is the directory
-    for temporary files. Raises OSError if `copy` cannot be created, or if a command fails or runs longer than `_TIMEOUT` seconds.
+    `commands` are run one after another; each is a list of words, in which "{prefix}" stands for `copy`. `temporary` is the
+    directory for temporary files. Raises OSError if `copy` exists, or if a command fails or runs longer than `_TIMEOUT` seconds.
     """
     os.mkdir(copy)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
@@ -114,10 +115,10 @@ def _make(commands: Sequence[Sequence[str]], copy: str, python: str, temporary: 
 
 
 def _moved(environ: Mapping[str, str], prefix: str, copy: str) -> Dict[str, str]:
-    """A copy of the variables `environ`, in which the path of this node's copy replaces the path of the shared environment.
+    """Returns the environment variables `environ`, with the path `copy` wherever a value has the path `prefix`.
 
-    `prefix` is the path of the shared environment, and `copy` is the path of this node's copy. If `prefix` is a symbolic link,
-    the path that the link points to is replaced as well. The activation of the environment has put both paths into variables.
+    `prefix` is the shared environment, and `copy` is this node's copy of it. If `prefix` is a symbolic link, the path that it
+    points to is replaced as well, because the activation of the environment has put both paths into variables.
     """
     target = os.path.join(os.path.dirname(prefix), os.path.basename(os.path.realpath(prefix)))
     moved = {}

@@ -26,15 +26,19 @@ class Log(NamedTuple):
 
 
 def archive_name(node: str) -> str:
-    """The file name of the archive of a node's logs; `node` is the node's name for messages."""
+    """Returns the file name of the archive of a node's logs, such as "ray-logs-c1.tar.gz".
+
+    `node` is the node's name for messages, such as "c1 (component gpu)"; other characters than letters, digits, "_", "." and "-"
+    are replaced.
+    """
     return "ray-logs-%s.tar.gz" % re.sub(r"[^\w.-]+", "-", node).strip("-")
 
 
 def select(logs: List[Log], most_of_file: int = _MOST_OF_FILE, most: int = _MOST) -> Tuple[List[Tuple[Log, int]], List[str]]:
-    """The logs for the archive, each with the offset of the first byte to keep, and a text for each log that is cut or left out.
+    """Returns the logs for the archive, each with the offset of the first byte to keep, and texts about what is missing.
 
-    Logs that were written later are chosen first. At most the last `most_of_file` bytes of each log are kept, and at most `most`
-    bytes of all logs together. A pure function.
+    Each text names a log that is left out or lacks its beginning. The logs changed last come first. Of each log at most the last
+    `most_of_file` bytes are kept, and at most `most` bytes of all logs together. A pure function.
     """
     kept, left_out = [], []
     for log in sorted(logs, key=lambda each: (-each.modified, each.name)):
@@ -48,9 +52,10 @@ def select(logs: List[Log], most_of_file: int = _MOST_OF_FILE, most: int = _MOST
 
 
 def main(argv: List[str]) -> int:
-    """Write the archive of a directory of logs, and return the exit code 0.
+    """Write the archive of all logs below a directory; returns the exit code 0.
 
-    `argv` has the path of the directory and the path of the archive. Raises OSError if the archive cannot be written.
+    `argv` has two paths: the directory, and the archive, which is replaced if it exists. A log that cannot be read is left out.
+    Raises OSError if the archive cannot be written.
     """
     directory, target = argv
     kept, left_out = select(list(_logs(directory)))

@@ -43,7 +43,7 @@ class GroupKind(TextEnum):
 
 
 class Group(NamedTuple):
-    """A process, such as a Ray worker, and the processes below it, with the memory of all these processes together."""
+    """A process that leads a group, such as a Ray worker, and all processes below it, with their memory together."""
 
     pid: int
     name: str  # What messages call the group, such as "ray::train".
@@ -64,7 +64,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """The state that the memory watch keeps from one sample of a node to the next sample."""
+    """What the memory watch remembers from one sample of this node to the next."""
 
     warned: bool = False  # Whether a warning was given since memory use last fell below `_REARM`.
     victim: Optional[int] = None  # Process id of the Ray worker that was killed last.
@@ -72,9 +72,9 @@ class State:
 
 
 class Action(NamedTuple):
-    """A reaction to a sample: a sentence for the Dagster log, and in `kill` the process id of a Ray worker to kill.
+    """What a sample of the memory requires: a sentence for the Dagster log, and perhaps the kill of a Ray worker.
 
-    `kill` is None for a mere warning.
+    `kill` is the process id of this worker; None if the sentence is only a warning.
     """
 
     message: str
@@ -82,11 +82,11 @@ class Action(NamedTuple):
 
 
 def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, Optional[Action]]:
-    """The state for the next sample of a node, and the warning or kill that this sample requires.
+    """Returns the state to remember for the next sample, and the warning or kill that `sample` requires.
 
-    The second part is None if the sample requires neither a warning nor a kill. If `may_kill` is False, no kill is required:
-    neither Slurm nor the kernel then enforces the limit. `node` is the node's name for messages. `now` is the time of the sample,
-    in seconds of a monotonic clock.
+    The second part is None if the sample requires neither. `state` is the result for the sample before. `node` is the node's name
+    for messages. `now` is the time of the sample, in seconds of a monotonic clock. With `may_kill=False`, for a limit that nobody
+    enforces, there are only warnings. A pure function.
     """
     share = sample.used / sample.limit
     if share < _REARM:
@@ -104,16 +104,16 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
 
 
 def pause(used: int, limit: int) -> float:
-    """Seconds to wait until the next sample; the nearer `used` is to `limit` (both in bytes), the fewer."""
+    """Returns the seconds to wait until the next sample: the nearer `used` is to `limit` (both in bytes), the fewer."""
     return min(_LONGEST, max(_SHORTEST, (KILL * limit - used) / _FILL_RATE))
 
 
 def _victim(state: State, sample: Sample, now: float) -> Optional[Group]:
-    """The Ray worker to kill; None if no worker is to be killed.
+    """Returns the Ray worker to kill: the one that uses most memory; None if no worker is to be killed now.
 
-    No worker is to be killed if the last victim, killed less than `_SETTLE` seconds ago, still runs. The same holds if the
-    largest group is a payload's own process, or if the largest worker is so small that killing it would not help. Groups of the
-    kind `SYSTEM` do not count.
+    That is so while the last victim still runs, for `_SETTLE` seconds after it was killed. It is also so if a payload's own
+    process uses more than any worker, or if the largest worker is so small that killing it would not help. Groups of the kind
+    `SYSTEM` do not count.
     """
     if state.victim in {group.pid for group in sample.groups} and now < state.killed_at + _SETTLE:
         return None
@@ -147,10 +147,10 @@ _JOB = re.compile(r"/job_\d+(/|$)")  # The directory in a cgroup's path that Slu
 
 
 def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
-    """How slurmd counts shared memory, and whether slurmd ends a job whose processes together exceed the job's memory limit.
+    """Returns how slurmd counts shared memory, and whether slurmd ends a job whose processes together exceed its memory limit.
 
-    `config` is the output of `scontrol show config`, or None without output. If slurmd ends no jobs, or if `config` is None, the
-    result is `Shared.NEVER` and False.
+    `config` is the output of `scontrol show config`, or None if scontrol failed. If slurmd ends no such jobs, or if `config` is
+    None, the result is `Shared.NEVER` and False.
     """
     values: Dict[str, str] = dict(re.findall(r"^(\w+)\s*= (.*)$", config or "", re.MULTILINE))
     params = values.get("JobAcctGatherParams", "").lower()
@@ -161,15 +161,19 @@ def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
 
 
 def job_cgroups(limits: Iterable[Tuple[str, int]]) -> List[Tuple[str, int]]:
-    """The entries of `limits` whose limit Slurm has set for this job; an entry is a cgroup directory and a limit in bytes."""
+    """Returns those entries of `limits` that are cgroups of a Slurm job with a real limit.
+
+    An entry is a cgroup directory and a memory limit in bytes. A limit that exceeds the memory of the machine is not real.
+    """
     memory = resources.hardware_memory()  # Version 1 writes a huge number for no limit.
     return [(directory, limit) for directory, limit in limits if _JOB.search(directory) and 0 < limit < memory]
 
 
 def fullest(cgroups: Iterable[Tuple[str, int]]) -> Optional[Tuple[int, int]]:
-    """Bytes used and bytes allowed in the cgroup whose use is the largest share of its limit; None if no cgroup can be read.
+    """Returns the bytes used and the bytes allowed in the cgroup that uses the largest share of its limit.
 
-    An entry of `cgroups` is a cgroup directory and a limit in bytes.
+    An entry of `cgroups` is the path of a cgroup directory and a limit in bytes. Cgroups that cannot be read are ignored; the
+    result is None if none is left.
     """
     uses = [(_cgroup_use(directory), limit) for directory, limit in cgroups]
     readable = [(used, limit) for used, limit in uses if used is not None]
@@ -189,12 +193,12 @@ def _cgroup_use(directory: str) -> Optional[int]:
 
 
 def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_pids: Iterable[int]) -> List[Group]:
-    """This process and all processes below this process, divided into groups; each group has the memory of its processes.
+    """Divides this process and all processes below it into groups; returns the groups, each with the memory of its processes.
 
     Args:
         table: All processes of this machine, by process id.
-        ray_pids: Processes below which Ray's workers run. Each worker forms a group with all processes below the worker.
-        payload_pids: The payloads' own processes. Each of these forms a group with all processes below this one process.
+        ray_pids: Processes below which Ray's workers run. Each worker leads a group of all processes below the worker.
+        payload_pids: The payloads' own processes. Each leads a group of all processes below it, except Ray workers.
 
     Every other process is a group of its own.
     """
@@ -245,7 +249,11 @@ _TABLE_AGE = 0.1  # Greatest age in seconds of a process table from /proc that a
 
 @dataclass(eq=False)
 class MemoryWatch:
-    """Samples the memory that a Slurm job uses on this node; near the limit, warns first and then kills a Ray worker."""
+    """Samples the memory that a Slurm job uses on this node; near the job's limit, first warns and then kills a Ray worker.
+
+    The watch begins when the object is created, and lasts as long as the event loop runs. Without a memory limit, nothing is
+    watched.
+    """
 
     loop: Loop
     node: str  # Name of this node for messages.
@@ -272,9 +280,10 @@ class MemoryWatch:
         self.loop.call_later(max(delay, _PAUSE_FACTOR * (self.loop.now() - began)), self._sample_and_repeat)
 
     def _sample(self) -> float:
-        """Take one sample, carry out what `decide` returns for the sample, and return the seconds until the next sample.
+        """Take one sample, and warn or kill a Ray worker if `decide` says so; returns the seconds until the next sample.
 
-        Until Slurm has told whether it enforces the memory limit, the sample causes neither a warning nor a kill.
+        While it is not known whether Slurm enforces the limit, a sample causes neither a warning nor a kill; above half of the
+        limit, Slurm is asked.
         """
         used, limit = fullest(self._cgroups) or (self._memory_of_processes(), self._limit or 2**62)
         if self._enforced is None:
@@ -299,7 +308,10 @@ class MemoryWatch:
         return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], self._shared)
 
     def _query_slurm(self) -> None:
-        """Start `scontrol show config`; `_answered` gets the program's output, or None if the program fails or is missing."""
+        """Start `scontrol show config` without waiting.
+
+        Its output goes to `_answered`, or None if the program fails or is missing.
+        """
         self._queried = True
         try:
             query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)

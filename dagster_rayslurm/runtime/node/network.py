@@ -53,7 +53,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface, or else its global IPv6 address.
+    """Returns the IPv4 address of a network interface such as "ib0", or else its global IPv6 address.
 
     Raises `ClusterError` if the interface does not exist or has no such address.
     """
@@ -105,7 +105,10 @@ def split_host_port(address: str) -> Tuple[str, int]:
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports that were chosen for Ray on a node, and the arguments of `ray start` that set these ports."""
+    """The ports that were chosen for Ray on a node, and the arguments and variables of `ray start` that set them.
+
+    With a `port_range`, the object holds a block of ports until `release` is called.
+    """
 
     gcs: int = 0  # Port of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
     dashboard: int = 0  # Port of the head's dashboard; 0 on a worker node.
@@ -114,15 +117,16 @@ class Ports:
     block: Optional[socket.socket] = None  # Holds the block of ports until it is closed; None without a `port_range`.
 
     def release(self) -> None:
-        """Give the block of ports back, so that other Ray clusters can reserve the block."""
+        """Give the block of ports back, so that other Ray clusters can take it; without a `port_range`, do nothing."""
         if self.block is not None:
             self.block.close()
 
 
 def parse_range(text: str) -> Tuple[int, int]:
-    """The first and the last port of a range "LOW-HIGH".
+    """Returns the first and the last port of a range "LOW-HIGH".
 
-    Raises ValueError if the text is not a range of ports from 1024 to 65535, or if the range is too small for one Ray cluster.
+    Raises ValueError if the text is not a range of ports from 1024 to 65535, or if the range has fewer than `BLOCK` ports, which
+    one Ray cluster needs.
     """
     match = re.match(r"^(\d+)-(\d+)$", text)
     low, high = (int(match.group(1)), int(match.group(2))) if match else (0, 0)
@@ -134,11 +138,11 @@ def parse_range(text: str) -> Tuple[int, int]:
 
 
 def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
-    """Up to `count` ports, in random order, on which the runtime of the head node tries to listen, one after another.
+    """Returns up to `count` ports, in random order; the runtime of the head node listens on the first of them that is free there.
 
-    If `port_range` ("LOW-HIGH") is None, the ports are from 10000 to 32767. Otherwise each port is the last port of a block of
-    `BLOCK` ports in the range: Ray uses the last ports of a block for workers, not for services. The ports are chosen before the
-    head node is known, so a port may be in use there. Raises ValueError if `port_range` is not valid.
+    The ports are chosen before the head node is known. Without a `port_range`, they are from 10000 to 32767. In a `port_range`
+    ("LOW-HIGH"), they are the last ports of blocks of `BLOCK` ports, which Ray uses only for workers. Raises ValueError if
+    `port_range` is not valid.
     """
     if port_range:
         low, high = parse_range(port_range)
@@ -162,9 +166,10 @@ def is_free(port: int) -> bool:
 
 
 def choose_ports(port_range: Optional[str] = None, head: bool = True) -> Ports:
-    """Free ports for the services and workers of a Ray cluster on this node, taken from `port_range` ("LOW-HIGH") if given.
+    """Choose free ports for a Ray cluster on this node, from a block of `port_range` ("LOW-HIGH") if this is given.
 
-    `head` is False for a worker node, which has fewer services. Raises OSError if too few ports are free.
+    `head` is False for a worker node, which has fewer services. The result holds the block until its `release` is called. Raises
+    OSError if too few ports are free.
     """
     services: Tuple[str, ...] = HEAD_SERVICES if head else ()
     variables: Tuple[str, ...] = ()
@@ -183,9 +188,9 @@ def choose_ports(port_range: Optional[str] = None, head: bool = True) -> Ports:
 
 
 def _free_ports(count: int) -> List[int]:
-    """`count` free ports outside the range of ports that the kernel uses for outgoing connections (ip(7)).
+    """Returns `count` TCP ports that are free now, outside the range that the kernel uses for outgoing connections (ip(7)).
 
-    Raises OSError if there are fewer free ports.
+    Raises OSError if fewer free ports are found.
     """
     low, high = ephemeral_range()
     candidates = [*range(10000, min(low, 65536)), *range(high + 1, 65536)] or list(range(10000, 65536))
@@ -209,9 +214,10 @@ def ephemeral_range() -> Tuple[int, int]:
 
 
 def _claim_block(port_range: str) -> Tuple[socket.socket, List[int]]:
-    """Take a block of ports for a Ray cluster; returns a socket that reserves the block, and the free ports of the block.
+    """Reserve a free block of ports of the range "LOW-HIGH".
 
-    The socket is bound to the first port of the block. Raises OSError if every block of the range is taken.
+    Returns the socket that reserves it, and the free ports of the block. The socket is bound to the first port of the block;
+    closing it gives the block back. Raises OSError if every block is taken.
     """
     low, high = parse_range(port_range)
     starts = list(range(low, high - BLOCK + 2, BLOCK))

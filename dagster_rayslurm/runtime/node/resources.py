@@ -20,7 +20,10 @@ SHARE_FOR_RAY = 0.9
 
 
 class Requirement(NamedTuple):
-    """The CPUs, GPUs or memory that one configuration field requires of a node; `amount` is None if the field is unset."""
+    """How many CPUs, how many GPUs or how much memory one setting of the user requires of each node.
+
+    `amount` is None if the user has not set it.
+    """
 
     field: str  # As error messages name it.
     amount: Optional[float]
@@ -31,7 +34,7 @@ Footprint = Tuple[Requirement, ...]  # Everything that a payload or a Ray cluste
 
 
 def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
-    """The requirements of a Ray cluster for each of its nodes or, if `spec` is a `NodeSpec`, for each node of one component."""
+    """Returns what a Ray cluster requires of each of its nodes or, if `spec` is a `NodeSpec`, of each node of one component."""
     store = spec.object_store_memory
     return (
         Requirement("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
@@ -41,11 +44,10 @@ def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
 
 
 def payload_footprint(spec: PayloadSpec) -> Footprint:
-    """The requirements, for each node, of a payload that shares its nodes with other payloads.
+    """Returns what a payload requires of each of its nodes.
 
-    If the payload has a Ray cluster of its own, the result begins with the requirements of this Ray cluster. The payload's
-    setting `num_cpus` is left out if this Ray cluster requires a number of CPUs. The setting `num_gpus` is left out if this Ray
-    cluster requires a number of GPUs.
+    If the payload has a Ray cluster of its own, the result has first the requirements of this Ray cluster. The payload's settings
+    `num_cpus` and `num_gpus` follow, but not for a unit, CPUs or GPUs, of which the Ray cluster requires a number already.
     """
     own = node_footprint(spec.ray) if spec.ray is not None else ()
     units = {requirement.unit for requirement in own if requirement.amount is not None}
@@ -54,9 +56,9 @@ def payload_footprint(spec: PayloadSpec) -> Footprint:
 
 
 def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
-    """The requirements of a runtime for each node: what was requested of Slurm, and what the Ray cluster requires.
+    """Returns what a runtime requires of each node: what was requested of Slurm, and what the runtime's Ray cluster requires.
 
-    `component_id` names a component, whose nodes the requirements are for; None in a runtime without components.
+    `component_id` is the component whose nodes are meant; None in a runtime without components.
     """
     asked = next((each for each in spec.components if each.component_id == component_id), spec)
     return (
@@ -107,18 +109,15 @@ def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
 
 
 def may_need_gpus(spec: RuntimeSpec) -> bool:
-    """Whether payloads of this runtime may need GPUs.
-
-    If no payload needs GPUs, the runtime saves the time to count them.
-    """
+    """Returns whether payloads of this runtime may need GPUs; otherwise the runtime saves the time to count them."""
     asked = any([spec.asked_gpus, *(component.asked_gpus for component in spec.components)])
     return spec.ray is not None or asked or (spec.idle_timeout is not None and spec.control_key is not None)
 
 
 def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> NodeResources:
-    """The resources granted to this process on this node, according to `environ` (by default `os.environ`) and the kernel.
+    """Returns the resources granted to this process on this node, according to the variables `environ` and the kernel.
 
-    If `with_gpus` is False, the GPUs are not counted, and the result has 0 GPUs.
+    `environ` is `os.environ` by default. If `with_gpus` is False, GPUs are not counted, and the result has 0 GPUs.
     """
     environ = os.environ if environ is None else environ
     memory = hardware_memory()
@@ -167,9 +166,9 @@ def _number(environ: Mapping[str, str], name: str) -> Optional[int]:
 
 
 def cgroup_limits() -> List[Tuple[str, int]]:
-    """The directory and the memory limit in bytes of each cgroup that has a limit, among this process's cgroup and its ancestors.
+    """Returns the memory limits of this process's cgroup and of the cgroups above it, each as directory and bytes.
 
-    Versions 1 and 2 of cgroups(7) are read.
+    Cgroups without a limit are left out. Versions 1 and 2 of cgroups(7) are read.
     """
     entries: List[List[str]] = []
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
@@ -200,12 +199,11 @@ _LIST_TIMEOUT = 20.0
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """Number of GPUs granted to this process.
+    """Returns the number of GPUs granted to this process.
 
-    Variables in `environ` give the number: first a variable for visible GPUs, such as `CUDA_VISIBLE_DEVICES` (gres.conf(5)), then
-    `SLURM_GPUS_ON_NODE`, then `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). If none of these is set, the result is the number of GPUs
-    that the driver lists. But the result is 0 in a Slurm job that does not have all CPUs of the node, because the listed GPUs may
-    then belong to other jobs.
+    The first of these in `environ` gives the number: a variable for visible GPUs, such as `CUDA_VISIBLE_DEVICES` (gres.conf(5)),
+    `SLURM_GPUS_ON_NODE`, `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). Without these, it is the number of GPUs that the driver lists,
+    but 0 in a Slurm job that does not have all CPUs of the node, because the GPUs may then belong to other jobs.
     """
     visible, number = _visible(environ), _number(environ, "SLURM_GPUS_ON_NODE")
     if visible is None and number is not None:
@@ -215,9 +213,9 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
-    """Indices or UUIDs of the GPUs granted to this process according to `environ`; empty if no GPU is granted.
+    """Returns the indices or UUIDs of the GPUs granted to this process, according to the environment variables `environ`.
 
-    The result is None if all GPUs that the driver lists are granted.
+    The list is empty if no GPU is granted. None means: all GPUs that the driver lists.
     """
     visible = _visible(environ)
     if visible is not None:
@@ -230,17 +228,17 @@ def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
-    """The environment variable that tells which GPUs this process sees, and the names of the first `count` of these GPUs.
+    """Returns the name of the environment variable that limits the visible GPUs, and the first `count` GPUs that it has.
 
-    If no such variable is set, the result is CUDA_VISIBLE_DEVICES and the indices from 0. Several tiles of one Intel device count
-    as one GPU.
+    If no such variable is set in `environ`, the result is CUDA_VISIBLE_DEVICES with the indices from 0. Several tiles of one
+    Intel device count as one GPU.
     """
     variable, names = _visible(environ) or (GPU_VARIABLES[0], [str(index) for index in range(count)])
     return variable, names[:count]
 
 
 def _visible(environ: Mapping[str, str]) -> Optional[Tuple[str, List[str]]]:
-    """The environment variable that tells which GPUs this process sees, and the names of these GPUs; None without a variable."""
+    """Returns the name of the environment variable that limits the visible GPUs, and the GPUs that it has; None without one."""
     variable = next((name for name in GPU_VARIABLES[:-1] if name in environ), None)
     if variable is None:
         return None
@@ -258,13 +256,16 @@ def _visible(environ: Mapping[str, str]) -> Optional[Tuple[str, List[str]]]:
 
 
 def _devices(visible: str) -> List[str]:
-    """The GPU names in the value of a variable such as CUDA_VISIBLE_DEVICES; empty if the value stands for no GPU."""
+    """Returns the GPUs (indices or UUIDs) in the value of a variable such as CUDA_VISIBLE_DEVICES.
+
+    Empty if it stands for no GPU.
+    """
     names = [name.strip() for name in visible.split(",")]
     return [name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")]
 
 
 def list_gpus() -> List[str]:
-    """The names of the GPUs that `nvidia-smi` lists.
+    """Returns the product names of the GPUs that `nvidia-smi` lists, one for each GPU. Blocks until `nvidia-smi` has ended.
 
     The list is empty if `nvidia-smi` is missing, fails, or runs longer than `_LIST_TIMEOUT` seconds.
     """
@@ -298,20 +299,20 @@ class Share(NamedTuple):
 
 
 def simulated_shares(spec: RuntimeSpec, here: NodeResources) -> List[Share]:
-    """The share of this machine for each component of a runtime; a single share if the runtime has no components.
+    """Returns the share of this machine that each component of a runtime gets in local mode, in the order of the components.
 
-    `here` has the resources of this machine.
+    The list has a single share if the runtime has no components. `here` has the resources of this machine.
     """
     visible = visible_gpus(os.environ, here.num_gpus)
     return component_shares(spec, here, visible) if spec.components else [single_node_share(spec, here, visible)]
 
 
 def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Share]:
-    """The share of this machine that each component gets, in the order of the components in the start record. A pure function.
+    """Returns the share of this machine that each component gets, in the order of the start record. A pure function.
 
-    Each component may use all CPUs unless the component requests another number, because simulated components are rarely busy at
-    the same time. GPUs are assigned in the order of the components. If too few GPUs are left for a component, Ray counts
-    simulated GPUs. `here` has the resources of this machine, and `visible` is the result of `visible_gpus`.
+    Each component gets all CPUs unless it requests another number, because simulated components are rarely busy at the same time.
+    GPUs are assigned one component after another; if too few are left for one, Ray counts GPUs there that do not exist. `here`
+    has the resources of this machine, and `visible` is the result of `visible_gpus`.
     """
     variable, left = visible[0], list(visible[1])
     nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}
@@ -346,10 +347,10 @@ def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str
 
 
 def _gpu_environment(variable: str, own: Sequence[str], gpus: int) -> Variables:
-    """The environment variables that limit a process to the GPUs with the ids `own`.
+    """Returns the environment variables that limit Ray on a simulated node to the GPUs `own` (indices or UUIDs).
 
-    `variable` is the variable that names the visible GPUs. `gpus` is the number of GPUs that Ray counts. If `own` has fewer ids,
-    ids of devices that do not exist stand for the others. A variable with the value None must be unset.
+    `variable` is the name of the variable for visible GPUs. `gpus` is the number of GPUs that Ray counts; if `own` has fewer,
+    indices of devices that do not exist stand for the others. A variable with the value None must be unset.
     """
     missing = [str(_FIRST_MISSING_DEVICE + index) for index in range(gpus - len(own))]
     # Ray refuses a number of GPUs that contradicts any of these variables. HIP's would number the devices visible before.

@@ -41,7 +41,7 @@ _AMD = ("rocm-smi", "--showuniqueid", "--showuse", "--showmeminfo", "vram", "--j
 
 
 class Gpu(NamedTuple):
-    """A GPU's index and UUID, the GPU's utilization in percent, and the bytes of the GPU's memory in use."""
+    """One GPU of this node, with its utilization and memory at the time of a query."""
 
     number: str  # The index that the vendor's program gives the GPU.
     uuid: str
@@ -50,7 +50,10 @@ class Gpu(NamedTuple):
 
 
 class GpuMonitor:
-    """Measures how busy the granted GPUs of this node are; each query of `nvidia-smi` or `rocm-smi` serves all payloads."""
+    """Measures how busy the granted GPUs of this node are, by queries of `nvidia-smi` or `rocm-smi` in the background.
+
+    The attribute `figures` has the time and the GPUs of the last answer. All payloads on this node share one monitor.
+    """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -82,9 +85,10 @@ class GpuMonitor:
 
 
 def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gpu]:
-    """The members of `gpus` whose index or UUID is in `granted`; all members if `granted` is None.
+    """Returns the members of `gpus` that `granted` names by index or UUID; all members if `granted` is None.
 
-    `granted` may contain abbreviated UUIDs. A granted slice of a GPU (MIG) selects no GPU, because no figures exist for a slice.
+    `granted` may contain abbreviated UUIDs. A slice of a GPU (MIG) in `granted` selects no GPU, because no figures exist for a
+    slice.
     """
     if granted is None:
         return gpus
@@ -93,7 +97,10 @@ def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gp
 
 
 def parse_nvidia(text: str) -> List[Gpu]:
-    """The GPUs in the output of `nvidia-smi`, without GPUs whose figures are "[N/A]", such as a GPU that is cut in slices."""
+    """Returns the GPUs in `text`, the CSV output of `nvidia-smi`.
+
+    GPUs without figures ("[N/A]"), such as a GPU that is cut in slices, are left out.
+    """
     gpus = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -120,7 +127,7 @@ def parse_amd(text: str) -> List[Gpu]:
 
 
 class Shared(Enum):
-    """How often a sum counts memory that several processes share: once for each process, once in all, or not at all."""
+    """How often a sum counts memory that several processes share: for each process, once, or not at all."""
 
     EACH = "in each process"
     ONCE = "the largest share of a process, once: all of Ray's processes map the same object store"
@@ -128,9 +135,10 @@ class Shared(Enum):
 
 
 def memory_of(pids: Iterable[int], shared: Shared = Shared.ONCE) -> int:
-    """Bytes of resident memory that the processes `pids` use together; memory shared among processes counts as `shared` says.
+    """Returns the bytes of resident memory that the processes `pids` use together; processes that have ended count as 0.
 
-    With `Shared.NEVER`, the result is the number of bytes that become free when the processes end.
+    `shared` says how often memory counts that several processes share. With `Shared.NEVER`, the result is the number of bytes
+    that become free when the processes end.
     """
     sizes = [processes.resident_and_shared(pid) for pid in pids]
     mapped = [size for _, size in sizes]
@@ -151,21 +159,22 @@ _JOB_LINE = re.compile(rb":job_id:([0-9a-f]{8})")  # The first line of its log, 
 
 
 def logs_of(ray_temp_dir: str) -> str:
-    """The directory in which Ray writes its logs, given Ray's temporary directory."""
+    """Returns the directory in which Ray writes its logs, below `ray_temp_dir`, Ray's temporary directory."""
     return os.path.join(ray_temp_dir, "session_latest", "logs")
 
 
 def started_ahead(log_dir: str) -> Tuple[int, Set[int]]:
-    """The number of workers that Ray started on this node ahead of a job, and the ids of the processes that still wait for a job.
+    """Returns how many workers Ray has started on this node before there was a job for them, and which still wait for one.
 
-    The number also includes the workers that have ended or got a job. `log_dir` is the directory of Ray's logs on this node.
+    The second part has process ids. The number also counts the workers that have ended or got a job. `log_dir` is the directory
+    of Ray's logs on this node.
     """
     ahead = [(pid, path) for pid, job, path in _logs(log_dir, _WORKER_LOG) if job == _NO_JOB]
     return len(ahead), {pid for pid, path in ahead if command_line(pid).startswith(b"ray::") and not _logged_job(path)}
 
 
 class Attribution(NamedTuple):
-    """The processes of a node in three sets: processes of one payload, of no payload, and of other payloads."""
+    """The processes on a node in three groups: those of one payload, those of no payload, and those of other payloads."""
 
     own: List[Process]  # The payload's driver and the workers of its jobs, with all processes below them.
     shared: List[Process]  # Ray's daemons, and workers that wait for a job.
@@ -174,17 +183,20 @@ class Attribution(NamedTuple):
 
 @dataclass
 class RayJobs:
-    """Finds the processes that belong to one payload on this node, where several payloads share a Ray cluster."""
+    """Finds the processes on this node that belong to one payload, if several payloads share a Ray cluster.
+
+    Ray's log files, in `log_dir`, tell which process belongs to which Ray job.
+    """
 
     log_dir: str
     ray_pid: Callable[[], Optional[int]]  # The process below which all of Ray's processes run; None while Ray does not run.
     job_ids: Set[str] = field(default_factory=set)  # The payload's Ray jobs that are known so far.
 
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
-        """Returns the `candidates` in three sets: processes of this payload, of no payload, and of other payloads.
+        """Divides `candidates` into processes of this payload, of no payload, and of other payloads.
 
-        `candidates` are the processes that no other payload has claimed yet. `table` has all processes of this machine by id. The
-        Ray job of each new driver among the candidates is added to `job_ids`.
+        `candidates` are processes that do not belong to the driver of another payload. `table` has all processes of this machine
+        by id. If a candidate is a new Ray driver, the method also adds its job to `job_ids`.
         """
         root = self.ray_pid()
         ray = set() if root is None else {root, *(process.pid for process in descendants(root, dict(table)))}
@@ -207,9 +219,9 @@ class RayJobs:
         return result
 
     def _jobs_of_workers(self, ray: Collection[int]) -> Dict[int, str]:
-        """The Ray job id of each Ray worker that has a job, by the worker's process id.
+        """Returns the Ray job id of each Ray worker on this node that has a job, by the worker's process id.
 
-        `ray` has the ids of all processes of Ray on this node; only workers among these processes are in the result.
+        `ray` has the ids of the processes of Ray that run now; log files of other processes are ignored.
         """
         jobs: Dict[int, str] = {}
         for pid, named, path in _logs(self.log_dir, _WORKER_LOG):
@@ -220,9 +232,9 @@ class RayJobs:
 
 
 def _logs(log_dir: str, pattern: "re.Pattern[str]") -> Iterator[Tuple[int, str, str]]:
-    """Yields process id, job id and path of each log in `log_dir` whose name matches `pattern`.
+    """Generator of the logs in `log_dir` whose names match `pattern`; for each, it yields process id, job id and path.
 
-    The groups of `pattern` are the job id and the process id. Yields nothing before Ray has made the directory.
+    The groups of `pattern` are the job id and the process id. Yields nothing if the directory does not exist yet.
     """
     with contextlib.suppress(OSError):
         for name in os.listdir(log_dir):
@@ -268,10 +280,10 @@ class Usage:
 
 
 class UsageMeter:
-    """Computes the `Usage` of one payload from samples of its processes. The caller takes the samples.
+    """Computes the `Usage` of one payload on this node from samples of its processes, which the caller takes.
 
-    `baseline` are the processes that run before the payload starts; CPU time that these processes have used so far does not
-    count. `started` is the payload's start, a time of `time.monotonic`.
+    `baseline` are the processes that run before the payload starts; CPU time that they have used until then does not count.
+    `started` is the payload's start, a time of `time.monotonic`. The attribute `usage` has the result so far.
     """
 
     def __init__(self, baseline: Iterable[Process], started: float) -> None:
@@ -284,10 +296,10 @@ class UsageMeter:
         self.usage = Usage()
 
     def add(self, at: float, sample: Attribution, memory: int, shared_memory: Optional[int] = None) -> None:
-        """Add the `sample` that was taken at the time `at` (of `time.monotonic`).
+        """Add one sample of the payload's processes, taken at the time `at` (of `time.monotonic`).
 
-        `memory` is the number of bytes that the payload's own processes use. `shared_memory` is the number of bytes that
-        processes of no payload use; `shared_memory` is None if the Ray cluster belongs to this payload alone.
+        `memory` is the number of bytes that the payload's own processes use. `shared_memory` is that of processes that belong to
+        no payload; None if the Ray cluster is this payload's alone.
         """
         for process in [*sample.shared, *sample.own]:
             used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
@@ -303,9 +315,10 @@ class UsageMeter:
         self._add_point(at, memory)
 
     def add_ended(self, at: float, pid: int, cpu_seconds: float) -> None:
-        """Add the CPU time that the kernel reports for the ended process `pid`, and let the payload's elapsed time end at `at`.
+        """Add the exact CPU time of the payload's process `pid`, which has ended at `at` (a time of `time.monotonic`).
 
-        `cpu_seconds` includes the CPU time of the children that this process waited for. `at` is a time of `time.monotonic`.
+        `cpu_seconds` is the kernel's figure, with the CPU time of the children that the process waited for. The elapsed time of
+        the payload ends at `at`.
         """
         self._cpu[pid] = max(cpu_seconds, self._cpu.get(pid, 0.0))
         self._add_point(at, 0)
@@ -325,10 +338,10 @@ class UsageMeter:
         return asdict(self.usage)
 
     def _add_point(self, at: float, memory: int) -> None:
-        """Update the elapsed time, the CPU time and the peak memory of `usage`, and append a point to the points of `usage`.
+        """Update elapsed time, CPU time and peak memory of `usage`, and append a point to its course (`usage.points`).
 
-        `at` is the time of the sample (`time.monotonic`), and `memory` is the number of bytes in use at this time. No point is
-        appended if the last point is very recent.
+        `at` is the time of the sample (`time.monotonic`), and `memory` is the number of bytes in use then. No point is appended
+        if the last point is very recent. If there are too many points, every second one is dropped.
         """
         usage = self.usage
         usage.cpu_seconds = sum(used for pid, used in self._cpu.items() if pid not in self._shared)
@@ -345,7 +358,10 @@ class UsageMeter:
 
 @dataclass(eq=False)
 class UsageSampler:
-    """Takes samples of a payload's processes while the payload runs, and adds the samples to a `UsageMeter`."""
+    """Takes samples of a payload's processes at intervals from its creation on, until `stop` or `cancel`.
+
+    The attribute `meter` (`UsageMeter`) computes the usage from the samples.
+    """
 
     loop: Loop
     gpus: GpuMonitor
@@ -366,10 +382,10 @@ class UsageSampler:
         self._timer = self.loop.call_later(self._pause, self._sample_and_repeat)
 
     def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
-        """Take the last sample and return the usage, as a dictionary with the fields of `Usage`.
+        """Stop sampling: take the last sample, and return the usage as a dictionary with the fields of `Usage`.
 
-        `pid` is the id of the payload's process, which has ended, and `rusage` is the process's `resource.struct_rusage`. Both
-        are None if the payload ran on another node.
+        `pid` is the id of the payload's process, which has ended, and `rusage` is its `resource.struct_rusage`, which has its
+        exact CPU time. Both are None if the process ran on another node.
         """
         self.cancel()
         with contextlib.suppress(OSError):  # Without the last sample, the usage is that of the sample before.
@@ -427,12 +443,12 @@ _PEAKS = ("peak_memory", "gpu_utilization_max", "gpu_memory_max", "shared_peak_m
 
 
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
-    """Merge the usage of one payload on several nodes into one dictionary; `usages` has the usage by name of node, head first.
+    """Merge the usage of one payload on several nodes into one dictionary.
 
-    Each usage is a dictionary with the fields of `Usage`. Elapsed time and the times of the points come from the head. CPU times
-    and spilled bytes are sums over the nodes. Each peak (of memory, shared memory, GPU utilization and GPU memory) is the largest
-    value of any node. Mean GPU utilization is the mean of the nodes that have GPUs. The result also has the key `nodes`: a
-    dictionary with the CPU time and the peak memory of each node, by name of node.
+    `usages` has the usage of each node by name, the head first. Each usage is a dictionary with the fields of `Usage`, and so is
+    the result. Elapsed time and the times of the points come from the head. CPU times and spilled bytes are sums. A peak is the
+    largest value of any node, and mean GPU utilization is the mean of the nodes with GPUs. The key `nodes` is added: CPU time and
+    peak memory of each node, by name.
     """
     head, *others = usages.values()
 
@@ -453,10 +469,11 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
 
 
 def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[float]:
-    """A point of the head's usage chart, combined with each other node's latest point that is not newer than the head's point.
+    """Returns a point of the usage chart for all nodes: `point`, which is the head's, combined with points of the other nodes.
 
-    A point has seconds since the start, busy CPUs and bytes of memory. The merged point has the sum of the busy CPUs, and the
-    memory of the node that uses most. `others` has the points of each other node, in the order of time.
+    A point has seconds since the start, busy CPUs and bytes of memory. `others` has the points of each other node, in the order
+    of time; of each node the latest counts that is not newer than `point`. The busy CPUs are summed, and the memory is that of
+    the node that uses most.
     """
     at = point[0]
     latest = [point, *(other for points in others for other in [each for each in points if each[0] <= at][-1:])]

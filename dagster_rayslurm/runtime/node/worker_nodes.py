@@ -24,7 +24,7 @@ UsageByHost = Dict[str, Dict[str, Any]]  # The measured usage of each node, by h
 
 
 class Identity(NamedTuple):
-    """Host name and component of a node, which together identify the node in Ray's node table.
+    """Host name and component of a node: together they identify the node in Ray's node table.
 
     The component is None if the allocation has no components.
     """
@@ -35,7 +35,10 @@ class Identity(NamedTuple):
 
 @dataclass(eq=False)
 class WorkerNode:
-    """A worker node from the head's view: its name, resources, connection, and commands to repeat after a reconnection."""
+    """What the runtime on the head node knows of one worker node: name, resources, connection, and commands.
+
+    The commands are kept because the node gets them again when it reconnects.
+    """
 
     node_id: int  # Its index in the allocation, in which 0 is the head.
     name: str
@@ -48,7 +51,10 @@ class WorkerNode:
 
     @property
     def pids(self) -> List[int]:
-        """Process ids of the node's Ray on this machine; empty unless the node is simulated on this machine."""
+        """Ids of the processes on this machine that are the node's Ray.
+
+        Empty, except for a node that is simulated on this machine.
+        """
         return []
 
     @property
@@ -57,7 +63,7 @@ class WorkerNode:
         return self.channel is not None
 
     def send(self, **message: Any) -> None:
-        """Send a message to the node; without a connection the message is dropped."""
+        """Send a message with the given keys to the node; if the node is not connected now, the message is dropped."""
         if self.channel is not None:
             self.channel.send(**message)
 
@@ -90,10 +96,10 @@ class WorkerNode:
 
 @dataclass(eq=False)
 class WorkerNodes(Listener):
-    """All worker nodes of an allocation: sends commands to the nodes, and passes events of the nodes to `on_event`.
+    """All worker nodes of an allocation: sends commands to the nodes, and passes their events to `on_event`.
 
-    A node that reconnects gets all commands again that have not been undone. The node's agent ignores commands that the agent has
-    carried out.
+    The nodes connect after `listen` was called. A node that reconnects gets all commands again that have not been undone; it
+    ignores those that it has carried out. `members` has the nodes by node id, their index in the allocation.
     """
 
     loop: Loop
@@ -110,7 +116,10 @@ class WorkerNodes(Listener):
 
     @property
     def pids(self) -> List[int]:
-        """Process ids of the nodes' Ray on this machine; empty unless the nodes are simulated on this machine."""
+        """Ids of the processes on this machine that are Ray on the nodes.
+
+        Empty, except for nodes that are simulated on this machine.
+        """
         return [pid for node in self.members.values() for pid in node.pids]
 
     def listen(self, key: str, ports: List[int]) -> None:
@@ -121,12 +130,12 @@ class WorkerNodes(Listener):
         self._server = RpcServer(self.loop, key, ports, self, heartbeat=True)
 
     def send_command(self, places: Iterable[int], **command: Any) -> None:
-        """Send a command to the worker nodes with the ids `places`.
+        """Send a command to the worker nodes with the ids `places`; a node that is not connected gets it when it connects.
 
-        `command` has the fields of the command: `op`, and often the Ray cluster or payload that the command concerns. A node that
-        is not connected gets the command when the node connects. The new command replaces an earlier command about the same Ray
-        cluster or payload if both have the same `op`, or if one undoes the other. A command that ends something is kept until the
-        node has confirmed the command.
+        `command` has the keys of the message: `op` (`NodeCommand`), and often the Ray cluster (`cluster`) or payload (`id`) that
+        the command concerns. The command replaces an earlier one about the same Ray cluster or payload if both have the same
+        `op`, or if one undoes the other. A command that ends something is sent again after a reconnection until the node has
+        confirmed it.
         """
         op = NodeCommand(command["op"])
         subject = _subject(op, command.get("cluster") or command.get("id") or "")
@@ -142,17 +151,18 @@ class WorkerNodes(Listener):
         return tail_file(self.log_path(place), lines=15)
 
     def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
-        """Tell all worker nodes to measure the usage of the payload that `nonce` identifies.
+        """Tell all worker nodes to measure the usage of a payload; does not wait.
 
-        `jobs` are the ids of the payload's known Ray jobs, if payloads share the Ray cluster; None for a Ray cluster of the
-        payload's own.
+        `nonce` is the random name of the payload. `jobs` are the ids of the payload's known Ray jobs if payloads share the Ray
+        cluster; None if the Ray cluster is the payload's own.
         """
         self.send_command(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
 
     def collect(self, nonce: str, done: Callable[[UsageByHost], None]) -> None:
-        """Tell the worker nodes to stop measuring the payload that `nonce` identifies, and collect the measured usage.
+        """Tell the worker nodes to stop measuring the payload with the random name `nonce`, and collect what they have measured.
 
-        `done` is called once, with the usage from the nodes that answered within `_USAGE_TIMEOUT` seconds.
+        Does not wait. `done` is called once, when all connected nodes have answered or `_USAGE_TIMEOUT` seconds are over, with
+        the usage of the nodes that have answered.
         """
         expected = {node.node_id for node in self.members.values() if node.here}
         self._collections[nonce] = expected, {}, done
@@ -160,17 +170,17 @@ class WorkerNodes(Listener):
         self.loop.call_later(_USAGE_TIMEOUT if expected else 0.0, lambda: self._finish(nonce))
 
     def dismiss(self) -> None:
-        """Tell all worker nodes to end their runtimes: connected nodes now, and other nodes when they connect."""
+        """Tell all worker nodes to end their runtimes: connected nodes now, the others when they connect. Does not wait."""
         self._stopped = True
         for node in self.members.values():
             node.send(op=NodeCommand.STOP)
 
     def wait_gone(self, patience: float) -> None:
-        """Block until all worker nodes have disconnected, or until time limits are over.
+        """At the end of this runtime, block until all worker nodes have disconnected, or until time limits are over.
 
-        If a node has never connected, this function first waits up to `patience` seconds until all nodes have connected, because
-        only this runtime can tell these nodes to end. All nodes then have `_STOP_TIMEOUT` seconds to clean up and disconnect.
-        Without this wait, the end of this runtime could end the nodes' runtimes before the cleanup.
+        The nodes have `_STOP_TIMEOUT` seconds to clean up; without this wait, the end of this runtime could end them before. If a
+        node has never connected, this method first waits up to `patience` seconds until all nodes have connected, because only
+        this runtime can tell such a node to end.
         """
         if patience > 0 and not self._all_joined():
             self.loop.resume(patience)
@@ -182,9 +192,9 @@ class WorkerNodes(Listener):
                 node.channel.wait_closed(deadline)
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Handle a message of a connection.
+        """Handle a message on a connection of a worker node.
 
-        The first message tells which node has connected. Each later message is an event of this node.
+        The first message tells which node has connected; each later message is an event of this node.
         """
         node = self._node_of_channel.get(channel)
         if node is None:
@@ -193,7 +203,7 @@ class WorkerNodes(Listener):
             self.handle(node, message)
 
     def handle(self, node: WorkerNode, message: Message) -> None:
-        """Handle an event of a node's agent: process the event if it answers a command, else pass the event to `on_event`."""
+        """Handle an event that a node has sent: process it here if it answers a command, otherwise pass it to `on_event`."""
         event = message.get("event")
         if event == NodeEvent.USAGE:
             self._add_usage(node, message["id"], message["usage"])
@@ -203,9 +213,9 @@ class WorkerNodes(Listener):
             self.on_event(node, message)
 
     def closed(self, channel: Channel, why: str) -> None:
-        """Handle the end of a node's connection for the reason `why`: pass the event LOST to `on_event`.
+        """Handle the loss of a node's connection, for the reason `why`: pass the event LOST to `on_event`.
 
-        If the node does not reconnect in time, the event GONE follows.
+        If the node does not reconnect within `RECONNECT_GRACE` seconds, the event GONE follows.
         """
         node = self._node_of_channel.pop(channel, None)
         if node is not None:
@@ -221,10 +231,10 @@ class WorkerNodes(Listener):
         return all(node.joined for node in self.members.values())
 
     def _introduce(self, channel: Channel, message: Message) -> None:
-        """Assign a new connection to the node that the first message names, and send this node its pending commands.
+        """Handle the first message of a connection: assign the connection to the node that the message names.
 
-        If the first message is invalid, the connection is closed. After a call of `dismiss`, the node gets only the command to
-        end.
+        The node then gets the commands that are kept for it or, after `dismiss`, only the command to end. If the message is
+        invalid, the connection is closed.
         """
         try:
             machine = from_fields(NodeResources, message.get("machine"), "what a node tells of itself")
@@ -264,8 +274,9 @@ class WorkerNodes(Listener):
 
 
 def _subject(op: NodeCommand, name: str) -> str:
-    """The key under which a command to a node is stored; a command and the command that undoes it have the same key.
+    """Returns the key under which the last command about a Ray cluster or a payload is kept, such as "measure 3f2a…".
 
-    `name` is the Ray cluster or the payload that the command concerns.
+    `name` is the key of the Ray cluster or the nonce of the payload. A command and the command that undoes it, such as MEASURE
+    and REPORT, have the same key, so that the later one replaces the earlier one.
     """
     return "%s %s" % (_UNDOES.get(op, op), name)

@@ -22,9 +22,10 @@ KEY = "RAYSLURM_PARTITION_KEY"  # Variable with the key of the payload's partiti
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """One element of a job array: the array's directory, the element's number, and the key and time window of its partition.
+    """One element of a job array, which runs one partition of a Dagster step.
 
-    `window` is None for a partition without a time window.
+    `key` is the partition's key. `window` is its time window, a dictionary with start and end, or None for a partition without
+    one.
     """
 
     array_dir: str
@@ -39,7 +40,7 @@ class Element:
         return os.path.join(self.array_dir, str(self.number))
 
     def spec(self, spec: RuntimeSpec) -> RuntimeSpec:
-        """Returns a copy of the array's start record `spec` for this element.
+        """Returns a copy of `spec`, the start record of the whole array, for the runtime of this element.
 
         The copy has the element's own cluster id and control key, and the partition key as a variable for Ray workers.
         """
@@ -49,7 +50,7 @@ class Element:
         return dataclasses.replace(spec, cluster_id=cluster_id, control_key=key, worker_env=worker_env)
 
     def lay_out(self) -> None:
-        """Write the payload's start record, Pipes context and secrets into the element's run directory.
+        """Write the start record, the Pipes context and the secrets of this element's payload into the element's run directory.
 
         To be called only on the element's first node. Raises OSError if a file cannot be read or written.
         """
@@ -62,7 +63,7 @@ class Element:
             self._write(SECRETS, read_text(os.path.join(self.array_dir, SECRETS)))
 
     def mark_ended(self) -> None:
-        """Create the file that tells the Dagster process that the element's run record is complete; an error is ignored."""
+        """Create the file that tells Dagster's process that the element's run record is complete; an OSError is ignored."""
         with contextlib.suppress(OSError):  # The batch script also creates the file.
             os.close(os.open(self.run_dir + ENDED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
@@ -71,9 +72,10 @@ class Element:
 
 
 def find(array_dir: str, number: int) -> Element:
-    """Returns the element with the number `number` (SLURM_ARRAY_TASK_ID) of the array in `array_dir`.
+    """Returns the element with the number `number` of the job array whose directory is `array_dir`.
 
-    Raises OSError if the array's Pipes context cannot be read, and ValueError if the array has no such element.
+    Reads the array's Pipes context. `number` is SLURM_ARRAY_TASK_ID, which counts the partitions from 0. Raises OSError if the
+    Pipes context cannot be read, and ValueError if the array has no such element.
     """
     context = json.loads(read_text(os.path.join(array_dir, CONTEXT)))
     partitions: Tuple[Tuple[str, Optional[Dict[str, str]]], ...] = tuple(context.pop(PARTITIONS).items())

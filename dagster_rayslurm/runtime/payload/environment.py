@@ -27,14 +27,17 @@ Environment = Dict[str, str]  # Environment variables of a process, by name.
 
 
 def pipes_param(params: Dict[str, Any]) -> str:
-    """Returns `params` as a bootstrap parameter of Dagster Pipes: base64 of zlib of JSON, like `dagster_pipes.encode_param`."""
+    """Returns `params` in the form in which Dagster Pipes passes parameters in environment variables: base64 of zlib of JSON.
+
+    `dagster_pipes.encode_param` does the same, but Dagster need not be installed here.
+    """
     return base64.b64encode(zlib.compress(json.dumps(params).encode("utf-8"))).decode("ascii")
 
 
 def shared_variables(spec: PayloadSpec) -> Environment:
-    """Returns the environment variables that all payloads of a session share: the data directory in `spec`, or {} without one.
+    """Returns the environment variables that Ray's daemons must have too, so that every Ray worker inherits them.
 
-    Ray's daemons pass the variables to every Ray worker.
+    This is RAYSLURM_DATA_DIR with the payload's data directory, or {} if the payload has none.
     """
     return {} if spec.data_dir is None else {"RAYSLURM_DATA_DIR": spec.data_dir}
 
@@ -48,11 +51,11 @@ def payload_environment(
     ray_env: Environment,
     worker_env: Mapping[str, str] = MappingProxyType({}),
 ) -> Environment:
-    """Returns the environment of a payload: inherited variables, variables for Ray and Dagster Pipes, and the user's variables.
+    """Returns the environment variables of a payload's process, except for the secrets.
 
     Args:
-        spec: The payload's start record.
-        inherited: The variables on which the environment is based.
+        spec: The payload's start record, with the variables that the user has set.
+        inherited: The variables on which the environment is based; those for Pipes, rayslurm and Ray's addresses are dropped.
         python: The path of the Python executable, whose directory comes first in PATH.
         run_dir: The payload's run directory.
         messages_path: The file to which the payload appends its Pipes messages.
@@ -78,17 +81,18 @@ def payload_environment(
 
 
 def chosen_defaults(spec: PayloadSpec, taken: Mapping[str, str]) -> Environment:
-    """Returns the variables of the network fabric's preset that are neither in the payload's configuration nor in `taken`.
+    """Returns those variables of the preset for the network fabric that take effect.
 
-    `taken` has the variables that the payload inherits.
+    A variable of the preset takes no effect if the user's configuration (`spec.env`) or `taken` has the variable. `taken` has the
+    variables that the payload inherits.
     """
     return {name: value for name, value in spec.default_env.items() if name not in taken and name not in spec.env}
 
 
 def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
-    """Returns text for the Dagster log: which variables the network fabric's preset sets, and which variables stay unchanged.
+    """Returns text for the Dagster log: which variables the preset for the network fabric sets, and which it leaves as they are.
 
-    Without a preset, the text is empty. `taken` has the variables that the payload inherits.
+    Without a preset, the text is "". `taken` has the variables that the payload inherits.
     """
     chosen = chosen_defaults(spec, taken)
     kept = sorted(name for name in spec.default_env if name not in chosen)
@@ -97,13 +101,11 @@ def fabric_in_words(spec: PayloadSpec, taken: Mapping[str, str]) -> str:
 
 
 def job_config(nonce: str, env: Mapping[str, str]) -> str:
-    """Returns the configuration of a payload's Ray job, as JSON for the environment variable `JOB_CONFIG`.
+    """Returns the JSON text of the configuration of a payload's Ray job, for the environment variable `JOB_CONFIG`.
 
-    `nonce` is the payload's random id. The configuration contains the nonce as metadata, by which the payload's Ray jobs are
-    found.
-
-    `env` has environment variables for the Ray workers of the job, beyond those of the raylet. If `env` is not empty, Ray starts
-    new workers for the job. If `env` is empty, Ray uses idle workers, which takes half the time (Ray 2.60).
+    The job's metadata contain `nonce`, the payload's random name, by which its Ray jobs are found. `env` has the environment
+    variables that Ray workers of this job need beyond those of the raylet. If `env` is not empty, Ray starts new workers for the
+    job; otherwise Ray uses idle workers, which takes half the time (Ray 2.60).
     """
     job: Dict[str, Any] = {"metadata": {JOB_MARK: nonce}}
     if env:
@@ -112,11 +114,11 @@ def job_config(nonce: str, env: Mapping[str, str]) -> str:
 
 
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
-    """Create a payload's data directory, and the working directory `work_dir` with links to the payload's input files.
+    """Create the payload's data directory, and its working directory `work_dir` with symbolic links to its input files.
 
-    The input files are the entries of the directory `spec.working_dir`, and `spec.extra_files`. An extra file replaces an entry
-    of the same name. Because of the links nothing is copied, and new files of the payload do not land among the source files in
-    `spec.working_dir`. Raises OSError if a directory or link cannot be created.
+    The input files are the entries of `spec.working_dir`, and `spec.extra_files`, which replace entries of the same name. Because
+    of the links nothing is copied, and new files of the payload do not land among the user's source files. Raises OSError if a
+    directory or link cannot be created.
     """
     os.makedirs(work_dir, exist_ok=True)
     if spec.data_dir is not None:
@@ -132,9 +134,10 @@ def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
 
 
 def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: float) -> Optional[str]:
-    """Returns a warning about a Ray cluster that a payload has started itself; None without such a cluster or without a problem.
+    """Looks for a Ray cluster that a payload has started itself.
 
-    The cluster's raylet is found by the payload's run directory, which is in the environment of the raylet.
+    Returns a warning about it, or None if there is nothing to warn of. Such a Ray cluster has a raylet on this node with the
+    payload's run directory in its environment.
 
     Args:
         run_dir: The payload's run directory.
@@ -151,9 +154,9 @@ def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: 
 
 
 def raylet_resources(command: bytes) -> Dict[str, float]:
-    """Returns the amounts of resources, by name, in a raylet's command line; empty if the command line names no resources.
+    """Returns the amounts of resources, by name, that a raylet's command line names, such as {"CPU": 2.0, "memory": 1024.0}.
 
-    In `command`, NUL bytes separate the arguments.
+    In `command`, NUL bytes separate the arguments. The result is empty if the command line names no resources.
     """
     listed = next((word for word in command.split(b"\0") if word.startswith(_RESOURCES)), _RESOURCES)
     words = listed[len(_RESOURCES) :].decode("utf-8", "replace").split(",")

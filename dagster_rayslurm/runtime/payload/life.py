@@ -22,7 +22,7 @@ class Phase(IntEnum):
 
 
 class Awaited(Enum):
-    """Events that may come after the end of a payload's process; the `end` record is written after these events."""
+    """Events that may still come after the end of a payload's process; the `end` record waits for those that are expected."""
 
     OUTPUT = "the rest of the output"
     USAGE = "usage of the other nodes"
@@ -32,7 +32,7 @@ class Awaited(Enum):
 
 
 class Do(Enum):
-    """Actions for `Payload` to take; the methods of `Life` return actions with the next state."""
+    """What `Payload` must do after an event; the methods of `Life` return such actions together with the next state."""
 
     TERMINATE = "send SIGTERM to the process"
     KILL = "send SIGKILL at `kill_at`"
@@ -42,7 +42,10 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Life:
-    """The immutable state of a payload. For each event, a method returns the next state and the actions to take."""
+    """The immutable state of one payload; for each event, a method returns the next state and the actions to take.
+
+    The methods themselves take no action: `Payload` does.
+    """
 
     phase: Phase = Phase.QUEUED
     exit: Optional[End] = None  # How the payload's process ended; None as long as it runs.
@@ -53,7 +56,7 @@ class Life:
 
     @property
     def result(self) -> Optional[End]:
-        """The payload's end: why the runtime ended the payload, or else how the process exited; None while the payload runs."""
+        """How the payload ended: the reason if the runtime ended it, otherwise how its process exited; None while it goes on."""
         return self.forced or self.exit
 
     @property
@@ -68,9 +71,9 @@ class Life:
 
     @property
     def exit_code(self) -> int:
-        """The exit code that a shell would report for the payload's process.
+        """The exit code that a shell would report for the payload's process: 128 + N if signal N ended it.
 
-        The result is 1 if the runtime ended the payload, or if the process has not exited.
+        The exit code is 1 if the runtime ended the payload, or if the process has not ended.
         """
         if self.forced is not None or self.exit is None:
             return 1
@@ -79,8 +82,9 @@ class Life:
     def end_early(self, end: End, grace: float, now: float) -> Tuple[Life, List[Do]]:
         """Handle the runtime's decision to end the payload; returns the next state and the actions to take now.
 
-        `end` has the reason to record, `grace` is the time from SIGTERM to SIGKILL in seconds, and `now` is the time of the
-        loop's clock. The rules are in the docstring of `Payload.end_early`.
+        `end` is the reason for the `end` record, which the first such decision determines. `grace` has the seconds from SIGTERM
+        to SIGKILL, and `now` is the time of `Loop.now`. A decision after the end of the process has an effect only in the cases
+        that `Payload.end_early` describes.
         """
         unrecorded, forced = end.reason == EndReason.RECORD, replace(self, forced=self.forced or end)
         if self.phase == Phase.SEARCHING:  # Only the `end` remains to be recorded, so a failed write changes nothing.
@@ -97,17 +101,17 @@ class Life:
     def exited(self, end: End, awaited: FrozenSet[Awaited]) -> Tuple[Life, List[Do]]:
         """Handle the end of the payload's process; returns the next state and the actions to take.
 
-        `end` tells how the process ended. `awaited` has the events for which the `end` record waits. If the process failed by
-        itself, the `end` record also waits for a signal to the runtime, which would explain the failure.
+        `end` tells how the process ended. The `end` record waits for the events `awaited`. If the process failed by itself, the
+        record also waits a moment for a signal to the runtime, which would explain the failure.
         """
         if self.forced is None and end.exit_code != 0:
             awaited |= {Awaited.SIGNAL}
         return replace(self, phase=max(self.phase, Phase.EXITED), exit=end, awaited=awaited)._finish_if_complete()
 
     def received(self, awaited: Awaited) -> Tuple[Life, List[Do]]:
-        """Handle the event `awaited`, for which the `end` record waited; returns the next state and the actions to take.
+        """Handle an event for which the `end` record waits, or the end of the time to wait for it.
 
-        The timeout of an event counts as the event.
+        Returns the next state and the actions to take. An event that is not awaited has no effect.
         """
         life = replace(self, awaited=self.awaited - {awaited})
         return life._finish_if_complete() if self.phase == Phase.EXITED else (life, [])

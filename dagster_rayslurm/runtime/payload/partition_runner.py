@@ -36,7 +36,11 @@ _STREAMS = (("stdout", 1), ("stderr", 2))
 
 
 class Runner:
-    """Runs the partitions of one payload, at most `limit` at a time."""
+    """Runs `command` once for each partition of one payload, at most `limit` partitions at a time.
+
+    The partitions come from the Pipes context in the run directory. The first word "python" of `command` stands for this
+    interpreter.
+    """
 
     def __init__(self, limit: int, command: List[str]) -> None:
         self.command = [sys.executable, *command[1:]] if command[0] in ("python", "python3") else command
@@ -52,10 +56,11 @@ class Runner:
         self._stopping = False
 
     def run(self) -> Optional[Dict[str, str]]:
-        """Run all partitions, each in a forked process; returns None when all partitions have ended.
+        """Run all partitions, each in a forked process, and block until all have ended; then return None.
 
-        Also returns in each forked process, with the environment variables for the command of the partition. After SIGTERM, the
-        method starts no more partitions, and returns None when the running partitions have ended.
+        The method also returns in each forked process, but there with the environment variables for the partition's command,
+        which the caller must then run. After SIGTERM, no more partitions start, and the method returns None when the running ones
+        have ended.
         """
         signal.signal(signal.SIGTERM, self._stop)
         self._send("opened", {"extras": {}})
@@ -85,9 +90,9 @@ class Runner:
             _signal_group(pid, signal.SIGTERM)
 
     def _start(self, key: str) -> Optional[Dict[str, str]]:
-        """Fork a process for the partition `key`.
+        """Fork a process for the partition `key`, whose output goes to files.
 
-        Returns None in this process. In the forked process, returns the environment variables for the command of the partition.
+        Returns None in this process; in the forked process, returns the environment variables for the partition's command.
         """
         self._started += 1
         files = os.path.join(self._directory, "%d-" % self._started)
@@ -115,10 +120,10 @@ class Runner:
         return env
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
-        """Write the output of a partition whose process has ended to stdout and stderr, and report the end in a Pipes message.
+        """Handle the end of a partition's process: write its output to stdout and stderr, and report the end in a Pipes message.
 
-        The arguments are the results of `os.wait3` for the process. A partition that did not succeed is not reported after
-        SIGTERM.
+        The arguments are the results of `os.wait3` for the process. After SIGTERM, a partition that has not succeeded is not
+        reported, because it was ended and has not failed.
         """
         key, files, started = self._running.pop(pid)
         _signal_group(pid, signal.SIGKILL)  # What it has left behind.
@@ -151,19 +156,18 @@ class Runner:
 
 
 def context_of(context: Dict[str, Any], key: str, window: Optional[Dict[str, str]]) -> Dict[str, Any]:
-    """Returns the Pipes context of the partition `key`; `context` is the Pipes context that all partitions share.
+    """Returns the Pipes context of one partition: `context`, which all partitions share, with the partition's `key` and `window`.
 
-    `window` is the partition's time window; None for a partition without a time window.
+    `window` is the time window; None for a partition without one.
     """
     own = {"partition_key": key, "partition_key_range": {"start": key, "end": key}, "partition_time_window": window}
     return {**context, **own}
 
 
 def _show(path: str, number: int, title: str) -> str:
-    """Copy the output in the file `path` to the file descriptor `number`, below the title `title`.
+    """Copy the output in the file `path` to the file descriptor `number`, with the line `title` before it.
 
-    Returns the last `_TAIL` bytes of the output, as text. If the file is missing or empty, nothing is written, and the result is
-    "".
+    Returns the last `_TAIL` bytes of the output, as text. If the file is missing or empty, writes nothing and returns "".
     """
     if not os.path.exists(path) or not os.path.getsize(path):
         return ""
@@ -180,9 +184,9 @@ def _show(path: str, number: int, title: str) -> str:
 def granted_cpus(directory: str) -> int:
     """Returns how many CPUs of this node the payload may use.
 
-    In a session, the result is the number of CPUs reserved for the payload. This number is in the payload's run directory
-    `directory`. Otherwise the result is the number of CPUs to which this process is bound, but not more than SLURM_CPUS_ON_NODE.
-    If Slurm does not bind processes to CPUs, only SLURM_CPUS_ON_NODE has the number (srun(1)).
+    In a session, this is the number of CPUs reserved for the payload, from the start record in `directory`, the payload's run
+    directory. Otherwise it is the number of CPUs to which this process is bound, but at most SLURM_CPUS_ON_NODE, which alone
+    counts where Slurm binds no processes (srun(1)).
     """
     with contextlib.suppress(OSError), open(os.path.join(directory, "payload.json"), encoding="utf-8") as file:
         reserved = json.load(file).get("want_cpus")
@@ -202,18 +206,20 @@ def _signal_group(pid: int, signum: int) -> None:
 
 
 def _parameter(value: Dict[str, Any]) -> str:
-    """Returns `value`, a bootstrap parameter of Dagster Pipes, as `dagster_pipes.encode_param` encodes it."""
+    """Returns `value` in the form in which Dagster Pipes passes parameters in environment variables.
+
+    `dagster_pipes.encode_param` does the same.
+    """
     return base64.b64encode(zlib.compress(json.dumps(value).encode("utf-8"))).decode("ascii")
 
 
 def become(command: List[str], env: Dict[str, str], parent: int) -> None:
-    """Run a partition's command in this forked process.
+    """Run a partition's command in this forked process, with the environment variables `env`.
 
-    If the command runs a Python script or module, this process runs the script or module itself, if possible; then the function
-    returns at the end of the script or module. Any other command replaces this process, so that the function never returns.
-
-    `env` is the environment for the command. `parent` is the id of the process that forked this process. If the command cannot be
-    started, this process exits with the code 127.
+    If `command` is `[this Python, SCRIPT, …]` or `[this Python, "-m", MODULE, …]`, the function tries to run the script or module
+    in this process, and then returns at its end. Otherwise the command replaces this process (`exec`), so that the function never
+    returns; if the command cannot be started, the process exits with the code 127. `parent` is the id of the process that forked
+    this one.
     """
     preload_child: Any = sys.modules["preload_child"]
     is_python = command[0] == sys.executable and len(command) > 1 and not command[1].endswith(".pyc")
@@ -236,10 +242,10 @@ def become(command: List[str], env: Dict[str, str], parent: int) -> None:
 
 
 def main() -> int:
-    """Run the partitions that the Pipes context names, each in a forked process, and return the exit code.
+    """Run the command of the payload once for each partition, and return the exit code: 0 when all partitions have ended.
 
-    The exit code is 0 when all partitions have ended, even if partitions have failed. After SIGTERM, the exit code is 143. In
-    each forked process, the function returns 0 at the end of the partition's script, if the script raised no exception.
+    It is 0 even if partitions have failed, and 143 after SIGTERM. The function also returns in each forked process, with 0, when
+    the partition's script has ended without an exception.
     """
     __import__("preload_child")
     del sys.path[0]  # The directory of this file.

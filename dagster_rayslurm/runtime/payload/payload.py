@@ -47,7 +47,11 @@ _CHUNK = 256 * 1024  # Most bytes of output or messages that are read at a time.
 
 @dataclass(eq=False)
 class Payload:
-    """Runs one payload and writes its run record."""
+    """One payload of a runtime: runs its process, and writes its run record.
+
+    `start` begins the process; until then, the payload waits. The event loop does the rest, and calls the functions in `on_ended`
+    after the end.
+    """
 
     loop: Loop
     run_dir: str
@@ -88,7 +92,7 @@ class Payload:
 
     @property
     def ended(self) -> bool:
-        """Whether the payload has ended; the `end` record is then written, or is being retried after a failed write."""
+        """Whether the payload has ended: its `end` record is written, or writing it failed and is tried again."""
         return self.ending.phase == Phase.ENDED
 
     @property
@@ -97,7 +101,7 @@ class Payload:
         return self._process.pid if self.ending.exit is None else None
 
     def safely(self, call: Callable[[], None]) -> None:
-        """Call `call`, a function that acts for this payload. An exception from `call` ends this payload, but not the runtime."""
+        """Call the function `call`, which acts for this payload; an exception in it ends this payload, but not the runtime."""
         try:
             call()
         except Exception as error:
@@ -105,7 +109,10 @@ class Payload:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End this payload at once because of a defect of the runtime; to be called while the exception `error` is handled."""
+        """End this payload immediately because of a bug in the runtime, which has raised `error`.
+
+        To be called in the `except` block. The traceback goes into the run record.
+        """
         with contextlib.suppress(Exception):  # The defect may be in the code that writes the record.
             self.tail("runtime traceback", tail_lines(traceback.format_exc()))
         self.abandon(defect(error))
@@ -113,18 +120,21 @@ class Payload:
     # ---- The run record
 
     def keep(self, *records: Record) -> None:
-        """Write records that must not be lost into the journal; if writing fails, the payload is ended."""
+        """Append records that must not be lost to the journal.
+
+        If this fails, the payload is ended, because its results would be lost.
+        """
         self._guarded(lambda: self.files.write(*records))
 
     def note(self, record: Record) -> None:
-        """Write a record that may be lost, such as a usage sample, into the journal; an OSError is ignored."""
+        """Append a record that may be lost, such as a usage sample, to the journal; an OSError is ignored."""
         with contextlib.suppress(OSError):
             self.files.write(record)
 
     def phase(self, name: str, message: str) -> None:
-        """Show the message `message` about the payload in the Dagster log, and write the message to the status file.
+        """Report a new phase of the payload: write `message` to the journal, for the Dagster log, and to the status file.
 
-        `name` is the name of the payload's phase, such as "running". After the payload has ended, the method does nothing.
+        `name` is the name of the phase, such as "running". After the payload has ended, the method does nothing.
         """
         if not self.ended:
             at = time.time()
@@ -138,20 +148,20 @@ class Payload:
             self.keep({"type": "tail", "name": name, "text": text})
 
     def keep_fresh(self) -> None:
-        """Update the modification time of the run directory, so that a sweep does not remove the directory as old."""
+        """Set the modification time of the run directory to now, so that cleanup does not remove the directory as old."""
         self._guarded(lambda: os.utime(self.run_dir))
 
     def end(self, end: Record) -> None:
-        """Write `end`, the `end` record; after a failed write, try again every second until a write succeeds."""
+        """Store `end` as the payload's `end` record, and write it; if writing fails, the event loop tries again every second."""
         self._unwritten_end = end
         if not self.write_end():
             print("rayslurm: %s: the end of the run cannot be recorded yet" % self.run_dir, file=sys.stderr)
 
     def write_end(self) -> bool:
-        """Write the `end` record that the method `end` has stored; returns False if writing fails, otherwise True.
+        """Try to write the `end` record that the method `end` has stored; returns whether nothing is left to write.
 
-        If writing fails, the event loop calls the method again a second later. If the `end` record is already written, or not
-        stored yet, the method does nothing and returns True.
+        If writing fails, the result is False, and the event loop calls the method again a second later. If the record is already
+        written, or not stored yet, does nothing and returns True.
         """
         end = self._unwritten_end
         if end is None:
@@ -172,9 +182,9 @@ class Payload:
         write_atomically(os.path.join(self.run_dir, STATUS), json.dumps(status).encode("utf-8"))
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Call `write`, which writes to the run directory.
+        """Call `write`, which writes to the run directory; if `write` raises OSError, end the payload with the reason RECORD.
 
-        If `write` raises OSError, end the payload, whose results would be lost.
+        Otherwise the payload's results would be lost.
         """
         try:
             write()
@@ -182,7 +192,10 @@ class Payload:
             self.end_early(End(EndReason.RECORD, "%s cannot be written: %s" % (self.run_dir, error.strerror)))
 
     def copy_chunk(self) -> bool:
-        """Copy the next chunk of the payload's Pipes messages into the journal; returns False if nothing was left to copy."""
+        """Copy at most 256 KiB of the payload's Pipes messages from their file into the journal.
+
+        Returns False if nothing was new. An incomplete line at the end is kept in memory until the rest comes.
+        """
         data = self._message_file.read(_CHUNK) if self._message_file is not None else b""
         lines, self._partial = split_lines(self._partial + data)
         now = time.time()
@@ -193,7 +206,7 @@ class Payload:
         return bool(data)
 
     def _close_messages(self) -> None:
-        """Close and delete the file of Pipes messages, so that a session does not collect the files of all payloads."""
+        """Close and delete the file to which the payload has written its Pipes messages; does nothing if this was done before."""
         if self._message_file is not None:
             self._message_file.close()
             with contextlib.suppress(OSError):
@@ -203,10 +216,10 @@ class Payload:
     # ---- What others ask of the payload
 
     def start(self, env: Environment, messages: str, measurement: UsageMeasurement, leak_check: Optional[LeakCheck]) -> None:
-        """Start the payload's process. If the process cannot be started, the payload ends with an error message.
+        """Start the payload's process, without waiting for it; if it cannot be started, the payload ends with an error message.
 
         Args:
-            env: The environment variables of the process, except the secrets, and except the variables about other components.
+            env: The environment variables of the process, without the secrets and the addresses of other components.
             messages: The path of a file that does not exist yet; the process appends its Pipes messages to this file.
             measurement: The object that measures the usage of the payload.
             leak_check: A function that finds what the payload leaves in a shared Ray cluster; None if the cluster is not shared.
@@ -224,8 +237,7 @@ class Payload:
     def signal(self, signum: int) -> bool:
         """Send a signal to the payload's process group; returns False if the process has not started yet, otherwise True.
 
-        If the process has not started, the signal is sent as soon as the process starts. If the process has ended, no signal is
-        sent.
+        In the first case, the process gets the signal as soon as it starts. If the process has ended, no signal is sent.
         """
         if self._process.pid is None:
             self._early_signals.append(signum)
@@ -234,22 +246,21 @@ class Payload:
         return self._process.pid is not None
 
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
-        """End a payload before the payload ends by itself, for instance at the time limit: send SIGTERM, and later SIGKILL.
+        """End the payload before it ends by itself: send SIGTERM, and SIGKILL `grace` seconds later. Does not block.
 
-        `end` has the reason for the `end` record. The reason of the first call is recorded. SIGKILL follows after `grace`
-        seconds; None means the payload's own grace period. A second call can shorten the grace period. If the process has not
-        started yet, the process is not started.
+        `end` is the reason for the `end` record; the reason of the first call counts. `grace` is the payload's own grace period
+        by default; a later call can only shorten it. If the process has not started yet, it never starts.
 
-        After the process has ended by itself, a call usually has no effect. There are three exceptions: a call within
-        `_SIGNAL_MARGIN` seconds after a failure, a call during the search for outputs, and a call before this search because the
-        record cannot be written.
+        After the process has ended by itself, a call has an effect only in three cases: within `_SIGNAL_MARGIN` seconds after a
+        failure, during the search for outputs, and before this search if the run record cannot be written.
         """
         self._go_on(self.ending.end_early(end, self.spec.grace_period if grace is None else grace, self.loop.now()))
 
     def abandon(self, end: End) -> None:
-        """Kill the process and write the `end` record at once, because of a defect in the runtime.
+        """Kill the process and write the `end` record immediately, because of a bug in the runtime.
 
-        `end` has the reason for the `end` record. After the payload has ended, the method does nothing.
+        `end` is the reason for the `end` record, unless the payload is being ended for another reason already. After the payload
+        has ended, the method does nothing.
         """
         if self.ended:
             return
@@ -262,9 +273,9 @@ class Payload:
         self._conclude()
 
     def check_own_ray(self, node: NodeResources) -> None:
-        """Warn in the Dagster log, once, if the payload has started a Ray cluster itself and `own_ray_warning` finds a problem.
+        """If the payload has started a Ray cluster itself, and this causes a problem, warn in the Dagster log, once.
 
-        `node` has the resources that are granted on this node.
+        `find_own_ray` decides. `node` has the resources that are granted on this node.
         """
         warning = None if self._warned else find_own_ray(self.run_dir, node, self.spec.uses_ray, max_age=1.0)
         if warning is not None:
@@ -274,11 +285,10 @@ class Payload:
     # ---- What the process does
 
     def process_started(self, error: Optional[str], not_forked_because: Optional[str]) -> None:
-        """Record that the payload's process has started, and begin to copy the payload's messages.
+        """Called once when the process has started: begin to copy the payload's messages. Also called if it cannot be started.
 
-        On an `error`, end the payload. `error` says why the process could not be started; None if the process was started.
-        `not_forked_because` says why the process was not forked from a preload process; None if the process was forked, or if the
-        payload has no modules to preload.
+        `error` says why the process could not be started, which ends the payload; None if it was started. `not_forked_because`
+        says why the process was not forked from a preload process; None if it was, or if the payload has no modules to preload.
         """
         if error is not None:
             return self.end_early(End(EndReason.SPAWN, error))
@@ -298,10 +308,10 @@ class Payload:
         self._timers.due("sync", _SYNC_INTERVAL, self._sync)
 
     def process_exited(self, code: int, rusage: Any) -> None:
-        """Handle the end of the process: kill what the process left behind, and collect the last output and usage.
+        """Called when the process has ended: kill what it has left behind, and collect the last output and usage.
 
-        `code` is the exit code of the process, or the negative number of the signal that ended the process. `rusage` has the
-        kernel's figures (getrusage(2)).
+        `code` is the exit code of the process, or -N if signal N ended it. `rusage` is its `resource.struct_rusage`. The `end`
+        record is written later.
         """
         assert self._process.pid is not None and self._measurement is not None
         end = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
@@ -320,7 +330,10 @@ class Payload:
             self._leak_check(self._leaks_found)
 
     def received(self, awaited: Awaited) -> None:
-        """Handle the event `awaited`, for which the `end` record may wait. The timeout of an event counts as the event."""
+        """Handle an event for which the `end` record may wait, such as the rest of the output.
+
+        The end of the time to wait for an event counts as the event.
+        """
         self.safely(lambda: self._go_on(self.ending.received(awaited)))
 
     def _leaks_found(self, leaks: List[str]) -> None:
@@ -358,7 +371,10 @@ class Payload:
                 self._conclude()
 
     def _finish(self) -> None:
-        """Copy the last messages, archive Ray's logs after a failure, search for outputs, and write the `end` record."""
+        """Do the last work of a payload and then write its `end` record, in steps of the event loop.
+
+        The steps are: copy the last messages, archive Ray's logs if the payload failed by itself, and search for output files.
+        """
         self._timers.cancel_all()
         self._ended_at = time.time()
         if self._process.pid is None:
@@ -386,14 +402,17 @@ class Payload:
 
     @property
     def _failed_by_itself(self) -> bool:
-        """Whether the payload failed for a reason that Ray's logs may explain; False for reasons such as a time limit."""
+        """Whether the payload failed for a reason that Ray's logs may explain: its exit, or a failure of its Ray cluster.
+
+        False if it succeeded, or was ended for a reason such as a time limit.
+        """
         end = self.ending.result
         return end is not None and (end.reason in _EXPLAINED_BY_RAY or (end.reason == EndReason.EXIT and end.exit_code != 0))
 
     def _conclude(self) -> None:
-        """Write the `end` record at once.
+        """Write the `end` record now, without the work of `_finish` that is left.
 
-        If the runtime ends the payload during the search for outputs, the record lists no outputs.
+        If the outputs are being searched for at this time, the record lists no outputs, and says why.
         """
         forced = self.ending.forced
         if self.ending.phase == Phase.SEARCHING and forced is not None:
@@ -406,7 +425,7 @@ class Payload:
             self._measurement.cancel()
 
     def _write_end(self) -> None:
-        """Write the payload's only `end` record; afterwards nothing is written to the run directory."""
+        """Write the payload's `end` record, its last record, and have the event loop call the functions in `on_ended`."""
         self._timers.cancel_all()
         end, process = self.ending.result, self.ending.exit or End(EndReason.EXIT)
         assert end is not None
@@ -437,7 +456,7 @@ class Payload:
 
 @dataclass(eq=False)
 class PayloadProcess:
-    """Starts one payload's process, records the output, and kills the process with all processes that it has started."""
+    """The process of one payload: starts it, records its output, and kills it with all processes that it has started."""
 
     loop: Loop
     payload: Payload
@@ -448,11 +467,10 @@ class PayloadProcess:
     _ends: List[int] = field(default_factory=list)  # The ends of the pipes for the process, until it has started.
 
     def start(self, env: Environment, work_dir: str) -> None:
-        """Start the process, or request a fork of a preload process if the payload has modules to preload.
+        """Start the process, or request a fork of a preload process if the payload has modules to preload. Does not wait.
 
-        The method `Payload.process_started` is called when the process has started, or when it is clear that the process cannot
-        be started. `env` has the environment variables of the process without the secrets, which this method adds. `work_dir` is
-        the working directory of the process.
+        `Payload.process_started` is called once, when the process has started or could not be started, perhaps during this call.
+        `env` has the environment variables without the secrets, which this method adds. `work_dir` is the working directory.
         """
         payload, spec = self.payload, self.payload.spec
         argv = list(spec.argv)
@@ -492,7 +510,10 @@ class PayloadProcess:
         self._cancel_fork = forking
 
     def cancel_start(self) -> None:
-        """Cancel a start that is under way, such as a requested fork; no process starts afterwards."""
+        """Cancel the start of the process if it is still under way, such as a requested fork, so that no process starts.
+
+        Also closes the pipes for the output.
+        """
         self._cancel_fork()
         self._cancel_fork = lambda: None
         self._close_ends()
@@ -504,27 +525,27 @@ class PayloadProcess:
             processes.signal_group(self.pid, signum)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group."""
+        """Send SIGKILL to the process group; does nothing before the process has started."""
         self.signal(signal.SIGKILL)
 
     def kill_leftovers(self) -> None:
-        """Send SIGKILL to all processes of this run, also outside the process group.
+        """Send SIGKILL to all processes of this run that are left, also to those in other process groups.
 
-        A process of this run has the run directory in its environment.
+        They are found by the run directory in their environment.
         """
         processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self.payload.run_dir))
 
     def read_stream(self, name: str, fd: int) -> None:
-        """Record the text that the process writes to an output pipe, until the pipe ends.
+        """Begin to record what the process writes to an output pipe; the event loop reads until the pipe ends.
 
-        `fd` is the file descriptor from which the pipe is read. `name` is the name of the stream, "stdout" or "stderr". Bytes
-        that are not UTF-8 become U+FFFD.
+        `fd` is the file descriptor from which the pipe is read. `name` is "stdout" or "stderr". Bytes that are not UTF-8 become
+        U+FFFD.
         """
         self.streams[fd] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
         self.loop.on_readable(fd, lambda: self.payload.safely(lambda: self._read(fd)))
 
     def close_streams(self) -> None:
-        """Close the output pipes without reading the rest, because another process may hold the pipes open."""
+        """Close the output pipes without reading the rest: another process may hold them open, so that they might never end."""
         for fd in list(self.streams):
             self._close_stream(fd)
 

@@ -57,7 +57,10 @@ FileStates = Dict[str, Tuple[int, int]]  # Modification time in nanoseconds and 
 
 
 def main() -> None:
-    """Run a preload process: import modules, and fork a process for each payload. In a forked process, run the payload."""
+    """Run a preload process: import the modules named in `sys.argv`, and fork a process for each payload until the runtime ends.
+
+    In each forked process, the function runs the payload and then returns.
+    """
     names = sys.argv[2:]
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
@@ -77,7 +80,7 @@ def main() -> None:
 
 
 def _load(names: List[str]) -> Optional[str]:
-    """Import the modules `names`; returns None, or the reason why no payload can be forked from this process afterwards."""
+    """Import the modules `names`; returns None, or why no payload can be forked from this process, such as a failed import."""
     for name in names:
         try:
             __import__(name)
@@ -101,7 +104,7 @@ def _load(names: List[str]) -> Optional[str]:
 
 
 def fork_problem(python: List[str], native: List[str], libraries: List[str], opened: List[str], cpus: int) -> Optional[str]:
-    """Returns why a process with these threads, libraries and open files must not be forked; None if the process may be forked.
+    """Returns why a process with these threads, libraries and open files must not be forked; None if it may be forked.
 
     Args:
         python: The names of the threads that Python knows, without the main thread.
@@ -126,10 +129,10 @@ def fork_problem(python: List[str], native: List[str], libraries: List[str], ope
 
 
 def _serve(control: socket.socket, problem: Optional[str]) -> socket.socket:
-    """Fork a process for each request on the socket `control`; only a forked process returns, with the socket of its payload.
+    """Wait for requests on the socket `control`, and fork a process for each; returns only in a forked process.
 
-    The preload process itself never returns: this process exits when the runtime has ended. If there is a `problem`, no process
-    is forked, and each request is answered with the problem.
+    The result is the socket of the forked process's request. The preload process itself never returns: it exits when the runtime
+    has ended. If there is a `problem`, no process is forked, and each request is answered with the problem.
     """
     while True:
         data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(_FD_SIZE), socket.MSG_CMSG_CLOEXEC)
@@ -172,13 +175,13 @@ def _answer(connection: socket.socket, pid: Optional[int], problem: Optional[str
 
 
 def _begin(connection: socket.socket, files: FileStates, directory: str) -> List[str]:
-    """Read the request, prepare this forked process for the payload, and wait for the word "go"; returns the payload's command.
+    """Read the request in a forked process, prepare the process for the payload, answer, and wait for the word "go".
 
-    If another word comes, or if the request is cancelled, the process exits.
+    Returns the payload's command. If another word comes, or if the request is cancelled, the process exits.
 
     Args:
         connection: The socket of the request.
-        files: The states of the imported files.
+        files: The states of the imported files after the imports, to notice changes.
         directory: The working directory during the imports.
     """
     with connection:
@@ -203,10 +206,11 @@ def _begin(connection: socket.socket, files: FileStates, directory: str) -> List
 
 
 def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
-    """Make this process like a fresh interpreter that is about to run the payload; returns None, or why this is impossible.
+    """Make this forked process like a fresh interpreter that is about to run the payload.
 
-    `request` has the payload's command `argv`, working directory `cwd` and environment `env`, and the id `parent` of the process
-    that waits for the payload. `directory` was the working directory of this process during the imports.
+    Returns None, or why this is impossible. `request` has the payload's command `argv` (`python SCRIPT …` or `python -m MODULE
+    …`), working directory `cwd` and environment `env`, and `parent`, the process id of the runtime. `directory` was the working
+    directory during the imports.
     """
     os.chdir(request["cwd"])
     cwd, script = os.getcwd(), request["argv"][1]
@@ -238,9 +242,9 @@ def _become(request: Dict[str, Any], directory: str) -> Optional[str]:
 
 
 def _reset_inherited_state(cwd: str) -> None:
-    """Reset the state that imported modules keep from the preload process; `cwd` is the payload's working directory.
+    """Reset what imported modules (numpy, torch, multiprocessing, ray) keep from the preload process, such as random seeds.
 
-    The module `random` needs no reset, because Python itself seeds the generator of this module anew after a fork.
+    `cwd` is the payload's working directory. The module `random` needs no reset: Python seeds it anew after a fork.
     """
     numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if numpy_random is not None:
@@ -262,10 +266,10 @@ def _reset_inherited_state(cwd: str) -> None:
 
 
 def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Optional[str]:
-    """Returns the name of an imported module that a fresh interpreter would import from the directory `directory` instead.
+    """Returns the name of an imported module of which `directory` has another version; None if there is none.
 
-    Returns None if there is no such module. `directory` is the first entry of the payload's `sys.path`. `modules` has the files
-    of the imported modules, by the name of the module; None for a module without a file.
+    `directory` is the first entry of the payload's `sys.path`, so a fresh interpreter would import its version. `modules` has the
+    file of each imported module by the module's name; None for a module without a file.
     """
     for entry in os.scandir(directory) if os.path.isdir(directory) else ():
         name, dot, extension = entry.name.partition(".")
@@ -283,10 +287,10 @@ def changed_file(files: FileStates) -> Optional[str]:
 
 
 def file_states(names: List[str]) -> FileStates:
-    """Returns the modification time and the size of files of imported modules, by path.
+    """Returns the modification time and the size of the files of imported modules, by path, to notice later changes.
 
-    Only files that may change are in the result: the files of the modules `names`, and the files of all modules that belong
-    neither to the standard library nor to the installed packages.
+    The result has the files of the modules `names`, and of all modules that are neither in the standard library nor installed
+    packages, because only those are likely to change.
     """
     installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     paths = {name: str(getattr(module, "__file__", None) or _OWN) for name, module in list(sys.modules.items())}
@@ -310,10 +314,10 @@ def _read_text(path: str) -> str:
 
 
 def run(argv: List[str]) -> None:
-    """Run a payload in this process as `python SCRIPT …` or `python -m MODULE …` would (CPython 3.8 to 3.14).
+    """Run a Python script or module in this process, as `python SCRIPT …` or `python -m MODULE …` would (CPython 3.8 to 3.14).
 
-    `argv` is such a command, with `python` as the first word. After an exception of the payload, the function writes the
-    traceback to stderr, and raises SystemExit.
+    `argv` is this command; its first word is ignored. If the script raises an exception, the function writes the traceback to
+    stderr and raises SystemExit.
     """
     # The present module, which has only what Python gave it, is frozen: the garbage collector would never clear it.
     bare, path = vars(sys.modules["__main__"]), argv[1]
@@ -345,11 +349,10 @@ def run(argv: List[str]) -> None:
 
 
 def leave_ray() -> None:
-    """Exit handler that shuts Ray down faster than Ray's own exit handler, which sleeps for half a second.
+    """Exit handler of a payload: shuts Ray down before Ray's own exit handler would, which sleeps for half a second first.
 
-    This exit handler runs after the payload's exit handlers and before Ray's exit handler. The handler does nothing if lines that
-    Ray's workers printed may not have reached this process yet, or if the Ray cluster has several nodes. Ray's own exit handler
-    sleeps so that such lines reach this process (Ray 2.60: `ray.shutdown` in `_private/worker.py`).
+    Ray sleeps so that the last lines that its workers printed reach this process. So this handler does nothing, and leaves the
+    work to Ray's handler, if a worker has printed a line just now, or if the Ray cluster has several nodes (Ray 2.60).
     """
     with contextlib.suppress(Exception):  # Another version of Ray: Ray's own exit handler shuts it down.
         ray: Any = sys.modules["ray"]

@@ -51,10 +51,10 @@ _LATE_NAMES = (
 
 
 def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
-    """Returns why a payload with the command `argv` cannot be forked; None if the payload can be forked.
+    """Returns why a payload with the command `argv` must not be forked from a preload process; None if it may be.
 
-    Only the commands `python SCRIPT` and `python -m MODULE` can be forked. The first word of `argv` may be "python", "python3",
-    or `python`, which is the path of the environment's Python.
+    Only `python SCRIPT` and `python -m MODULE` may be forked. The first word of `argv` must be "python", "python3", or the text
+    of the parameter `python`, the path of the environment's Python.
     """
     if not argv or argv[0] not in ("python", "python3", python):
         return "the command is none of the environment's Python"
@@ -70,10 +70,10 @@ def affects_imports(name: str) -> bool:
 
 
 def environment_problem(preloaded: Environment, payload: Environment) -> Optional[str]:
-    """Returns why a payload with the environment `payload` cannot be forked from a process with the environment `preloaded`.
+    """Returns why a payload with the environment `payload` must not be forked from a process with the environment `preloaded`.
 
-    Returns None if the payload can be forked: all variables that affect imports are the same. The reason has the names of the
-    variables that differ, but not the values.
+    The reason names the variables that affect imports and differ, without their values. Returns None if all such variables are
+    the same.
     """
     names = {name for name in {*preloaded, *payload} if affects_imports(name) and preloaded.get(name) != payload.get(name)}
     if not names:
@@ -82,10 +82,9 @@ def environment_problem(preloaded: Environment, payload: Environment) -> Optiona
 
 
 def preload_environment(base: Environment, payload: Environment, secrets: Iterable[str]) -> Environment:
-    """Returns the environment for a new preload process.
+    """Returns the environment for a new preload process: variables that affect imports from `payload`, all others from `base`.
 
-    Variables that affect imports come from `payload`, the environment of a payload. All other variables come from `base`.
-    `secrets` are names of variables in `payload` that the preload process must not get.
+    `payload` is the environment of a payload. `secrets` are names of variables that must not be taken from it.
     """
     own = {name: value for name, value in payload.items() if affects_imports(name) and name not in set(secrets)}
     return {**{name: value for name, value in base.items() if not affects_imports(name)}, **own}
@@ -93,7 +92,7 @@ def preload_environment(base: Environment, payload: Environment, secrets: Iterab
 
 @dataclass(eq=False)
 class _Process:
-    """A preload process, which imports modules and is forked for payloads."""
+    """A preload process, which has imported `modules` and forks itself for payloads, as the runtime knows it."""
 
     modules: Tuple[str, ...]
     env: Environment
@@ -105,7 +104,10 @@ class _Process:
 
 @dataclass(eq=False)
 class PreloadServer:
-    """Forks payloads for this runtime, and keeps one preload process for each set of modules."""
+    """Forks payloads for this runtime from preload processes, of which it keeps one for each set of modules to import.
+
+    Works only on Linux; elsewhere, each payload needs a fresh interpreter.
+    """
 
     loop: Loop
     directory: str  # Directory into which the script of the preload processes is written.
@@ -113,10 +115,11 @@ class PreloadServer:
     _processes: Dict[Tuple[str, ...], _Process] = field(default_factory=dict)
 
     def preload(self, modules: Sequence[str], ray_env: Optional[Environment], environ: Environment) -> None:
-        """Start a preload process that imports `modules`; does nothing if `modules` is empty.
+        """Start a preload process that imports `modules`, without waiting, so that a later `fork` finds the imports done.
 
-        `environ` has the variables on which the environment of the payloads is based. `ray_env` has the variables by which the
-        payloads reach the warm Ray cluster; None if each payload has a Ray cluster of its own.
+        Does nothing if `modules` is empty. `environ` has the variables on which the environment of the payloads is based.
+        `ray_env` has the variables by which the payloads reach the warm Ray cluster; None if each payload has a Ray cluster of
+        its own.
         """
         if modules and sys.platform == "linux":
             spec = PayloadSpec(argv=[], nonce="", uses_ray=True)
@@ -135,14 +138,14 @@ class PreloadServer:
         secrets: Iterable[str] = (),
         streams: Tuple[int, int],
     ) -> Union[Cancel, str]:
-        """Request a fork of a preload process for one payload; starts the preload process if there is none for these modules.
+        """Request a fork of a preload process for one payload, without waiting; starts the preload process if there is none.
 
         Args:
-            modules: Names of the modules that the preload process has imported.
-            argv: The payload's command.
+            modules: Names of the modules that the preload process must have imported.
+            argv: The payload's command, a list of words.
             on_exit: Called when the forked process has ended, with the exit code and the resource usage of the process.
             done: Called once, after this method has returned. The argument is the id of the forked process, or a text that says
-                why the payload needs a fresh interpreter.
+                why the payload needs a fresh interpreter, which the caller must then start.
             cwd: The payload's working directory.
             env: The payload's environment.
             secrets: Names of the variables in `env` that no other process may have.
@@ -182,10 +185,10 @@ class PreloadServer:
     def _await_fork(
         self, process: _Process, connection: socket.socket, streams: Tuple[int, int], on_exit: ExitCallback, done: Done
     ) -> Cancel:
-        """Wait, in the event loop, for the answer of a forked process, and let the process begin by the word "go".
+        """Have the event loop wait for the answer of a forked process, and then tell this process to begin. Does not block.
 
-        If the answer names a problem, or if no answer comes within `_TIMEOUT` seconds, the forked process never begins, so that
-        the payload cannot run twice. The method returns at once; the result is a function that cancels the wait.
+        If the answer names a problem, or does not come within `_TIMEOUT` seconds, the forked process never begins, so that the
+        payload cannot run twice. Returns a function that cancels the wait.
 
         Args:
             process: The preload process.
@@ -235,12 +238,11 @@ class PreloadServer:
         return cancel
 
     def end_process(self, process: _Process, why: Optional[str] = None) -> str:
-        """End a preload process; returns why the payload that waits for a fork needs a fresh interpreter.
+        """Kill a preload process; returns why the payload that waits for a fork of it needs a fresh interpreter.
 
-        Payloads that were forked from the process go on. If payloads were forked from the process before, the next request starts
-        another preload process with the same modules. If no payload was forked from the process, no other preload process is
-        started, and later requests for the same modules get the same reason. `why` is the reason; None if the process has ended
-        or does not answer.
+        Payloads that were forked from the process go on. If a fork from it has succeeded before, the next request for its modules
+        starts a new preload process. Otherwise no new one is started, and later requests get the same reason. `why` is the reason
+        to give; None if the process has ended or does not answer.
         """
         process.control.close()
         if process.pid is not None:
@@ -261,10 +263,9 @@ class PreloadServer:
             self.end_process(process)
 
     def _start(self, modules: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> Optional[_Process]:
-        """Start a preload process that imports `modules`, for payloads with the environment `env`, and return the process.
+        """Start a preload process that imports `modules`, for payloads with the environment `env`; returns it without waiting.
 
-        Returns None if the process cannot be started. `secrets` are names of variables in `env` that the preload process must not
-        get.
+        Returns None if the process cannot be started. `secrets` are names of variables in `env` that it must not get.
         """
         control, child_end = socket.socketpair()
         control.setblocking(False)

@@ -22,9 +22,10 @@ _TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05
 
 @dataclass(eq=False)
 class UsageMeasurement:
-    """Measures the use of CPU, memory and GPUs by a payload, on this node and on the worker nodes.
+    """Measures the use of CPU, memory and GPUs by one payload, on this node and on the worker nodes of its Ray cluster.
 
-    The measurement lasts from the construction to `finish` or `cancel`.
+    The measurement begins when the object is created, and ends with `finish` or `cancel`. `nonce` is the random name of the
+    payload.
     """
 
     nonce: str
@@ -41,17 +42,16 @@ class UsageMeasurement:
         self._announce_jobs()
 
     def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
-        """End the measurement after the payload's process has ended; returns whether `done` will be called later.
+        """End the measurement after the payload's process has ended; returns whether `done` will be called.
 
-        If the payload has worker nodes, the result is True. Then `done` is called when all worker nodes have sent their usage, or
-        when the time to wait for them is over. If the payload has no worker nodes, the result is False, and `done` is never
-        called.
+        With worker nodes, the result is True, and `done` is called later, when they have sent their usage or the time to wait is
+        over. Without worker nodes, the result is False, and the usage is complete already.
 
         Args:
             pid: The id of the payload's process.
-            rusage: The kernel's figures of the process (getrusage(2)).
+            rusage: The `resource.struct_rusage` of the process.
             hostname: The name of this node in the usage.
-            done: A function without arguments. Afterwards `current` has the usage of all nodes.
+            done: A function without arguments. When it is called, `current` has the usage of all nodes.
         """
         own = self._total = self.sampler.stop(pid, rusage)
         self._announce_jobs()
@@ -64,14 +64,14 @@ class UsageMeasurement:
         return self._collect(collected)
 
     def cancel(self) -> None:
-        """Stop measuring on all nodes."""
+        """Stop measuring on all nodes, without a result."""
         self.sampler.cancel()
         self._collect(lambda _: None)
 
     def current(self) -> Dict[str, Any]:
-        """Returns the usage on all nodes, or on this node alone until the other nodes have sent their usage.
+        """Returns the usage so far, as a dictionary with the fields of `Usage`; empty before the first sample.
 
-        The result is empty before the first sample.
+        Until the other nodes have sent their usage after the payload's end, it is the usage on this node alone.
         """
         usage = self._total or self.sampler.meter.summary()
         return usage if usage["elapsed"] else {}
@@ -87,9 +87,9 @@ class UsageMeasurement:
             self.note({"type": "usage", "usage": usage, "memory": points[-1][2]})
 
     def _announce_jobs(self) -> None:
-        """Tell the worker nodes to measure usage, and which Ray jobs in a shared Ray cluster belong to the payload.
+        """Tell the worker nodes which Ray jobs belong to the payload, so that they measure it; does nothing if they know already.
 
-        Does nothing if the worker nodes know these Ray jobs already.
+        If the Ray cluster is not shared, they need no Ray jobs and measure everything.
         """
         jobs = None if self.sampler.jobs is None else self.sampler.jobs.job_ids
         if self.workers is not None and (jobs or set()) != self._announced:
@@ -97,9 +97,9 @@ class UsageMeasurement:
             self.workers.measure(self.nonce, None if jobs is None else sorted(jobs))
 
     def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
-        """End the measurement on the worker nodes, and request their usage; returns False if there are no worker nodes.
+        """End the measurement on the worker nodes, and request their usage; returns False if there are none, otherwise True.
 
-        `done` is called later, with the usage by name of the worker node. Without worker nodes, `done` is never called.
+        Later `done` is called once, with the usage by name of the worker node. Without worker nodes, `done` is never called.
         """
         workers, self.workers = self.workers, None
         if workers is not None:
@@ -109,10 +109,9 @@ class UsageMeasurement:
 
 @dataclass(eq=False)
 class OutputSearch:
-    """Finds the files in a payload's working directory that match `patterns`, except links to the payload's input files.
+    """Finds the output files of a payload: the files in its working directory that match `patterns`, but no links to input files.
 
-    Files are selected from the smallest to the largest. A file is left out if the total size of the selected files would exceed
-    `max_bytes`.
+    `run` searches. If the files are larger than `max_bytes` together, the smallest are selected, and the others are left out.
     """
 
     work_dir: str
@@ -124,7 +123,10 @@ class OutputSearch:
     left_out: List[str] = field(default_factory=list)
 
     def run(self) -> Iterator[None]:
-        """Search for the output files in steps and fill `files` and `left_out`; yields None after each file and directory."""
+        """Generator that searches for the output files; when it is exhausted, `files` and `left_out` have the result.
+
+        It yields None after each file and directory, so that the caller can do other work between two steps.
+        """
         sizes: Dict[str, int] = {}
         real_work_dir = os.path.realpath(self.work_dir)
         for pattern in self.patterns:
@@ -154,10 +156,10 @@ class OutputSearch:
 
 
 def _expand(directory: str, parts: Sequence[str]) -> Iterator[str]:
-    """Yields the paths below a directory that match a pattern, and each directory that a `**` of the pattern walks through.
+    """Generator that yields the paths below `directory` that match a pattern, and also each directory that a `**` walks through.
 
-    `parts` are the parts of the pattern between slashes. The directories in the result let the caller pause: `glob.iglob` would
-    walk a whole tree before the first match, which may take minutes on a network file system.
+    `parts` are the parts of the pattern between slashes. The additional directories let the caller pause: `glob.iglob` would walk
+    a whole tree before the first match, which may take minutes on a network file system.
     """
     if "**" not in parts:
         yield from glob.iglob(os.path.join(glob.escape(directory), *parts))

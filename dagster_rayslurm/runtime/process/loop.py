@@ -32,7 +32,10 @@ class Timer:
 
 
 class Loop:
-    """The event loop; the loop runs callbacks one after another, so no state needs a lock."""
+    """The event loop; it runs all callbacks in one thread, one after another, so no state needs a lock.
+
+    There is one loop in a process, because it handles the process's signals and reaps all its children.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -49,11 +52,14 @@ class Loop:
         self.on_readable(self._wakeup.fileno(), self._wake)
 
     def on_readable(self, fd: int, call: Callable[[], None]) -> None:
-        """Call `call` whenever the file descriptor `fd` is readable, until `forget(fd)`."""
+        """Have `call` called by the loop whenever the file descriptor `fd` is readable, until `forget(fd)`."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def on_writable(self, fd: int, call: Callable[[], None]) -> None:
-        """Call `call` whenever the descriptor `fd` is writable, or is a socket that failed to connect, until `forget(fd)`."""
+        """Have `call` called by the loop whenever the file descriptor `fd` is writable, until `forget(fd)`.
+
+        A socket is also writable when it has failed to connect.
+        """
         self._selector.register(fd, selectors.EVENT_WRITE, call)
 
     def forget(self, fd: int) -> None:
@@ -67,32 +73,35 @@ class Loop:
         return time.monotonic()
 
     def call_later(self, delay: float, call: Callable[[], object]) -> Timer:
-        """Call `call` once after `delay` seconds; returns a timer whose `cancel` prevents the call."""
+        """Have `call` called once by the loop after `delay` seconds; returns a timer whose `cancel` prevents the call."""
         timer = Timer(call)
         heapq.heappush(self._timers, (time.monotonic() + delay, next(self._order), timer))
         return timer
 
     def on_signal(self, signum: int, call: Callable[[int], None]) -> None:
-        """Call `call` with the number `signum`, in the loop's thread, whenever this process has received the signal `signum`."""
+        """Whenever this process receives the signal `signum`, call `call` with this number from the loop.
+
+        Replaces an earlier callback for the same signal, and unblocks the signal.
+        """
         self._signals[signum] = call
         signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
-        """Start a process in a POSIX session of its own and return the process id.
+        """Start a process in a POSIX session of its own, and return its process id without waiting.
 
-        When the process ends, the loop calls `on_exit` with the exit code and the `resource.struct_rusage` of the process. The
-        exit code is -N after signal N. `options` are arguments of `subprocess.Popen`. Raises OSError if the process cannot be
-        started.
+        `argv` has the command and its arguments; `options` are arguments of `subprocess.Popen`. When the process ends, the loop
+        calls `on_exit` with its exit code, or -N after signal N, and its `resource.struct_rusage`. Raises OSError if the process
+        cannot be started.
         """
         process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
         self._children[process.pid] = (process, on_exit)
         return process.pid
 
     def adopt(self, pid: int, on_exit: ExitCallback) -> None:
-        """Call `on_exit` when the process `pid` ends, with the same arguments as for `spawn`.
+        """Have `on_exit` called when the process `pid` ends, with the same arguments as in `spawn`.
 
-        The process is an orphan that this process, a subreaper, has adopted.
+        The process must be an orphan that has become a child of this process, because this process is a subreaper.
         """
         self._children[pid] = (None, on_exit)
 
@@ -101,11 +110,11 @@ class Loop:
         return list(self._children)
 
     def stop(self) -> None:
-        """Make `run` return after the callbacks of the present round."""
+        """Make `run` return soon: after the callbacks of the events and timers that are due now."""
         self._stopping = True
 
     def run(self) -> None:
-        """Wait for events and run their callbacks, until `stop()`."""
+        """Wait for events and call their callbacks; blocks until one of the callbacks calls `stop`."""
         while not self._stopping:
             timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
             for key, _ in self._selector.select(timeout):
@@ -118,14 +127,14 @@ class Loop:
                     timer.call()
 
     def resume(self, seconds: float) -> None:
-        """Run the loop again after `stop()`, until the next `stop()`, for at most `seconds` seconds."""
+        """Run the loop again after it was stopped; blocks until the next `stop()`, but for at most `seconds` seconds."""
         self._stopping = False
         timer = self.call_later(seconds, self.stop)
         self.run()
         timer.cancel()
 
     def _wake(self) -> None:
-        """Handle the signals that this process received since the last round."""
+        """Call the callbacks of the signals that this process has received since the last call; after SIGCHLD, reap children."""
         received = set(self._wakeup.recv(4096))
         # Signals come before the ends of children: Slurm signals all processes of a step, so the signal explains those ends.
         for signum in received & set(self._signals):
@@ -134,7 +143,7 @@ class Loop:
             self.reap()
 
     def reap(self) -> None:
-        """Reap every child that has ended, including adopted orphans, and call the child's `on_exit`, if any."""
+        """Reap all children that have ended, without blocking; for those that the loop started or adopted, call `on_exit`."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -154,7 +163,7 @@ class Loop:
 class Timers:
     """Timers by name: a new timer cancels the earlier timer of the same name.
 
-    When a timer is due, `safely` is called with the timer's function and must call this function. `safely` may catch exceptions.
+    When a timer is due, its function is not called directly but passed to `safely`, which must call it and may catch exceptions.
     """
 
     loop: Loop
@@ -162,7 +171,7 @@ class Timers:
     _timers: Dict[str, Timer] = field(default_factory=dict)
 
     def due(self, name: str, delay: float, call: Callable[[], None]) -> None:
-        """Call `call` after `delay` seconds; an earlier call of the same name that is still pending is cancelled."""
+        """Have `call` called once after `delay` seconds; cancels an earlier timer with the same `name` that is not due yet."""
         self.cancel(name)
         self._timers[name] = self.loop.call_later(delay, lambda: self.safely(call))
 

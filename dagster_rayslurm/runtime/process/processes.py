@@ -59,9 +59,10 @@ _latest: Tuple[float, Dict[int, Process]] = (float("-inf"), {})
 
 
 def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
-    """The time at which a process table was read (`time.monotonic`), and the table, which is at most `max_age` seconds old.
+    """Returns a table of all processes that is at most `max_age` seconds old, after the time when it was read.
 
-    If `max_age` is 0, the table is read now. All parts of the runtime share the table, so callers must not change the table.
+    The time is one of `time.monotonic`. If `max_age` is 0, the table is read now. All parts of the runtime share the table, so
+    callers must not change it.
     """
     global _latest
     now = time.monotonic()
@@ -71,9 +72,9 @@ def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
 
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
-    """The processes below the process `root`, zombies included, but without `root` itself.
+    """Returns all processes below the process `root` (children, their children and so on), zombies included, without `root`.
 
-    `processes` is a result of `table`; by default, the table is read now.
+    `processes` is a result of `table`; None means to read the table now.
     """
     below: Dict[int, List[Process]] = {}
     for process in (table() if processes is None else processes).values():
@@ -85,7 +86,7 @@ def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> Li
 
 
 def resident_and_shared(pid: int) -> Tuple[int, int]:
-    """Bytes of resident memory of a process, and how many of these bytes may be shared with other processes.
+    """Returns the bytes of resident memory of a process, and how many of these may be shared with other processes.
 
     Both are 0 if the process has ended.
     """
@@ -94,7 +95,7 @@ def resident_and_shared(pid: int) -> Tuple[int, int]:
 
 
 def environment(pid: int) -> List[bytes]:
-    """The entries `NAME=value` of the environment with which a process was started.
+    """Returns the environment with which a process was started, as a list of entries `NAME=value`; later changes are not visible.
 
     The result is [b""] if the process is gone or belongs to another user.
     """
@@ -110,12 +111,18 @@ def has_environment(pid: int, entry: str) -> bool:
 
 
 def with_environment(entry: str) -> List[int]:
-    """Ids of the processes below this process whose environment at the start had `entry`, a text `NAME=value`."""
+    """Returns the ids of the processes below this process that were started with `entry` in their environment.
+
+    `entry` is a text `NAME=value`.
+    """
     return [process.pid for process in descendants(os.getpid()) if has_environment(process.pid, entry)]
 
 
 def command_line(pid: int) -> bytes:
-    """The arguments of a process, each ended by NUL; b"" if the process is gone. A process may change its own arguments."""
+    """Returns the arguments of a process, each followed by a NUL byte; b"" if the process is gone.
+
+    A process may change its own arguments, as Ray workers do.
+    """
     return _read(pid, "cmdline")
 
 
@@ -151,15 +158,19 @@ def signal_name(signum: int) -> str:
 
 
 def become_subreaper() -> None:
-    """Make this process adopt all orphans below itself, instead of PID 1 (prctl(2), Linux 3.4)."""
+    """Make this process a subreaper: orphans below it become its children, not those of PID 1 (prctl(2), Linux 3.4).
+
+    Does nothing on systems other than Linux.
+    """
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def raise_file_limit(wanted: int = 65535) -> None:
-    """Raise this process's soft limit of open files to `wanted`, as far as the hard limit allows; children inherit the limit.
+    """Raise this process's soft limit of open files to `wanted` or, if that is lower, to the hard limit; children inherit it.
 
-    Ray opens some thousands of files on a large node (Ray 2.60 warns below 8192), and the head has a connection to each node.
+    A failure is ignored, and a higher soft limit stays. Ray opens some thousands of files on a large node (Ray 2.60 warns below
+    8192), and the head has a connection to each node.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -185,11 +196,11 @@ def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Callable[[Optional[str]], None]) -> None:
-    """Start a program, and call `on_answer` with the program's output after its end, or with None if the program failed.
+    """Start a program without waiting; after its end, the loop calls `on_answer` with its output, or with None if it failed.
 
-    A program with an exit code other than 0 has failed. A program that runs longer than `timeout` seconds is killed, and has
-    failed too. Raises OSError if the program cannot be started. `on_answer` is not called as long as the program hangs in an
-    uninterruptible wait. The output must fit into a pipe (64 KiB on Linux), because the output is read after the program's end.
+    A program fails by an exit code other than 0, or if it is killed because it runs longer than `timeout` seconds. While a killed
+    program hangs in an uninterruptible wait, `on_answer` is not called. Raises OSError if the program cannot be started. The
+    output must fit into a pipe (64 KiB on Linux), because it is read only after the program's end.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)  # A process that the program left behind may keep the other end open.
@@ -228,10 +239,10 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
-    """Send SIGKILL to all processes below the subreaper `root` until none is left, or until `timeout` seconds are over.
+    """Send SIGKILL to all processes below `root`, again and again, until none is left or `timeout` seconds are over. Blocks.
 
-    Returns the ids of the processes that are still left, such as processes in uninterruptible sleep. `collect` is called before
-    each round and must reap zombies, because a zombie counts as left.
+    Returns the ids of the processes that are still left, such as processes in uninterruptible sleep. `root` must be a subreaper,
+    so that orphans stay below it. `collect` is called before each round and must reap zombies, because a zombie counts as left.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -252,10 +263,10 @@ _LATER_SWEEPS = (1.0, 5.0)
 
 
 class StrayProcesses:
-    """Kills the stray processes on this node: orphans that no running payload can have started.
+    """Kills stray processes on this node: processes of ended payloads that are now children of this process (orphans).
 
-    The payload that started an orphan ran when the orphan started. So an orphan is a stray process once all payloads that ran at
-    that time have ended. The environment and the session of an orphan do not show the payload, because an orphan may change both.
+    The payload that started such an orphan ran when the orphan started. So an orphan is stray once all payloads have ended that
+    ran at that time. The environment of an orphan does not tell its payload, because a process may change its environment.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -264,11 +275,17 @@ class StrayProcesses:
         self._timer = Timer()
 
     def begin(self, nonce: str) -> None:
-        """Record that the payload `nonce` may start processes from now on; to be called before the payload starts."""
+        """Record that a payload may start processes from now on; must be called before the payload starts.
+
+        `nonce` is the random name of the payload. A second call for the same payload changes nothing.
+        """
         self._running.setdefault(nonce, uptime())
 
     def end(self, nonce: str) -> None:
-        """Record that the payload `nonce` has ended; kill the stray processes now, and again some seconds later."""
+        """Record that a payload has ended, and kill the stray processes now and twice some seconds later.
+
+        `nonce` is the random name of the payload.
+        """
         self._running.pop(nonce, None)
         self._sweep(_LATER_SWEEPS)
 
@@ -305,15 +322,15 @@ def guard(
     in_a_step: bool = False,
     orphaned: Callable[[], None] = lambda: None,
 ) -> int:
-    """Turn this process into the keeper: run `main` in a forked child, then kill all processes that are left below this process.
+    """Turn this process into the keeper: run `main` in a forked child, wait, and kill all processes left below this process.
 
     Args:
-        main: The function to run; returns an exit code.
-        excused: Called if the exit code is not 0. If the result is True, the exit code becomes 0.
-        in_a_step: Whether this process belongs to a Slurm job step. If True, the keeper watches slurmstepd: slurmstepd is the
-            parent or, if a container runs this process, the process whose id is in `RAYSLURM_PARENT`. If slurmstepd or the parent
-            ends, the keeper sends SIGTERM to the child.
-        orphaned: Called after the cleanup if `in_a_step` is True, and slurmstepd or the parent has ended.
+        main: The function to run in the child, which is the runtime; returns an exit code.
+        excused: Called after the end of the child if its exit code is not 0. If the result is True, 0 is returned.
+        in_a_step: Whether this process belongs to a Slurm job step. If True, the keeper watches its parent, which is slurmstepd,
+            and the process whose id is in `RAYSLURM_PARENT`, which is slurmstepd if a container runs this process. When one of
+            them ends, the keeper sends SIGTERM to the child.
+        orphaned: Called after the cleanup if `in_a_step` is True and one of these processes has ended.
 
     Returns:
         The exit code of `main`, 70 if `main` raised an exception, or 128 + N if signal N ended the child.
@@ -374,10 +391,10 @@ def guard(
 
 
 def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait some seconds and cancel this process's Slurm job, if this node is the first of the job; on other nodes, do nothing.
+    """On the first node of this process's Slurm job, wait some seconds and then cancel the job; on other nodes, do nothing.
 
     To be called after slurmstepd was killed, because srun would then wait for its task for ever. `environ` has Slurm's variables
-    of this task. `sleep` is the function that waits. Errors of scancel are ignored.
+    of this task. `sleep` replaces `time.sleep` in tests. Errors of scancel are ignored.
     """
     if environ.get("SLURM_NODEID") == "0":
         sleep(_SCANCEL_DELAY)

@@ -28,10 +28,10 @@ _lock_before = -1  # The file descriptor that `inherit` has found; -1 if there i
 
 
 def _bases(short: bool) -> List[str]:
-    """The directories in which scratch directories may be made, the preferred first.
+    """Returns the directories in which scratch directories may be made, such as "/tmp", the preferred first.
 
-    If `short` is True, directories with long paths are left out. The others leave room for the sockets of a payload's own Ray
-    cluster, whose temporary directory is `x/r` in a scratch directory, where `x` is one character.
+    If `short` is True, directories with long paths are left out, so that the sockets of Ray fit: the path of a socket may have
+    107 bytes, and Ray's temporary directory is `x/r` in the scratch directory, where `x` is one character.
     """
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", tempfile.gettempdir()]
     longest = MAX_RAY_TEMP_DIR_BYTES - len("/rs-12345678/x/r")
@@ -39,11 +39,11 @@ def _bases(short: bool) -> List[str]:
 
 
 class Scratch:
-    """A private directory (mode 0700) for sockets, tokens and Ray's files; `remove` removes the directory.
+    """A new private directory (mode 0700) on this node, for sockets, tokens and Ray's files; the attribute `path` has its path.
 
-    `needed` is the size in bytes of the copy of an environment that the directory will hold, or 0. If `needed` is not 0, the disk
-    must have that many bytes free and allow programs to run, and the path may be long. Raises OSError if no directory can be
-    made.
+    `needed` is not 0 only if the directory is for a copy of a Python environment: then the disk must have that many bytes free
+    and allow programs to run, and the path may be long. Raises OSError if no directory can be made. `remove` removes the
+    directory.
     """
 
     def __init__(self, needed: int = 0) -> None:
@@ -66,23 +66,24 @@ class Scratch:
         return os.path.join(self.path, "r")
 
     def join(self, *names: str) -> str:
-        """The path of a file in this directory; `names` are the parts of the path."""
+        """Returns the path of a file in this directory; `names` are the parts of the path below the directory."""
         return os.path.join(self.path, *names)
 
     def remove(self) -> None:
         _remove(self.path, self._lock)
 
     def outlive_exec(self) -> Dict[str, str]:
-        """Keep the lock on this directory while this process replaces its program by another program (`os.execve`).
+        """Keep the lock on this directory when this process soon replaces its program by another one (`os.execve`).
 
-        Returns the environment variable that the other program needs. In the other program, `inherit` takes over the lock.
+        Returns the environment variable, as {name: value}, that the caller must give to the new program. There, `inherit` takes
+        over the lock.
         """
         os.set_inheritable(self._lock, True)
         return {_INHERITED: str(self._lock)}
 
 
 def inherit() -> None:
-    """Take over the lock that `outlive_exec` kept in this process's previous program; without such a lock, do nothing."""
+    """Take over the lock that the previous program of this process kept with `outlive_exec`; without such a lock, do nothing."""
     global _lock_before
     _lock_before = int(os.environ.pop(_INHERITED, -1))
     if _lock_before != -1:
@@ -90,9 +91,10 @@ def inherit() -> None:
 
 
 def release() -> None:
-    """Close this process's descriptor of the lock from `inherit`, so that only this process's children hold the lock.
+    """Close this process's file descriptor of the lock from `inherit`.
 
-    After the end of the children, the scratch directory is not locked any more, and `sweep` removes the directory.
+    To be called after a fork, so that only the child holds the lock. When the child has ended, the scratch directory is not
+    locked any more, and `sweep` can remove it. Without a lock, does nothing.
     """
     global _lock_before
     if _lock_before != -1:
@@ -147,7 +149,10 @@ def _remove(path: str, lock: Optional[int]) -> None:
 
 
 def sweep() -> List[str]:
-    """Remove the scratch directories that this user's killed processes left, and return the paths of the removed directories."""
+    """Remove the scratch directories that killed processes of this user have left, and return the paths of those removed.
+
+    Directories that a living process has locked stay. A directory that cannot be removed is skipped.
+    """
     removed = []
     for base in _bases(short=False):
         with contextlib.suppress(OSError):

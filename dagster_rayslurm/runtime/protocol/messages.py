@@ -19,7 +19,10 @@ class TextEnum(str, Enum):
 
 
 class EndReason(TextEnum):
-    """Why a payload ended: the `reason` of the `end` record. `outcome.verdict` maps each reason to a kind of failure."""
+    """Why a payload ended: the `reason` in the `end` record, the last line that the runtime writes about a payload.
+
+    On Dagster's side, the function `outcome.verdict` turns the reason into success or a kind of failure.
+    """
 
     EXIT = "exit"  # The payload's process ended by itself; `End.exit_code` or `End.signal` says how.
     CANCEL = "cancel"  # Dagster or `cleanup_cluster` cancelled the payload.
@@ -48,9 +51,9 @@ class End:
 
 
 def defect(error: BaseException) -> End:
-    """Returns the `End` of a payload that ends because of a defect of the runtime; the exception `error` shows the defect.
+    """Returns the `End` of a payload that fails because of a bug in the runtime; `error` is the exception that the bug raised.
 
-    The message of the `End` is one line without traceback.
+    The message of the `End` is one line with the type and the text of the exception, without traceback.
     """
     text = " ".join(str(error).split())
     return End(EndReason.RUNTIME, type(error).__name__ + (": " + text if text else ""))
@@ -63,7 +66,8 @@ Unhealthy = Dict[str, str]
 class ClusterError(Exception):
     """The failure of a Ray cluster: raised if the cluster did not start, passed to callbacks if the cluster was lost.
 
-    `reason` is CLUSTER_START or CLUSTER_LOST, or ENVIRONMENT if the installed Ray cannot be used.
+    `reason` is CLUSTER_START or CLUSTER_LOST, or ENVIRONMENT if the installed Ray cannot be used. `unhealthy` describes the node
+    whose failed health check is the cause; None for any other cause.
     """
 
     def __init__(self, reason: EndReason, message: str, unhealthy: Optional[Unhealthy] = None) -> None:
@@ -73,7 +77,7 @@ class ClusterError(Exception):
 
 
 class NodeCommand(TextEnum):
-    """A command of the head's runtime to a worker node: the `op` of a message from the head."""
+    """A command from the runtime on the head node to the runtime on a worker node: the value of `op` in the message."""
 
     # Start Ray and join the Ray cluster. `attempt` is higher each time that the head had to start Ray again on another port.
     START_RAY = "ray"
@@ -86,7 +90,10 @@ class NodeCommand(TextEnum):
 
 
 class NodeEvent(TextEnum):
-    """The kinds of events on a worker node: reported by the node's agent, or noticed by the head."""
+    """The kind of an event on a worker node: the value of `event` in a message of the node.
+
+    The head makes some of these messages itself, when a node connects or is lost.
+    """
 
     JOINED = "joined"  # The node connected, for the first time or again. The head makes this event itself.
     LOST = "lost"  # The node's connection was lost. The head makes this event itself.
@@ -99,7 +106,7 @@ class NodeEvent(TextEnum):
 
 
 class Operation(TextEnum):
-    """The operation that a client requests of a running runtime: the `op` of the request."""
+    """What a client asks a running runtime to do: the value of `op` in the request."""
 
     RUN = "run"  # Run the payload of a run directory.
     WITHDRAW = "withdraw"  # Do not run a payload, even if the request to run the payload arrives after this request.
@@ -111,7 +118,7 @@ class Operation(TextEnum):
 
 
 class Refusal(TextEnum):
-    """Why a request is refused: the `error` of an answer."""
+    """Why the runtime refuses a request: the value of `error` in the answer."""
 
     DUPLICATE = "duplicate"  # This payload was accepted before.
     CLOSING = "closing"  # The runtime takes no more payloads.
@@ -127,15 +134,20 @@ class Refusal(TextEnum):
 
 
 def refuse(error: Refusal, message: object = None, **more: Any) -> Answer:
-    """Returns an answer that refuses a request: `error` is the kind of refusal, `message` explains, `more` has further keys."""
+    """Returns an answer that refuses a request, such as `{"ok": False, "error": "closing", "message": "it was idle for 60 s"}`.
+
+    `error` is the kind of refusal. `message` explains the refusal; None leaves the key out. `more` has further keys of the
+    answer.
+    """
     answer = {"ok": False, "error": error.value, **more}
     return answer if message is None else {**answer, "message": str(message)}
 
 
 def answer_safely(handle: Callable[[], Any]) -> Any:
-    """Call `handle`, which answers a request, and return the answer; if `handle` raises an exception, return a refusal.
+    """Call `handle`, which answers a request, and return its answer.
 
-    An uncaught exception would end the runtime, and with the runtime the payloads of other clients.
+    If `handle` raises an exception, print the traceback and return a refusal instead. An uncaught exception would end the
+    runtime, and with the runtime the payloads of other clients.
     """
     try:
         return handle()

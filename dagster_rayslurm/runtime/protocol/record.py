@@ -46,13 +46,13 @@ Record = Dict[str, Any]  # The JSON object of one line.
 
 
 def encode(record: Record) -> bytes:
-    """Returns the line for a record, with checksum and newline."""
+    """Returns a record as a line of bytes: JSON with a checksum as the last member, and a newline."""
     body = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")[:-1]
     return body + _CRC_KEY + b'%08x"}\n' % zlib.crc32(body)
 
 
 def decode(line: bytes) -> Optional[Record]:
-    """Returns the record in `line`, which has no newline at the end; None if the line is damaged."""
+    """Returns the record in `line`, a line from `encode` without the newline; None if its checksum or its JSON is wrong."""
     body, key, tail = line.rpartition(_CRC_KEY)
     if not key or tail != b'%08x"}' % zlib.crc32(body):
         return None
@@ -64,7 +64,11 @@ def decode(line: bytes) -> Optional[Record]:
 
 
 class LineReader:
-    """Turns the bytes of a growing file into records; the caller reads the file."""
+    """Turns the bytes of a growing file of the run record into records.
+
+    The caller reads bytes of the file from the position `next_read` on and passes the bytes to `feed`, again and again. `offset`
+    is the position after the last complete line; a new reader may begin there. `damaged` counts the dropped lines.
+    """
 
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset  # Position after the last line that was returned or dropped.
@@ -74,11 +78,18 @@ class LineReader:
 
     @property
     def next_read(self) -> int:
-        """The position in the file from which to read next, behind all lines before `offset` and the partial line in memory."""
+        """The position in the file from which the caller must read next.
+
+        It is `offset` plus the length of the incomplete line that this reader keeps in memory.
+        """
         return self.offset + self._partial_bytes
 
     def feed(self, data: bytes) -> List[Record]:
-        """Process `data`, which was read at `next_read`, and return the records of the lines that `data` completes."""
+        """Process `data`, the bytes that the caller read at `next_read`; returns the records of the lines that are now complete.
+
+        The list is empty if no line is complete. A line with a wrong checksum is dropped and counted in `damaged`. But if such a
+        line began in earlier data, `next_read` first moves back to its beginning once, so that the caller reads the line again.
+        """
         hole = data.find(b"\0")
         self._hole_reads = 0 if hole else self._hole_reads + 1
         if hole >= 0 and self._hole_reads <= _MAX_HOLE_READS:
@@ -100,9 +111,10 @@ class LineReader:
 
 
 class Appender:
-    """Appends lines to a file that no other process writes; removes the torn line of a failed write before the next append.
+    """Appends lines to a file that no other process writes.
 
-    The constructor raises OSError if the file cannot be opened.
+    If a write fails halfway, the incomplete line is removed before the next line is appended. If an earlier process was killed
+    halfway, the constructor ends its incomplete line with a newline. The constructor raises OSError if the file cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -114,7 +126,7 @@ class Appender:
             self.append(b"\n")  # This ends the torn line of a killed writer.
 
     def append(self, data: bytes) -> None:
-        """Append lines that `encode` made. If the write fails, raises `OSError`, and none of the lines are appended."""
+        """Append `data`, one or more lines from `encode`; raises OSError, and appends none of the lines, if the write fails."""
         self._mend()
         view, self._torn = memoryview(data), True
         try:
@@ -128,13 +140,16 @@ class Appender:
         self._torn, self._dirty = False, True
 
     def _mend(self) -> None:
-        """Truncate the torn line of a failed write, if any; raises OSError if truncation fails."""
+        """Remove what a failed write left at the end of the file, if anything; raises OSError if this fails."""
         if self._torn:
             os.ftruncate(self._fd, self.size)
             self._torn = False
 
     def sync(self) -> None:
-        """Make the appended lines visible to other hosts: a network file system sends the lines on fsync."""
+        """Write the appended lines to the disk (fsync), which makes them visible to other hosts on a network file system.
+
+        Does nothing if no line was appended since the last call. Raises OSError if fsync fails.
+        """
         if self._dirty:
             os.fsync(self._fd)
             self._dirty = False
@@ -144,11 +159,12 @@ class Appender:
 
 
 class RunRecord:
-    """Writes the run record of one payload, or continues the record after Slurm has run the job again (`attempt` > 0).
+    """Writes the run record of one payload: the journal and the payload's output, two files in `run_dir`.
 
-    Output that cannot be recorded (size limit, full disk) is dropped and counted, with one remark in the recorded output. A
-    journal line that cannot be recorded raises `OSError`, because a lost Pipes message is a lost result. The constructor raises
-    FileExistsError if another runtime writes, or has written, this record.
+    `attempt` tells how often Slurm has restarted the job. With 0 the record is new, and the constructor raises FileExistsError if
+    there is a record already; otherwise the new lines continue the existing record. If output cannot be written (size limit, full
+    disk), it is dropped and counted. If a journal line cannot be written, OSError is raised, because a lost Pipes message is a
+    lost result.
     """
 
     def __init__(self, run_dir: str, max_stdio_bytes: int, attempt: int = 0) -> None:
@@ -173,7 +189,7 @@ class RunRecord:
             undo.pop_all()
 
     def write(self, *records: Record) -> None:
-        """Append records to the journal; raises OSError, and appends no record, if the write fails."""
+        """Append records to the journal as one write; if the write fails, raises OSError and appends none of them."""
         self._journal.append(b"".join(map(encode, records)))
 
     def output(self, stream: str, text: str, at: float) -> None:
@@ -197,7 +213,7 @@ class RunRecord:
         self._stdio_dropped += len(text)
 
     def sync(self) -> None:
-        """Make the appended records and output visible to other hosts."""
+        """Write the appended records and output to the disk, so that other hosts see them; raises OSError if this fails."""
         self._stdio.sync()
         self._journal.sync()
 
@@ -220,7 +236,10 @@ class RunRecord:
         self._close()
 
     def withdraw(self) -> None:
-        """Close the run record without an `end`, for a payload that will not start; empty files stay in the directory."""
+        """Close the run record without an `end` record, for a payload that was refused before its start.
+
+        The files stay in the directory, empty.
+        """
         self._free()
         self._close()
 
@@ -235,7 +254,7 @@ class RunRecord:
 
 
 def node_log(place: int) -> str:
-    """Returns the file name of the log of the node with the index `place`.
+    """Returns the file name of the log of the node with the index `place`, such as "node-3.log"; 0 is the first node.
 
     The log contains the output of the node's runtime and Slurm task.
     """
@@ -253,14 +272,17 @@ def run_of_component(directory: str) -> str:
 
 
 def temporary_name(path: str) -> str:
-    """Returns a new path with a short name in the directory of `path`; no other thread, process or host uses the new path."""
+    """Returns the path of a new temporary file, with a short random name in the directory of `path`; does not create the file.
+
+    No other thread, process or host gets the same path.
+    """
     return os.path.join(os.path.dirname(path), ".rs-%s.tmp" % os.urandom(8).hex())
 
 
 def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
-    """Write a file so that readers see either the old or the new content; `mode` has the file's permissions.
+    """Write `data` to the file `path`, so that readers see either the whole old or the whole new content.
 
-    If writing fails, raises OSError, and the old content stays.
+    `mode` has the permissions of the file. If writing fails, raises OSError, and the old content stays.
     """
     temporary = temporary_name(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -33,7 +33,7 @@ _LONGEST = 2 * _PIECE  # Most bytes that a frame may have; more is damage.
 
 
 class Kind(IntEnum):
-    """The kind of a frame, which tells what the frame means for its connection."""
+    """The kind of a frame. A frame is one piece of what the two sides of a `Multiplexer` send; it belongs to one connection."""
 
     OPEN = 0  # Connect to the port, which is the frame's data, as text.
     DATA = 1
@@ -43,7 +43,11 @@ class Kind(IntEnum):
 
 
 class Stream:
-    """One of the connections that a `Multiplexer` carries over a single stream of bytes."""
+    """One of the connections that a `Multiplexer` carries over a single stream of bytes.
+
+    `Multiplexer.open` returns connections that this side opens; `accept` of the multiplexer gets those that the other side opens.
+    `read`, `write`, `end`, `until_reset` and `close` are coroutines.
+    """
 
     def __init__(self, multiplexer: Multiplexer, number: int) -> None:
         self._multiplexer, self._number = multiplexer, number
@@ -53,7 +57,10 @@ class Stream:
         self._changed = asyncio.Event()
 
     async def read(self) -> bytes:
-        """Wait for the next bytes and return the bytes; return b"" once the other side sends no more data, or after a reset."""
+        """Coroutine: wait until the other side has sent bytes, and return them.
+
+        Returns b"" once the other side sends no more data, or once the connection is closed.
+        """
         while not (self._chunks or self._ended):
             await self._wait()
         data = b"".join(self._chunks)
@@ -63,7 +70,10 @@ class Stream:
         return data
 
     async def write(self, data: bytes) -> None:
-        """Send bytes, waiting while the window is full; raises ConnectionResetError once the connection is reset."""
+        """Coroutine: send all bytes of `data`; wait while the other side has `WINDOW` bytes that it has not passed on.
+
+        Raises ConnectionResetError if the connection is closed in both directions, before or meanwhile.
+        """
         while data:
             while self._window <= 0 and not self._broken:
                 await self._wait()
@@ -75,24 +85,27 @@ class Stream:
             await self._multiplexer.send(self._number, Kind.DATA, piece)
 
     async def until_reset(self) -> None:
-        """Wait until the connection is closed in both directions."""
+        """Coroutine: wait until the other side closes the connection in both directions, or until the stream of bytes ends."""
         while not self._broken:
             await self._wait()
 
     async def end(self) -> None:
-        """Tell the other side that no more data will be sent."""
+        """Coroutine: tell the other side that this side sends no more data; this side can still read."""
         if not self._broken:
             await self._multiplexer.send(self._number, Kind.END)
 
     async def close(self) -> None:
-        """End the connection in both directions; must be called exactly once."""
+        """Coroutine: close the connection in both directions, and make the multiplexer forget it.
+
+        Must be called for each connection, also for one that the other side has closed.
+        """
         if not self._broken:
             self._broken = self._ended = True
             await self._multiplexer.send(self._number, Kind.RESET)
         self._multiplexer.streams.pop(self._number, None)
 
     def received(self, kind: Kind, data: bytes) -> None:
-        """Process a frame that the other side has sent on this connection."""
+        """Process a frame of the other side on this connection, and wake the waiting coroutines; called by the multiplexer."""
         if kind == Kind.DATA:
             self._chunks.append(data)
         elif kind == Kind.CREDIT:
@@ -108,21 +121,25 @@ class Stream:
 
 
 class Lines:
-    """Sends the bytes of each write as a line of base64; replaces an `asyncio.StreamWriter` for channels that carry text."""
+    """Replaces an `asyncio.StreamWriter` where bytes must travel as text, as through srun: sends each write as a line of base64.
+
+    `read_lines` decodes the lines at the other end.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self.drain, self.close = writer.drain, writer.close
 
     def write(self, data: bytes) -> None:
-        """Send the bytes as one line."""
+        """Send `data` as one line of base64, without waiting; the caller awaits `drain` afterwards, as with a `StreamWriter`."""
         self._writer.write(_LINE + base64.b64encode(data) + b"\n")
 
 
 async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) -> None:
-    """Decode the lines that `Lines` has sent and feed the decoded bytes to `reader`, until the end; other lines are ignored.
+    """Coroutine: read the lines that `Lines` has sent from `lines`, and feed the decoded bytes to `reader`.
 
-    An error of the connection, or a damaged line, counts as the end of the lines.
+    Runs until `lines` ends; then `reader` ends too. Lines that `Lines` has not sent, such as messages of srun, are ignored. An
+    error of the connection, or a damaged line, counts as the end.
     """
     try:
         while True:
@@ -138,10 +155,11 @@ async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) 
 
 
 class Multiplexer:
-    """One side of a stream that carries many connections; `run` processes the frames that the other side sends.
+    """One side of a stream of bytes (`reader`, `writer`) that carries many connections.
 
-    `accept` is called for each connection that the other side opens, with the connection and the port that the other side asks
-    for. Without `accept`, the other side cannot open connections: requests to open a connection are ignored.
+    Connections work only while the coroutine `run` is running. When the other side opens a connection, the coroutine function
+    `accept` is started as a task, with the connection and the port that the other side wants. Without `accept`, the multiplexer
+    ignores such requests.
     """
 
     def __init__(
@@ -158,9 +176,9 @@ class Multiplexer:
         self.over = False
 
     async def open(self, port: int) -> Stream:
-        """Open a connection to a port on the node of the other side, and return the connection.
+        """Coroutine: request a connection to `port` on the node of the other side, and return it without waiting for an answer.
 
-        The connection ends at once if nothing listens on the port.
+        If nothing listens on the port, the other side closes the connection, so that `read` returns b"".
         """
         self._last += 1
         stream = self.streams[self._last] = Stream(self, self._last)
@@ -170,7 +188,10 @@ class Multiplexer:
         return stream
 
     async def send(self, number: int, kind: Kind, data: bytes = b"") -> None:
-        """Send a frame of the connection `number`; does nothing once the stream has ended."""
+        """Coroutine: send a frame of the connection with the number `number`; does nothing once the stream of bytes has ended.
+
+        If sending fails, the stream counts as ended, and all its connections are closed.
+        """
         async with self._lock:
             if not self.over:
                 try:
@@ -180,7 +201,10 @@ class Multiplexer:
                     self._end()
 
     async def run(self) -> None:
-        """Process the other side's frames until the stream ends or a frame is invalid; then end all connections."""
+        """Coroutine: process the frames of the other side until the stream of bytes ends, or until a frame is invalid.
+
+        Then close all connections and the writer, and cancel the tasks of `accept`. Raises nothing for these ends.
+        """
         try:
             while True:
                 number, kind, length = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
@@ -211,15 +235,15 @@ class Multiplexer:
 
 
 class _Over(Exception):
-    """Raised inside `copy` to end `copy` when the connection is over."""
+    """Raised by one of the tasks inside `copy` to end the other tasks, when the connection is over."""
 
 
 async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serves: bool = False) -> bool:
-    """Copy data both ways between a TCP connection (`reader`, `writer`) and the multiplexed `stream`, and close `stream`.
+    """Coroutine: copy data both ways between a TCP connection (`reader`, `writer`) and the multiplexed connection `stream`.
 
-    The end comes when the server closes its connection, or when either connection is reset. If `serves` is True, the server is at
-    the TCP connection, otherwise at the other end of `stream`. Returns whether data was written to the TCP connection, which the
-    caller must close.
+    Returns when the server has sent its last data, or when either connection fails; then `stream` is closed. The server is the
+    far end of the TCP connection if `serves` is True, otherwise the far end of `stream`. If only the client has sent its last
+    data, copying goes on. The result is whether data was written to the TCP connection, which the caller must close.
     """
     written = False
 
@@ -263,9 +287,9 @@ async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.Str
 
 
 async def _connect(stream: Stream, port: int) -> None:
-    """Connect to `port` of this node, and copy data between this connection and `stream` until one side ends.
+    """Coroutine: connect to `port` of this node, and copy data between that connection and `stream` until the connection is over.
 
-    If nothing listens on the port, `stream` is closed.
+    If nothing listens on the port, only close `stream`.
     """
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -289,15 +313,18 @@ async def _relay() -> None:
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lines: bool = False) -> None:
-    """Serve one client until the client's stream ends; `lines` is True if the client reads the stream with `read_lines`."""
+    """Coroutine: serve one client of the relay, over `reader` and `writer`, until the client's stream ends.
+
+    `lines` is True if the client decodes the stream with `read_lines`, because the data travels as text.
+    """
     writer.write(HELLO)
     await Multiplexer(reader, Lines(writer) if lines else writer, _connect).run()
 
 
 def main() -> int:
-    """Serve one client on standard input and output until the client's stream ends, and return the exit code 0.
+    """Serve one client over standard input and output until the client's stream ends; returns the exit code 0.
 
-    Standard input and output may be the same socket.
+    If standard input and output are the same socket, the data travels as bytes, otherwise as lines of base64 (`Lines`).
     """
     asyncio.run(_relay())
     return 0

@@ -50,7 +50,7 @@ class Role(TextEnum):
 
 
 def derive_key(key: str, purpose: str) -> str:
-    """Returns a key for the purpose `purpose`, derived from `key`; both keys are hex digits."""
+    """Returns a key that is derived from `key` for one purpose, such as "relays"; both keys are strings of hex digits."""
     return hmac.new(bytes.fromhex(key), purpose.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
@@ -69,8 +69,8 @@ def _decode(line: bytes) -> Message:
 class Handshake:
     """One end's part of the handshake: proves that this end knows the key, and checks the proof of the other end.
 
-    `opening` is the line to send first; `receive` returns the later lines. `done` tells whether the other end has proved to know
-    the key.
+    The caller sends the line `opening`, and then passes each line of the other end to `receive`, and sends what `receive`
+    returns. `done` is True once the other end has proved that it knows the key.
     """
 
     def __init__(self, key: str, role: Role) -> None:
@@ -107,24 +107,28 @@ class Handshake:
 
 
 class Listener:
-    """The callbacks of channels, for subclasses to override; the methods here do nothing."""
+    """The callbacks of a `Channel`, which subclasses override; the methods of this class do nothing."""
 
     def authenticated(self, channel: "Channel") -> None:
-        """Called when both ends have proved to know the key."""
+        """Called when the other end has proved that it knows the key; from now on, `channel.send` may be used."""
 
     def received(self, channel: "Channel", message: Message) -> None:
-        """Called when a message has arrived. An exception that this method raises ends only this channel."""
+        """Called for each message of the other end.
+
+        If this method raises an exception, the traceback is printed, only this channel ends, and `closed` is called.
+        """
 
     def closed(self, channel: "Channel", why: str) -> None:
-        """Called once with the reason `why` when the channel has ended, except after `Channel.close`."""
+        """Called once when the channel has ended, with the reason `why`; not called if this end has called `Channel.close`."""
 
 
 @dataclass(eq=False, repr=False)
 class Channel:
-    """One end of a connection: authenticates the other end, then sends and receives messages.
+    """One end of a connection over the socket `sock`: authenticates the other end, then sends and receives messages.
 
-    The channel sends `{"op": "ping"}` every few seconds if `heartbeat` is True. The channel then also ends when the other end has
-    been silent for `HEARTBEAT_TIMEOUT` seconds. Both ends must have the same value of `heartbeat`.
+    The connection and the authentication must be complete within `timeout` seconds. If `heartbeat` is True, the channel sends
+    `{"op": "ping"}` every few seconds, and ends when the other end has been silent for `HEARTBEAT_TIMEOUT` seconds. Both ends
+    must have the same value of `heartbeat`.
     """
 
     loop: Loop
@@ -148,12 +152,16 @@ class Channel:
         return self._handshake.done
 
     def send(self, **message: Any) -> None:
-        """Send a message; the channel must be authenticated. If sending fails, the channel ends."""
+        """Send a message with the given keys, such as `send(op="stop")`; only allowed once the channel is authenticated.
+
+        Blocks for at most some seconds. If sending fails, no exception is raised; the channel ends soon, and the listener's
+        `closed` is called.
+        """
         assert self.is_authenticated
         self._send_line(_encode(message))
 
     def wait_closed(self, deadline: float) -> None:
-        """Block until the other end closes the connection, or until the deadline; then close this end of the connection.
+        """Block until the other end closes the connection, or until `deadline`; then close this end. Received data is dropped.
 
         `deadline` is a time of `time.monotonic`. This method is for the end of the process, when the event loop no longer runs.
         """
@@ -165,7 +173,7 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """Close the connection without telling the listener."""
+        """Close the connection without calling the listener's `closed`; does nothing if the connection is closed already."""
         self._timer.cancel()
         if self._open:
             self._open = False
@@ -173,7 +181,10 @@ class Channel:
             self.sock.close()
 
     def fail(self, why: str) -> None:
-        """Close the connection and call the listener's `closed` with the reason `why`."""
+        """Close the connection and call the listener's `closed` with the reason `why`.
+
+        Does nothing if the connection is closed.
+        """
         if self._open:
             self.close()
             self.listener.closed(self, why)
@@ -244,7 +255,7 @@ _ACCEPT_PAUSE = 0.2
 
 
 def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
-    """Returns a socket that listens on the first free port of `ports`.
+    """Returns a new TCP socket that listens on the first free port of `ports`; the port 0 stands for any free port.
 
     The socket accepts connections from all hosts or, if `loopback` is True, from this machine only. Raises OSError if no port is
     free.
@@ -264,7 +275,9 @@ def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
 class RpcServer:
     """Listens for connections, and creates a `Channel` for each connection; the channels call the methods of `listener`.
 
-    `key` is the secret that both ends know, in hex. The constructor raises OSError if none of the `ports` is free.
+    The server listens on the first free port of `ports`, and stores its number in the attribute `port`; the constructor raises
+    OSError if no port is free. `key` is the secret that both ends know, in hex. If `loopback` is True, only this machine can
+    connect. `heartbeat` is passed to the channels.
     """
 
     loop: Loop
@@ -281,7 +294,7 @@ class RpcServer:
         self._watch()
 
     def close(self) -> None:
-        """Accept no more connections; connections that are open stay open."""
+        """Stop listening: accept no more connections. Channels that are open stay open."""
         self.loop.forget(self._sock.fileno())
         self._sock.close()
 
@@ -306,9 +319,10 @@ _RETRY_PAUSE = 0.1  # Seconds after a failure until the next address is tried.
 
 @dataclass(eq=False, repr=False)
 class RpcClient(Listener):
-    """Keeps a connection with heartbeat to a server at one of several addresses, and reconnects after a loss.
+    """Keeps a connection with heartbeat to a server, which is at one of several addresses.
 
-    From the call of `connect` on, the client tries the `addresses` in turn, the likeliest first. `key` is the secret that both
+    After `connect` was called once, the client tries the `addresses` in turn, the likeliest first, until one succeeds, and
+    reconnects after each loss, until `close`. `listener` is told each connection, message and loss. `key` is the secret that both
     ends know, in hex.
     """
 
@@ -337,12 +351,15 @@ class RpcClient(Listener):
         return self.loop.now() - self._last_received
 
     def send(self, **message: Any) -> None:
-        """Send a message to the server; without a connection the message is dropped."""
+        """Send a message with the given keys to the server; if there is no connection now, the message is dropped."""
         if self._channel is not None and self._channel.is_authenticated:
             self._channel.send(**message)
 
     def connect(self) -> None:
-        """Begin to connect to the next address of the list; does nothing after `close`."""
+        """Begin to connect to the next address, in the background; after a failure, the client itself tries the next address.
+
+        Does nothing after `close`. Only the name look-up of an address blocks.
+        """
         if self._closed:
             return
         (address, info), sock = self._targets.pop(0), None
@@ -363,7 +380,7 @@ class RpcClient(Listener):
         self._targets.append((address, info))
 
     def close(self) -> None:
-        """Disconnect, and do not reconnect."""
+        """Close the connection, if any, without calling the listener, and do not reconnect."""
         self._closed = True
         if self._channel is not None:
             self._channel.close()
@@ -391,9 +408,10 @@ class RpcClient(Listener):
 
 
 def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
-    """Returns the addresses to try, the likeliest first: each host with each port.
+    """Returns the addresses (host, port) at which a client looks for a server, the likeliest first.
 
-    The server runs on one of the `hosts`, and listens on the first port of `ports` that is free on that host.
+    The server runs on one of the `hosts`, and listens on the first port of `ports` that is free there. So all hosts with the
+    first port come first, then all hosts with the second port, and so on.
     """
     return [(host, port) for port in ports for host in dict.fromkeys(hosts)]
 
@@ -405,11 +423,11 @@ ANSWER_TIMEOUT = 60.0  # Seconds in which a session must answer a request; the s
 
 
 class NotConnected(OSError):
-    """Raised when no session was reached, so that the request was not sent."""
+    """Raised when no session could be reached and authenticated; the request was not sent, so it may be sent elsewhere."""
 
 
 class AnswerLost(OSError):
-    """Raised when the request was sent but no answer came; the session may have received the request."""
+    """Raised when the request was sent but no valid answer came; the session may or may not have carried out the request."""
 
 
 def call(
@@ -419,10 +437,11 @@ def call(
     handshake_timeout: float = _HANDSHAKE_TIMEOUT,
     before_send: Callable[[], None] = lambda: None,
 ) -> Message:
-    """Authenticate with a session over the socket `sock`, send the session a request, and return the answer.
+    """Authenticate with a session over the connected socket `sock`, send it `request`, and return its answer. Blocks.
 
-    `key` is the session's secret, in hex. `before_send` is called just before the request is sent. Raises NotConnected if the
-    request was not sent, and AnswerLost if the request was sent but no answer came.
+    `key` is the session's secret, in hex. `before_send` is called after the authentication, just before the request is sent.
+    Raises NotConnected if the request was not sent, and AnswerLost if it was sent but no answer came within `ANSWER_TIMEOUT`
+    seconds.
     """
 
     def exchange(line: bytes, limit: int) -> bytes:
@@ -451,10 +470,11 @@ def call(
 
 
 def main(session_dir: str) -> int:
-    """Read a request from standard input, send the request to the session on this node, and print the answer.
+    """Read a request (JSON) from standard input, send it to the session that runs on this node, and print the answer.
 
-    `session_dir` is the session's directory, which has the announcement. Returns the exit code: 0, or 75 if there was no answer.
-    `srun --overlap` starts this program.
+    `session_dir` is the directory of the session, with the announcement `session.json`. Prints the line `SENT` just before
+    sending, and the answer as JSON after the prefix `ANSWER`. Returns the exit code: 0, or 75 if there was no answer. Dagster's
+    side starts this program on the node with `srun --overlap`.
     """
     try:
         request = json.load(sys.stdin)

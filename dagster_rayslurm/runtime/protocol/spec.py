@@ -31,7 +31,7 @@ RAY_COORDINATES = (
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Settings of Ray for the nodes of one component; the settings replace the fields with the same names in `RaySpec`."""
+    """Settings of Ray for the nodes of one component; each field replaces the field of the same name in the common `RaySpec`."""
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -108,14 +108,14 @@ class PayloadSpec:
     fails_infeasible: bool = False  # Whether the payload ends when tasks wait for what the Ray cluster can never grant.
     time_limit: Optional[float] = None  # Seconds that the payload may run; None for the time limit of the allocation.
     run_id: str = ""  # Id of the Dagster run; runs take turns in the queue of a session.
-    step: str = ""  # Key of the Dagster step; a session estimates a payload's duration by the last payload of the step.
+    step: str = ""  # Key of the Dagster step; a session expects a payload to take as long as the step's longest so far.
 
 
 @dataclass(frozen=True)
 class BarrierSpec:
-    """How the runtime of a component reaches the barrier, where the payloads of all components wait for each other.
+    """How the runtime of one component reaches the barrier, at which the components of the separate topology wait for each other.
 
-    The first component's runtime is the host of the barrier.
+    The runtime of the first component is the host of the barrier: the others connect to it.
     """
 
     component_id: str  # This runtime's component.
@@ -157,9 +157,10 @@ class RuntimeSpec:
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """How the owner of a Ray cluster reaches the dashboard.
+    """How the user whose payload runs on a Ray cluster reaches the dashboard of this cluster.
 
-    This record contains secrets, so only the owner may read the record.
+    On the head node, the dashboard has a port; from other hosts, the user connects through a relay (`protocol.relay`). The record
+    contains secrets, so its file must be readable only for the user.
     """
 
     cluster_id: str
@@ -177,7 +178,10 @@ class ClusterAccess:
 
 @dataclass(frozen=True)
 class Announcement:
-    """How to reach a session, and the session's state; the session writes this record into `session.json`."""
+    """How clients reach a session, and the session's state.
+
+    The session's runtime keeps this record in the file `session.json`.
+    """
 
     cluster_id: str
     job_id: str  # Slurm's id of the session's job, or the id of its process on this machine.
@@ -201,15 +205,15 @@ class SpecError(ValueError):
 
 
 def to_json(spec: Any) -> str:
-    """Returns the JSON text of a start record, indented so that people can read the text in the run directory."""
+    """Returns the JSON text of `spec`, an instance of a dataclass of this module; the text is indented for human readers."""
     return json.dumps(dataclasses.asdict(spec), indent=1, sort_keys=True)
 
 
 def from_json(cls: Type[T], text: str) -> T:
-    """Returns the start record in a JSON text, as an instance of `cls`.
+    """Returns the start record in the JSON text `text`, as an instance of the dataclass `cls`, such as `PayloadSpec`.
 
-    Raises SpecError if the text is not JSON, if keys or types are not the keys and types of the class, or if the record has
-    another protocol version.
+    Raises SpecError if the text is not JSON, if a key is unknown or missing, if a value has the wrong type, if the record has
+    another protocol version, or if a payload has no command.
     """
     try:
         data = json.loads(text)
@@ -225,9 +229,10 @@ def from_json(cls: Type[T], text: str) -> T:
 
 
 def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
-    """Returns an instance of the dataclass `cls`, with the values of the JSON object `data`.
+    """Returns an instance of the dataclass `cls` whose fields have the values of `data`, a JSON object as a dict.
 
-    Raises SpecError for wrong keys or types; `where` names the JSON object in the error text.
+    Nested objects become dataclasses too. Raises SpecError if `data` is no dict, if a key is unknown or missing, or if a value
+    has the wrong type. `where` is the name of the JSON object in the error message, such as "the start record".
     """
     if not isinstance(data, dict):
         raise SpecError("%s is not a JSON object" % where)
@@ -243,9 +248,10 @@ def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    """Returns a JSON value converted to `kind`, the type of a field; a JSON object becomes a dataclass if `kind` is a dataclass.
+    """Returns `value`, part of a JSON document, converted to `kind`, the type annotation of a field such as `List[int]`.
 
-    Raises SpecError if the value has another type; `where` names the value in the error text.
+    `kind` may be a scalar type, a dataclass, or an Optional, List or Dict of these. Raises SpecError if `value` has another type.
+    `where` is the name of the value in the error message.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Union:  # The one union that is used is Optional.
@@ -263,7 +269,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def _is_scalar(kind: Any, value: Any) -> bool:
-    """Returns whether a JSON value is a valid value of the type `kind` (str, bool, int or float); an int is valid as a float."""
+    """Returns whether a JSON value is a valid value of the type `kind`, which is str, bool, int or float.
+
+    An int is also a valid float. A str is valid only if `is_passable` accepts it.
+    """
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is float and isinstance(value, (int, float)):
@@ -272,7 +281,10 @@ def _is_scalar(kind: Any, value: Any) -> bool:
 
 
 def is_passable(text: str) -> bool:
-    """Returns whether the operating system accepts `text` as an argument, an environment variable or a path."""
+    """Returns whether the operating system accepts `text` as an argument, an environment variable or a path.
+
+    The result is False for a text with a NUL character or a lone surrogate.
+    """
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -288,9 +300,10 @@ COMPONENT_AMOUNT = 1000.0
 
 
 def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
-    """Returns the settings `ray` for one node: the settings of the node's component replace the common settings.
+    """Returns the settings of Ray for the nodes of one component: the component's settings replace the common settings in `ray`.
 
-    `component_id` is the node's component. If `component_id` names no component of `ray`, the result is `ray` itself.
+    The result also has the Ray label and the Ray resource by which tasks select the component. If `component_id` is None, or
+    names no component of `ray`, the result is `ray` itself.
     """
     for own in ray.components:
         if own.component_id == component_id:
@@ -302,7 +315,7 @@ def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
 
 
 def read_text(path: str) -> str:
-    """Returns the content of a UTF-8 file."""
+    """Returns the content of the UTF-8 file `path`; raises OSError if it cannot be read, and ValueError if it is not UTF-8."""
     with open(path, encoding="utf-8") as file:
         return file.read()
 
@@ -319,9 +332,10 @@ def load_spec(directory: str) -> RuntimeSpec:
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Returns the payload's secret environment variables from the file in `run_dir`; deletes the file unless `keep` is True.
+    """Read the payload's secret environment variables from the file `secrets.json` in `run_dir`, and return them by name.
 
-    Returns {} if there is no file. If the file's content is invalid, raises SpecError and keeps the file.
+    The file is deleted unless `keep` is True. Returns {} if there is no file. If the content is invalid, raises SpecError, and
+    the file stays.
     """
     path = os.path.join(run_dir, SECRETS)
     try:

@@ -37,9 +37,9 @@ ARCHIVE_TIMEOUT = 5.0  # Seconds in which an archive of Ray's logs must be writt
 class NodeAgent:
     """Runs Ray and measures payloads on one node, for one or several Ray clusters.
 
-    The head's runtime calls the agent of its own node directly. The agent of a worker node carries out the head's commands. A
-    simulated node shares the machine and the head's runtime, so the agent of a simulated node measures only the processes of its
-    Ray, and looks for no stray processes.
+    The head's runtime calls the agent of its own node directly; the agent of a worker node carries out the head's commands
+    (`handle`). The agent of a simulated node is in the head's runtime and on its machine, so it measures only the processes of
+    its own Ray, and looks for no stray processes.
     """
 
     loop: Loop
@@ -60,19 +60,22 @@ class NodeAgent:
         self._samplers: Dict[str, UsageSampler] = {}
 
     def pids(self, chosen: Callable[[RayNode], bool] = lambda _: True) -> List[int]:
-        """Returns the process ids of Ray on this node: the root process of each Ray cluster for which `chosen` returns True."""
+        """Returns the process ids of Ray on this node: of each Ray cluster that runs here, the process above all its others.
+
+        If `chosen` is given, only the Ray clusters count for which it returns True.
+        """
         return [ray.pid for ray in self.rays.values() if ray.pid is not None and chosen(ray)]
 
     def guarded_pids(self) -> List[int]:
-        """Returns the ids of the root processes of Ray whose workers may be killed when the node's memory is nearly full."""
+        """Returns the result of `pids` for the Ray clusters whose workers may be killed when the node's memory is nearly full."""
         return self.pids(lambda ray: ray.cluster.memory_guard)
 
     def prepare_ray(self, spec: RaySpec, key: str, nodes: int, on_event: Callable[[Event], None]) -> RayNode:
-        """Create a `RayNode` for a cluster on this node, without starting Ray; ends an earlier `RayNode` of the same cluster.
+        """Create the `RayNode` that runs Ray for a Ray cluster on this node, without starting Ray yet.
 
-        `spec` has the settings of the cluster. `key` is "" for the warm cluster, and the payload's nonce for a payload's own
-        cluster. `nodes` is the number of nodes of the complete cluster. Raises OSError if no directory can be made for the
-        cluster.
+        An earlier `RayNode` of the same Ray cluster is ended. `spec` has the settings of the Ray cluster, and `nodes` is its
+        number of nodes when it is complete. `key` is "" for the warm Ray cluster, and the payload's nonce for a payload's own.
+        Raises OSError if no directory can be made for the Ray cluster.
         """
         before = self.rays.get(key)
         if before is not None:
@@ -85,7 +88,10 @@ class NodeAgent:
         return ray
 
     def end_ray(self, key: str) -> None:
-        """End Ray on this node at once for the cluster `key`; the directory of a payload's own cluster is removed soon after."""
+        """Kill Ray on this node for the Ray cluster with the key `key`; without such a Ray cluster, do nothing.
+
+        The directory of a payload's own Ray cluster is removed soon after.
+        """
         ray = self.rays.pop(key, None)
         if ray is not None:
             ray.end()
@@ -93,16 +99,16 @@ class NodeAgent:
                 ray.scratch.remove_later(self.loop)
 
     def end(self) -> None:
-        """End Ray at once on this node, for all Ray clusters."""
+        """Kill Ray on this node, for all Ray clusters; their directories stay."""
         for ray in self.rays.values():
             ray.end()
 
     def sampler(self, nonce: str, uses_ray: bool, shared: bool, foreign: Callable[[], List[int]] = list) -> UsageSampler:
-        """Begin to measure a payload on this node; returns the sampler, whose `stop` ends the measurement.
+        """Begin to measure a payload on this node; returns the sampler, whose `stop` ends the measurement and returns the usage.
 
-        `nonce` identifies the payload, and `uses_ray` tells whether the payload uses a Ray cluster. The processes that `foreign`
-        returns and the Ray clusters of other payloads do not count. `shared` tells whether several payloads share the Ray
-        cluster; then only the Ray jobs of this payload count.
+        `nonce` is the random name of the payload. All processes of this runtime count, except the processes that `foreign`
+        returns and the Ray clusters of other payloads. `shared` tells whether several payloads share the Ray cluster; then only
+        the Ray jobs of this payload count.
         """
         own = (nonce if nonce in self.rays else "") if uses_ray else None
         ray = None if own is None else self.rays.get(own)
@@ -113,10 +119,10 @@ class NodeAgent:
         return UsageSampler(self.loop, self._gpus, temp_dir, excluded, roots, jobs)
 
     def archive_logs(self, key: str, run_dir: str, done: Callable[[Optional[str]], None]) -> None:
-        """Archive the logs of a Ray cluster on this node into the run directory `run_dir`.
+        """Archive the logs of a Ray cluster on this node into the run directory `run_dir`, in another process. Does not block.
 
-        `done` is called with the name of the archive. The name is None if there are no logs, or if the archive cannot be written
-        in time.
+        `key` is the key of the Ray cluster. `done` is called once, with the file name of the archive, or with None if there are
+        no logs or if the archive cannot be written in time.
         """
         name = archive_name(named(health.node_name(os.environ), self.machine.component))
         logs = logs_of(self.rays[key].scratch.ray_temp_dir) if key in self.rays else ""
@@ -135,7 +141,10 @@ class NodeAgent:
         print("rayslurm on %s: %s" % (self.machine.name, text), file=sys.stderr, flush=True)
 
     def handle(self, command: Message) -> None:
-        """Carry out a command of the head; unknown commands are ignored."""
+        """Carry out a command of the head (`NodeCommand`) on this worker node; an unknown command is ignored.
+
+        If Ray cannot be started, the head is told.
+        """
         op = command.get("op")
         if op == NodeCommand.START_RAY:
             try:
@@ -162,9 +171,9 @@ class NodeAgent:
             self.end()
 
     def _failure(self, command: Message, error: ClusterError, tails: Mapping[str, str]) -> Message:
-        """Log an error of Ray on this node, and return the event by which the agent reports the error to the head.
+        """Log the failure `error` of Ray on this node, and return the event by which the caller reports it to the head.
 
-        `command` is the command by which Ray was started, and `tails` has the last lines of Ray's logs by name.
+        `command` is the command by which Ray was started, and `tails` has the last lines of Ray's logs by name of log.
         """
         self.log(str(error))
         what = {"cluster": command["cluster"], "attempt": command["attempt"], "tails": dict(tails)}
@@ -172,10 +181,11 @@ class NodeAgent:
         return {"event": NodeEvent.RAY_FAILED, **said, **what}
 
     def _start_ray(self, command: Message) -> None:
-        """Carry out the head's command to start Ray on this node, or to start Ray again with the head's new address.
+        """Carry out the head's command to start Ray on this node.
 
-        The head repeats the command after a reconnection. Ray is then not started again. Only a failure, which the head may have
-        missed, is reported again.
+        If the command is new, any earlier Ray of this Ray cluster ends first: the head may have another address now. If the head
+        only repeats the command after a reconnection, Ray goes on, and a failure, which the head may have missed, is reported
+        again.
         """
         key, attempt = command["cluster"], command["attempt"]
         if key in self.rays and self._attempts[key] == attempt:
@@ -196,10 +206,10 @@ class NodeAgent:
         ray.start(command["gcs"])
 
     def _measure(self, nonce: str, job_ids: Optional[List[str]]) -> None:
-        """Start to measure a payload on this node; if the payload is measured already, add to the payload's known Ray jobs.
+        """Begin to measure a payload on this node; if it is measured already, only add `job_ids` to its known Ray jobs.
 
-        `nonce` identifies the payload. `job_ids` are the ids of the payload's known Ray jobs; None if the payload has a
-        Ray cluster of its own.
+        `nonce` is the random name of the payload. `job_ids` are the ids of its Ray jobs, if payloads share the Ray cluster; None
+        if the Ray cluster is the payload's own.
         """
         if nonce not in self._samplers:
             if not self.simulated:
@@ -214,10 +224,10 @@ class NodeAgent:
 
 
 def simulate(nodes: WorkerNodes, spec: RuntimeSpec, shares: List[Share], private: Scratch) -> RuntimeSpec:
-    """Add a simulated node to `nodes` for each component but the head's; returns the start record for the agents of these nodes.
+    """Add a simulated node on this machine to `nodes` for each component but the head's; returns their start record.
 
-    The returned record requests nothing of Slurm, because the shares determine the resources, and has a new shared secret.
-    `shares` has the shares of all components, the head's first. `private` is the scratch directory of the runtime.
+    This record is a copy of `spec` that requests nothing of Slurm, because the shares determine the resources, and that has a new
+    shared secret. `shares` has the shares of all components, the head's first. `private` is the scratch directory of the runtime.
     """
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
@@ -227,7 +237,10 @@ def simulate(nodes: WorkerNodes, spec: RuntimeSpec, shares: List[Share], private
 
 
 class SimulatedNode(WorkerNode):
-    """The simulated node of one component other than the head's: a worker node whose agent runs in the head's runtime."""
+    """A worker node that is simulated on this machine, for a component other than the head's.
+
+    Its agent runs in the head's runtime. Messages go to the agent by a direct call, without a connection.
+    """
 
     def __init__(self, nodes: WorkerNodes, spec: RuntimeSpec, node_id: int, share: Share, private: Scratch) -> None:
         machine = share.machine
@@ -261,7 +274,7 @@ _HEAD_SIGNAL_TIMEOUT = 20.0
 
 @dataclass(eq=False)
 class Worker(Listener):
-    """The runtime of one worker node: connects to the head's runtime, and passes the head's commands to the node agent."""
+    """The runtime of one worker node: connects to the head's runtime, and has a `NodeAgent` carry out the head's commands."""
 
     loop: Loop
     spec: RuntimeSpec
@@ -288,7 +301,10 @@ class Worker(Listener):
             self.loop.on_signal(signum, self._signalled)
 
     def run(self) -> None:
-        """Run until the head sends STOP, the head is lost, or a signal ends this node; then clean up."""
+        """Block until the head sends STOP, until the head is lost, or until a signal ends this node.
+
+        Then kill all processes and clean up.
+        """
         try:
             self._head.connect()
             self._check_head()
@@ -317,11 +333,11 @@ class Worker(Listener):
             self.loop.stop()  # Slurm ends the step, and the head ended first.
 
     def _signalled(self, signum: int) -> None:
-        """Handle a signal: end this runtime if the head is lost; otherwise the head decides when this runtime ends.
+        """Handle a signal: end this runtime if the head or this process's parent is gone; otherwise wait for the head to end it.
 
-        Slurm usually signals all processes of the step. The head then gets the signal as well, and gives payloads their grace
-        period. If the job has several components, Slurm may end only the component of this node; see `_leave_component`. That
-        method is also called later if this node of a component has never been connected to the head.
+        Slurm usually signals all processes of the step, so the head gets the signal as well, gives payloads their grace period,
+        and then sends STOP. If the job has several components, Slurm may end only that of this node, so `_leave_component`
+        decides some seconds later.
         """
         self._agent.log("received %s" % signal.Signals(signum).name)
         self._was_signalled = True
@@ -333,14 +349,17 @@ class Worker(Listener):
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
-        """End this runtime unless the head is ending as well; a head that goes on means that Slurm ends only this component."""
+        """Called some seconds after a signal: end this runtime, unless the head has told that it ends too.
+
+        If the head goes on, Slurm ends only the component of this node.
+        """
         if not self._head_is_ending:
             self._agent.log("its component is being ended, and the head's goes on; ending")
             self.exit_code = 128 + signal.SIGTERM
             self.loop.stop()
 
     def _check_head(self) -> None:
-        """End this runtime if the head has been silent for too long; else check again later."""
+        """End this runtime if the head has been silent for too long; otherwise have the event loop check again later."""
         silent = self._head.silent_for
         if silent > (HEARTBEAT_TIMEOUT if self._was_connected else _FIRST_CONNECT_TIMEOUT):
             self._agent.log("the head's runtime has been out of reach for %d s; ending" % silent)

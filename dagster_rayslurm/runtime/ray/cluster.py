@@ -47,10 +47,11 @@ _HINTS = {
 
 
 class Leak(NamedTuple):
-    """An actor, placement group, submitted job or used resource that a payload has left in the cluster.
+    """Something that a payload has left in a Ray cluster: an actor, a placement group, a submitted job or a used resource.
 
-    `key` identifies the leak in later tables, and `message` describes the leak for the Dagster log. `nonce` identifies the
-    payload; "" if Ray does not know the payload. `since` is the start time of a submitted job, and 0 for other leaks.
+    `key` identifies the leak in later tables, and `message` describes it for the Dagster log. `nonce` is the random name of the
+    payload that has left it; "" if Ray does not know the payload. `since` is the start time of a submitted job, and 0 for other
+    leaks.
     """
 
     key: str
@@ -60,15 +61,19 @@ class Leak(NamedTuple):
 
 
 def living(tables: Tables) -> List[Leak]:
-    """Returns the leaks in `tables`: the actors, placement groups and submitted jobs that outlive their Ray job."""
+    """Returns as leaks what outlives its Ray job: detached actors, placement groups, and jobs of `ray job submit` that still run.
+
+    `tables` is the result of `internals.living_things`.
+    """
     nonces, rows = tables["jobs"], tables["living"]
     return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
 
 
 def left_when_idle(tables: Tables) -> List[Leak]:
-    """Returns the leaks that `tables` show while no payload runs: submitted jobs that run, and resources that are not free.
+    """Returns the leaks in `tables`, which were read while no payload ran.
 
-    If a resource is not free, the result also has all detached actors and placement groups, because they may hold the resource.
+    Leaks are submitted jobs that run, and resources that are not free. If a resource is not free, the result also has all
+    detached actors and placement groups, because they may hold the resource. `tables` is the result of `internals.living_things`.
     """
     taken = []
     for name, total in sorted(tables["total"].items()):
@@ -85,9 +90,10 @@ _HEAD = 0  # The id of the head among the nodes of an allocation.
 
 @dataclass(eq=False)
 class RayCluster:
-    """A Ray cluster whose head runs on this node: starts, watches and ends the cluster, as `Membership` decides.
+    """A Ray cluster whose head is on this node: starts, watches and ends it. `Membership` decides what happens.
 
-    The constructor raises OSError if no directory can be made for a payload's own cluster.
+    What others must know, such as that the Ray cluster is up or was lost, is passed to the callback `tell`. The constructor
+    raises OSError if no directory can be made for a payload's own Ray cluster.
     """
 
     head: NodeAgent  # The agent of this node.
@@ -125,17 +131,17 @@ class RayCluster:
 
     @property
     def ready(self) -> bool:
-        """Whether enough nodes have joined for payloads to start."""
+        """Whether enough nodes have joined for payloads to start; stays True when nodes are lost later."""
         return self.state.ready
 
     @property
     def complete(self) -> bool:
-        """Whether no further node is expected: each worker node has joined, or was given up."""
+        """Whether no further node is expected: each worker node has joined, or is not waited for any more."""
         return self.state.complete
 
     @property
     def environment(self) -> Dict[str, str]:
-        """Environment variables with which a payload's `ray.init()` connects to this cluster."""
+        """The environment variables, by name, with which a payload's `ray.init()` connects to this Ray cluster."""
         where = {"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": self._dashboard_url}
         return {**ray_environment(self.spec, self._ray.token_path), **{name: value for name, value in where.items() if value}}
 
@@ -150,7 +156,10 @@ class RayCluster:
         return self._ray.token if self.spec.auth == "token" else ""
 
     def facts(self) -> Dict[str, Any]:
-        """Returns Ray's version, and the cluster's addresses, seconds to start, and nodes, as a dictionary for JSON."""
+        """Returns facts about this Ray cluster as a dictionary for JSON: Ray's version, addresses, seconds to start, and nodes.
+
+        Facts that are not known yet are None.
+        """
         return {
             "ray_version": self.ray_version,
             "ray_address": self.address,
@@ -161,9 +170,10 @@ class RayCluster:
         }
 
     def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
-        """Ask Ray's process on this node for the tables of `internals.living_things`.
+        """Request the tables of `internals.living_things` (what lives in the Ray cluster) from the process of Ray's head.
 
-        `done` is called later with the tables, or with None if there is no answer within `timeout` seconds.
+        Does not block. `done` is called once, later, with the tables, or with None if there is no answer within `timeout`
+        seconds.
         """
         query = next(self._query_ids)
         self._queries[query] = done
@@ -171,11 +181,10 @@ class RayCluster:
         self.loop.call_later(timeout if asked else 0.0, lambda: self._answer(query, None))
 
     def leak_check(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
-        """Returns a function that finds the leaks of the payload `nonce`.
+        """Called when a payload starts; returns a function, to be called when the payload ends, that finds the payload's leaks.
 
-        `leak_check` must be called when the payload starts, and the returned function when the payload ends. The function gets a
-        callback, and calls the callback with a list of sentences, one for each leak. The list is empty if Ray does not answer in
-        time.
+        That function does not block. Its argument is a callback, which is called once with a list of sentences, one for each
+        leak; the list is empty if Ray does not answer in time. `nonce` is the random name of the payload.
         """
         began = time.time()
 
@@ -189,12 +198,11 @@ class RayCluster:
         return lambda done: self.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Schedule a search of the idle cluster for leaks in `_IDLE` seconds, whose result is stored in `leaks`; returns at once.
+        """Have the Ray cluster searched for leaks in `_IDLE` seconds, if no payload runs then; the result is stored in `leaks`.
 
-        Leaks are what earlier payloads have left in the cluster: submitted jobs that run, resources that are not free, and the
-        actors and placement groups that may hold the resources. `is_idle` returns whether no payload runs. If a payload runs when
-        the search begins or ends, or if Ray does not answer, `leaks` stays unchanged. A new call cancels a search that has not
-        begun.
+        Leaks are what earlier payloads have left: submitted jobs that run, resources that are not free, and the actors and
+        placement groups that may hold them. `is_idle` returns whether no payload runs. If a payload runs when the search begins
+        or ends, or if Ray does not answer, `leaks` stays unchanged. A new call cancels a search that has not begun.
         """
 
         def check(tables: Optional[Tables]) -> None:
@@ -205,12 +213,15 @@ class RayCluster:
         self._idle_check = self.loop.call_later(_IDLE, lambda: self.query_tables(5.0, check) if is_idle() else None)
 
     def prestart(self) -> None:
-        """Have Ray start idle worker processes for the next payload; has no effect unless the runtime preloads Ray."""
+        """Request that Ray starts idle worker processes for the next payload; does nothing before the Ray cluster is ready.
+
+        Ray only does so if the runtime preloads the module `ray`.
+        """
         if self.ready:
             self._ray.request(prestart=True)
 
     def start(self) -> None:
-        """Begin to start the cluster; later `tell` is called with `Ready` or a `ClusterError`."""
+        """Begin to start the Ray cluster; `tell` is called later, or during this call, with `Ready` or a `ClusterError`."""
         self.loop.call_later(0.0, self._check_present)
         problem = self._problem(self.head.machine)
         if problem:
@@ -219,14 +230,17 @@ class RayCluster:
         self._ray.start(address=self.head_address)
 
     def stop(self) -> None:
-        """End a payload's own cluster at once on this node, and command the worker nodes to end the cluster."""
+        """Kill a payload's own Ray cluster on this node, and command the worker nodes to do the same on theirs.
+
+        Its directory on this node is removed soon after.
+        """
         if self.state.attempt:
             self.workers.send_command(self.state.members, op=NodeCommand.END_RAY, cluster=self.key)
         self.end()
         self.head.end_ray(self.key)
 
     def end(self) -> None:
-        """End every process of the cluster on this node at once; afterwards `tell` is not called."""
+        """Kill every process of the Ray cluster on this node; afterwards `tell` is not called. The worker nodes are not told."""
         self.state = replace(self.state, failed=True)
         self._deadline.cancel()
         if self._targets is not None:
@@ -234,19 +248,19 @@ class RayCluster:
         self._ray.end()
 
     def log_tails(self) -> Dict[str, str]:
-        """Returns the last lines of logs, by name of log, from this node and from worker nodes that failed.
+        """Returns the last lines of logs that may tell why the Ray cluster failed, by name of log.
 
-        The lines may tell why the cluster failed.
+        They are the logs of this node and of worker nodes that failed; empty logs are left out.
         """
         given_up = [(place, member.title) for place, member in self.state.members.items() if member.given_up]
         logs = {"runtime on %s" % title: self.workers.log_tail(place) for place, title in given_up}
         return {**self._ray.log_tails(), **self._tails, **{name: text for name, text in logs.items() if text.strip()}}
 
     def archive_logs(self, run_dir: str, names: List[str], done: Callable[[], None]) -> None:
-        """Archive Ray's logs of all connected nodes into the run directory `run_dir`.
+        """Archive Ray's logs of all connected nodes into the run directory `run_dir`, one archive for each node. Does not block.
 
-        `done` is called when all these nodes have answered or are lost. The name of each archive is added to `names` as soon as
-        the archive is written. If a node is frozen, `done` is called late, or never.
+        The file name of each archive is added to `names` as soon as it is written. `done` is called when all these nodes have
+        answered or are lost; if a node is frozen, this may be late or never.
         """
         here = [place for place in self.state.members if self.workers.members[place].here]
         self._archives[run_dir] = {*here, _HEAD}, names, done
@@ -264,7 +278,7 @@ class RayCluster:
             done()
 
     def handle(self, member: WorkerNode, message: Event) -> None:
-        """Handle an event of a worker node; events that concern other Ray clusters are ignored."""
+        """Handle an event of a worker node (`NodeEvent`); an event that concerns another Ray cluster is ignored."""
         event, kind = {**message, "node": member.node_id}, message.get("event")
         if kind == NodeEvent.ARCHIVED:
             if message["cluster"] == self.key:
@@ -281,7 +295,7 @@ class RayCluster:
             self.on_event(event)
 
     def on_event(self, event: Event) -> None:
-        """Handle a report of Ray on this node, or an event of a worker node: step the state machine, and take the actions."""
+        """Handle a report of Ray on this node, or an event of a worker node: take the actions that `Membership` decides on."""
         kind = event["event"]
         if kind == Report.TABLES:
             self._answer(event["id"], event["tables"])
@@ -310,7 +324,10 @@ class RayCluster:
             self.tell(self, action)
 
     def _fail_health_check(self, error: ClusterError) -> None:
-        """End the cluster and report the failure; the message names all nodes that have failed their health checks by now."""
+        """End the Ray cluster because of a failed health check, and pass the failure `error` to `tell`.
+
+        The message also names the other nodes that have failed their health checks by now.
+        """
         self.end()
         others = [each["node"] for each in self.unhealthy if each != error.unhealthy]
         more = " (and so did %s)" % ", ".join(others) if others else ""
@@ -322,7 +339,7 @@ class RayCluster:
             done(tables)
 
     def _problem(self, machine: NodeResources) -> Optional[str]:
-        """Returns an error text if a node has too few CPUs or GPUs, or too little memory, for this cluster.
+        """Returns an error text if a node has fewer CPUs, fewer GPUs or less memory than this Ray cluster needs.
 
         Returns None if the node has enough.
         """
@@ -330,7 +347,7 @@ class RayCluster:
         return footprint_error(own if self.key else runtime_footprint(self.head.spec, machine.component), machine)
 
     def _check_present(self) -> None:
-        """Handle nodes that connected or were lost before this cluster began to start, as if this happened now."""
+        """Handle worker nodes that had connected or were lost before this Ray cluster began to start, as if this happened now."""
         for worker in self.workers.members.values():
             if worker.joined:
                 self.handle(worker, {"event": NodeEvent.JOINED})

@@ -23,7 +23,10 @@ _SELECTOR = re.compile(r"(!?)(?:in\((.*)\)|(.*))")
 
 
 class Rule(NamedTuple):
-    """A condition on a node's label `key`: the value must be one of `values` or, if `wanted` is False, none of `values`."""
+    """A condition on a node's label `key`: the value must be one of `values` or, if `wanted` is False, must be none of them.
+
+    A node without the label meets the condition only if `wanted` is False.
+    """
 
     key: str
     wanted: bool
@@ -77,15 +80,15 @@ def feasible(bundles: Iterable[Mapping[str, Any]], strategy: str, nodes: Iterabl
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise `ValueError` if `strategy` is not one of Ray's placement strategies."""
+    """Raise `ValueError` if `strategy` is not "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD"."""
     if strategy not in STRATEGIES:
         raise ValueError("%r is no placement strategy of Ray; write %s" % (strategy, ", ".join(STRATEGIES)))
 
 
 def read_bundle(bundle: Any, where: str) -> Bundle:
-    """Returns the bundle that a user wrote as a dictionary; raises `ValueError` if the dictionary is invalid.
+    """Returns the bundle that a user wrote as a dictionary, such as `{"CPU": 4, "labels": {"component": "gpu"}}`.
 
-    `where` names the bundle in the error text.
+    Raises `ValueError` if `bundle` is no valid dictionary of this form. `where` is the name of the bundle in the error text.
     """
     resources, labels = _split(bundle, where)
     rules = []
@@ -114,17 +117,20 @@ def _split(values: Any, where: str) -> Tuple[Dict[str, float], Dict[str, str]]:
 
 
 def fits(bundle: Bundle, node: Node) -> bool:
-    """Returns whether a node on which nothing runs could hold the bundle `bundle`."""
+    """Returns whether the node `node` could hold `bundle` if nothing else ran there: labels and resources fit."""
     return _labels_fit(bundle, node) and not lacking(bundle, node)
 
 
 def lacking(bundle: Bundle, node: Node) -> List[str]:
-    """Returns the names of the resources of which the node `node` has too little for the bundle `bundle`."""
+    """Returns the names of the resources of which `node` has in total less than `bundle` needs; labels do not count."""
     return [name for name, amount in bundle.resources.items() if _units(amount) > _has(node, name)]
 
 
 def can_hold(bundles: Sequence[Bundle], strategy: str, nodes: Sequence[Node]) -> bool:
-    """Returns whether nodes on which nothing runs could hold all bundles at the same time; see `feasible`."""
+    """Returns whether `nodes` could hold all `bundles` at the same time if nothing else ran there; see `feasible`.
+
+    As in `feasible`, True may also mean that the search for an answer would take too long.
+    """
     if strategy == "STRICT_SPREAD":
         if len(bundles) > len(nodes):
             return False
@@ -171,7 +177,10 @@ def _units(amount: float) -> int:
 
 
 def _has(node: Node, name: str) -> int:
-    """Returns the units of a resource that a node has; `_UNLIMITED` if infinite, or if the node may have the resource."""
+    """Returns the amount of a resource on a node, in units of 1 / 10000.
+
+    The result is `_UNLIMITED` if the amount is infinite, or if it is not known whether the node has the resource.
+    """
     if name not in node.resources:
         return _UNLIMITED if node.unknown is not None and re.match(node.unknown, name) else 0
     amount = node.resources[name]
@@ -193,7 +202,7 @@ _Free = Tuple[int, Tuple[int, ...], Tuple[Tuple[int, ...], ...]]
 
 
 class _Search:
-    """Searches for a node for each bundle by backtracking; among equal nodes and equal bundles, the search tries only one."""
+    """Searches, by backtracking, for a way to put each bundle on a node; of equal nodes and equal bundles only one is tried."""
 
     def __init__(self, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
         names = sorted({name for bundle in bundles for name, amount in bundle.resources.items() if _units(amount)})
@@ -245,9 +254,9 @@ class _Search:
         return True
 
     def _enough(self) -> bool:
-        """Returns whether two necessary conditions hold.
+        """Returns False if a simple check shows that the nodes cannot hold all bundles; True does not mean that they can.
 
-        The sum of each resource is enough for all bundles, and each set of equal bundles would fit alone.
+        The check: the sum of each resource is enough for all bundles, and each set of equal bundles would fit alone.
         """
         free = [sum(node[1][place] for node in self.nodes) for place in range(len(self.plain))]
         whole = [sum(sum(node[2][place]) for node in self.nodes) for place in range(len(self.instances))]
@@ -265,7 +274,10 @@ class _Search:
         return True
 
     def _ways(self, place: int, state: Tuple[_Free, ...]) -> Any:
-        """Yields the states of the nodes that can follow `state` if the bundle with the index `place` is put on a node."""
+        """Generator that yields, for each way to put the bundle with the index `place` on a node, the new state of the nodes.
+
+        `state` is the present state: what is free on each node. If no bundle has this index, nothing is yielded.
+        """
         for at, (kind, free, instances) in enumerate(state if place < len(self.bundles) else ()):
             if (at and state[at - 1] == state[at]) or not self.labels[kind][place]:
                 continue
@@ -276,9 +288,10 @@ class _Search:
 
 
 def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> Iterable[Tuple[Tuple[int, ...], ...]]:
-    """Yields the free instances of each resource after the amounts `parts` are taken, once for each way to take the amounts.
+    """Generator that yields, for each way to take the amounts `parts` from a node, what is left of its instances.
 
-    `instances` and `parts` have one entry for each resource.
+    `instances` has, for each resource, the free units of each instance, such as each GPU; so has each result. `parts` has one
+    amount for each resource.
     """
     if not parts:
         yield ()
@@ -289,9 +302,10 @@ def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> It
 
 
 def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]:
-    """Yields the free instances of one resource, such as GPUs, after `amount` is taken, once for each way to take the amount.
+    """Generator that yields, for each way to take `amount` units of one resource from a node, what is left of its instances.
 
-    Whole instances are taken first, and the rest of the amount comes from one other instance.
+    `instances` has the free units of each instance, such as each GPU; so has each result, sorted. Whole instances are taken
+    first, and the rest of the amount comes from one other instance. If `amount` cannot be taken, nothing is yielded.
     """
     count, part = divmod(amount, _UNIT)
     whole = [each for each in instances if each == _UNIT]
@@ -307,9 +321,9 @@ def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]
 
 
 def _copies(needs: Sequence[int], parts: Sequence[int], node: _Free) -> int:
-    """Returns the largest number of equal bundles that an empty node could hold.
+    """Returns how many equal bundles the node `node` could hold at most if nothing else ran there.
 
-    `needs` and `parts` are the amounts that one bundle needs, of plain resources and of resources with instances.
+    `needs` has the units that one bundle needs of each plain resource, and `parts` those of each resource with instances.
     """
     most = [there // need for there, need in zip(node[1], needs) if need]
     for there, part in zip(node[2], parts):

@@ -70,7 +70,7 @@ def installed_version() -> Optional[str]:
 
 
 def dashboard_problem() -> Optional[str]:
-    """Returns an error text about missing packages that Ray's dashboard needs; None if all packages are installed.
+    """Returns an error text if packages that Ray's dashboard needs are missing; None if all are installed.
 
     Ray 2.60 itself reports missing packages only in the dashboard's log.
     """
@@ -79,11 +79,11 @@ def dashboard_problem() -> Optional[str]:
 
 
 def disable_client_server(command: List[str]) -> List[str]:
-    """Keep `ray start` from starting the Ray Client server; returns the command to use instead of `command`.
+    """Keep `ray start` in this process from starting the Ray Client server; returns the command to use instead of `command`.
 
-    If the server will not be started, the returned command lacks the option for the server's port, because Ray 2.60 then refuses
-    this option. `ray symmetric-run` calls `ray start` in other processes, where this function has no effect. The server would
-    cost a second of CPU time and a port; Ray 2.60 always starts the server if `grpcio` is installed.
+    `command` has the words after `ray`. The result lacks the option for the server's port if the server will not start, because
+    Ray 2.60 then refuses the option. For `ray symmetric-run`, which calls `ray start` in other processes, the server stays. It
+    would cost a second of CPU time and a port.
     """
     scripts = _module("ray.scripts.scripts")
     if command[0] == "start" and hasattr(scripts, _CLIENT_SERVER):
@@ -94,7 +94,7 @@ def disable_client_server(command: List[str]) -> List[str]:
 
 
 def skip_dashboard() -> None:
-    """Keep `ray start` in this process from starting the dashboard's process.
+    """Keep `ray start`, when it runs in this process later, from starting the dashboard's process.
 
     Ray 2.60 starts the process even if the dashboard is disabled. The process then only reports usage statistics, and costs a
     second of CPU time and 100 MB.
@@ -103,10 +103,10 @@ def skip_dashboard() -> None:
 
 
 def move_dashboard_files(temp_dir: str) -> None:
-    """Make Ray's dashboard keep temporary files in `temp_dir`, which is removed with the Ray cluster.
+    """Make the dashboard that `ray start` starts from this process keep its temporary files in `temp_dir`.
 
-    The TMPDIR of tasks and actors does not change. Otherwise a directory of Python's multiprocessing, which the dashboard of Ray
-    2.60 uses, would stay in TMPDIR when the dashboard is killed.
+    `temp_dir` is removed with the Ray cluster. Otherwise a directory of Python's multiprocessing, which the dashboard of Ray 2.60
+    uses, would stay in TMPDIR when the dashboard is killed. The TMPDIR of tasks and actors does not change.
     """
     constants, services = _module("ray._private.ray_constants"), _module("ray._private.services")
     start = services.start_ray_process  # Starts each of Ray's daemons.
@@ -128,9 +128,10 @@ def connect_gcs(gcs: str) -> Any:
 
 
 def node_table(client: Any) -> Nodes:
-    """Returns Ray's node table: a dictionary for each node, by Ray's id of the node.
+    """Returns Ray's node table: for each node a dictionary, such as `{"alive": True, "head": False, "hostname": "c1", ...}`.
 
-    Raises one of Ray's RPC errors, which have no common public base, if the GCS does not answer.
+    The keys of the table are Ray's ids of the nodes. `client` is the result of `connect_gcs`. Raises one of Ray's RPC errors,
+    which have no common public base class, if the GCS does not answer.
     """
     return {
         node_id.hex(): {
@@ -146,11 +147,11 @@ def node_table(client: Any) -> Nodes:
 
 
 def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
-    """Write facts about the head to the GCS early, so that other processes need not wait some seconds for these facts.
+    """Write facts about the head node to the GCS early, so that other processes need not wait seconds for Ray to do this.
 
-    Errors are ignored. Worker nodes read from the GCS where the head's files are (`published_head`), instead of waiting for the
-    head's raylet. `temp_dir` is the head's temporary directory. If `dashboard` is False, this function also writes the empty
-    dashboard address for which Ray 2.60 waits a second.
+    One fact is `temp_dir`, the head's temporary directory, which worker nodes read by `published_head`. If `dashboard` is False,
+    the other is the empty dashboard address, for which Ray 2.60 waits a second. `client` is the result of `connect_gcs`. Errors
+    are ignored.
     """
     with contextlib.suppress(Exception):
         constants = _module("ray._private.ray_constants")
@@ -160,7 +161,10 @@ def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
 
 
 def published_head(client: Any) -> Optional[SimpleNamespace]:
-    """Returns the head's facts from `publish_head`, as a row of Ray's node table; None as long as a fact is missing."""
+    """Returns what `publish_head` wrote about the head node, as a row of Ray's node table; None if it is not there yet.
+
+    `client` is the result of `connect_gcs`. Errors count as "not there yet".
+    """
     with contextlib.suppress(Exception):  # The GCS does not answer yet.
         namespace = _module("ray._private.ray_constants").KV_NAMESPACE_SESSION
         temp_dir, session = (client.internal_kv_get(key, namespace) for key in (_TEMP_DIR_KEY, b"session_name"))
@@ -171,7 +175,10 @@ def published_head(client: Any) -> Optional[SimpleNamespace]:
 
 
 def assume_head(head: SimpleNamespace) -> None:
-    """Make `ray start --address` in this process take the facts about the head from `head`, without asking Ray (Ray 2.60)."""
+    """Make `ray start --address`, when it runs in this process later, take `head` as the head's row of Ray's node table.
+
+    Ray 2.60 would otherwise wait until the GCS has the row. `head` is the result of `published_head`.
+    """
     setattr(_module("ray._private.node"), _HEAD_INFO, lambda *_, **__: [head])
 
 
@@ -179,10 +186,10 @@ def assume_head(head: SimpleNamespace) -> None:
 
 
 def unschedulable(client: Any) -> Dict[str, str]:
-    """Returns sentences about tasks, actors and placement groups that wait for resources which no node can ever grant.
+    """Returns sentences about tasks, actors and placement groups that wait for resources which no node can ever grant, by key.
 
-    See `misfits` for the keys of the sentences. Raises one of Ray's RPC errors, which have no common public base, if the GCS does
-    not answer. The source of the sentences is Ray's interface for autoscalers.
+    `misfits` explains the keys. `client` is the result of `connect_gcs`. Raises one of Ray's RPC errors, which have no common
+    public base class, if the GCS does not answer.
     """
     hostnames = {node_id: str(node["hostname"]) for node_id, node in node_table(client).items()}
     reply = _module("ray.core.generated.autoscaler_pb2").GetClusterResourceStateReply
@@ -191,10 +198,11 @@ def unschedulable(client: Any) -> Dict[str, str]:
 
 
 def misfits(state: Any, hostnames: Mapping[str, str]) -> Dict[str, str]:
-    """Returns sentences about the requests in a `ClusterResourceState` that would not fit even if nothing else ran.
+    """Returns a sentence, by key, about each waiting request that the nodes could not hold even if nothing else ran.
 
-    The key of a sentence stays the same when the number of tasks in the sentence changes. `hostnames` has the host names of the
-    nodes by Ray's id. The function has no side effects.
+    `state` is a `ClusterResourceState`, a message of Ray's interface for autoscalers. The key of a sentence stays the same when
+    the number of waiting tasks changes. `hostnames` has the host names of the nodes by Ray's id. The function has no side
+    effects.
     """
     living = [node for node in state.node_states if node.status != _NODE_DEAD]
     nodes = [Node(dict(node.total_resources), dict(node.labels)) for node in living]
@@ -267,9 +275,9 @@ def _sum(rows: Iterable[Mapping[str, float]]) -> Dict[str, float]:
 
 
 def connect_state(gcs: str) -> Any:
-    """Returns Ray's client for the tables of the GCS at "HOST:PORT".
+    """Returns a new client for the tables of the GCS at `gcs` ("HOST:PORT"), for `living_things`.
 
-    The alternatives have side effects: `ray.util.state` needs the dashboard, and `ray.init` makes a Ray job.
+    Ray's public alternatives have side effects: `ray.util.state` needs the dashboard, and `ray.init` makes a Ray job.
     """
     raylet = _module("ray._raylet")
     accessor = raylet.GlobalStateAccessor(raylet.GcsClientOptions.create(gcs, None, True, True))
@@ -278,10 +286,11 @@ def connect_state(gcs: str) -> Any:
 
 
 def living_things(accessor: Any) -> Dict[str, Any]:
-    """Returns the tables for the search for leaks, as a dictionary for JSON: what outlives Ray jobs, and the free resources.
+    """Returns the tables in which leaks of payloads are found, as a dictionary for JSON. `accessor` comes from `connect_state`.
 
-    `jobs` has the payloads' nonces by Ray's job id. `living` has detached actors, placement groups that outlive their job, and
-    running jobs of `ray job submit`. `available` and `total` have the free amounts and all amounts, by name of resource.
+    `jobs` has the nonce (random name) of the payload for each Ray job id. `living` has detached actors, placement groups that
+    outlive their job, and running jobs of `ray job submit`. `available` and `total` have the free and the total amounts by name
+    of resource.
     """
     messages = _module("ray.core.generated.gcs_pb2")
     # Without these options the GCS asks every driver, also stopped ones, whether it is busy.
@@ -324,7 +333,7 @@ def _is_shared(actor: Any) -> bool:
 
 
 def can_start_workers() -> bool:
-    """Returns whether `start_workers` can be used: Ray has the RPC, and `grpcio`, a part of `ray[default]`, is installed."""
+    """Returns whether `start_workers` works here: this Ray has the RPC, and `grpcio`, a part of `ray[default]`, is installed."""
     try:
         _module("grpc")
         _module("ray._private.grpc_utils")
@@ -334,7 +343,10 @@ def can_start_workers() -> bool:
 
 
 def connect_raylet(gcs: str) -> Any:
-    """Returns a client for the raylet on the head node; the client authenticates itself with the Ray cluster's token."""
+    """Returns a client for the raylet on the head node of the Ray cluster whose GCS is at `gcs` ("HOST:PORT").
+
+    The client authenticates itself with the Ray cluster's token.
+    """
     nodes: List[Any] = list(connect_gcs(gcs).get_all_node_info(timeout=_TIMEOUT).values())
     head = next(node for node in nodes if node.is_head_node)
     address = join_host_port(head.node_manager_address, head.node_manager_port)
@@ -343,7 +355,10 @@ def connect_raylet(gcs: str) -> Any:
 
 
 def start_workers(raylet: Any, number: int) -> None:
-    """Ask the raylet, given by `connect_raylet`, to start `number` idle worker processes that do not belong to a job yet."""
+    """Request that a raylet starts `number` worker processes that wait for any job.
+
+    `raylet` is the result of `connect_raylet`.
+    """
     messages = _module("ray.core.generated.node_manager_pb2")
     request = messages.PrestartWorkersRequest(num_workers=number, keep_alive_duration_secs=_IDLE_WORKERS)
     raylet.PrestartWorkers(request, timeout=_TIMEOUT)

@@ -25,7 +25,10 @@ CLUSTER_READY, UNSCHEDULABLE = "cluster-ready", "unschedulable"
 
 
 class Report(TextEnum):
-    """The kinds of reports about Ray on one node: some come from the program `node_main`, the others from `RayNode`."""
+    """The kind of a report about Ray on one node: the value of `event`.
+
+    `node_main`, which runs Ray, or `RayNode` makes the report.
+    """
 
     NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one. `ray_version` is Ray's version.
     ENTRYPOINT = "entrypoint"  # `ray symmetric-run` has started its command, so the Ray cluster is up.
@@ -38,26 +41,32 @@ class Report(TextEnum):
 
 
 class Say(NamedTuple):
-    """An action: write `message` to the Dagster log, as a line of the run's phase `phase`, such as "cluster-ready"."""
+    """An action: write `message` to the Dagster logs of the payloads that use the Ray cluster.
+
+    `phase` is the name of the phase, such as "cluster-ready".
+    """
 
     phase: str
     message: str
 
 
 class Join(NamedTuple):
-    """An action: command the worker nodes with the ids `members` to start Ray and join the cluster."""
+    """An action: command the worker nodes with the ids `members` to start Ray and join the Ray cluster."""
 
     members: List[int]
 
 
 class NodeLost(NamedTuple):
-    """An action: announce that the cluster, which was ready, has lost a worker node."""
+    """An action: announce that the Ray cluster has lost the worker node `title` after it had become ready."""
 
     title: str
 
 
 class Ready(NamedTuple):
-    """An action: announce that enough nodes have joined; `head` is the head's row of the node table."""
+    """An action: announce that enough nodes have joined for payloads to start.
+
+    `head` is the row of the head node in Ray's node table.
+    """
 
     head: Node
 
@@ -68,7 +77,7 @@ Action = Union[Say, Join, NodeLost, Ready, ClusterError]
 
 
 class Member(NamedTuple):
-    """One worker node of the complete cluster, whether the node has joined yet or not."""
+    """One of the worker nodes that are to make up the Ray cluster, whether it has joined yet or not."""
 
     title: str
     identity: Optional[Identity] = None  # In Ray's node table; None until the node has connected to the head's runtime.
@@ -78,7 +87,11 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """The state of a Ray cluster while nodes join and get lost; `step` returns the next state after an event."""
+    """The immutable state of a Ray cluster while nodes join and get lost.
+
+    For each event, `step` returns the next state and the actions to take. `members` has the worker nodes by node id, and `nodes`
+    is Ray's last node table.
+    """
 
     spec: RaySpec
     head: str  # Name of the head node in messages.
@@ -91,22 +104,25 @@ class Membership:
 
     @property
     def expected(self) -> int:
-        """Number of nodes of the complete cluster, the head included."""
+        """Number of nodes that the Ray cluster has when it is complete, the head included."""
         return 1 + len(self.members)
 
     @property
     def complete(self) -> bool:
-        """Whether no further node is expected: each worker node has joined, or was given up."""
+        """Whether no further node is expected: each worker node is alive in Ray's node table, or is not waited for any more."""
         here = present(self.nodes)
         return all(member.given_up or member.identity in here for member in self.members.values())
 
     @property
     def needed(self) -> int:
-        """Least number of nodes with which the cluster is ready, the head included."""
+        """Number of nodes that must be alive for the Ray cluster to become ready, the head included."""
         return self.expected if self.spec.min_nodes is None else min(self.spec.min_nodes, self.expected)
 
     def step(self, event: Event) -> Step:
-        """Returns the next state after `event`, and the actions to take; the state of a failed cluster never changes."""
+        """Returns the next state after `event`, and the actions to take.
+
+        An event of an unknown kind or node changes nothing, and so does any event after the Ray cluster has failed.
+        """
         handler = _HANDLERS.get(event["event"])
         unknown = "node" in event and event["node"] not in self.members
         return (self, []) if self.failed or handler is None or unknown else handler(self, event)
@@ -143,10 +159,10 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
     def _give_up(self, node_id: int, error: ClusterError) -> Step:
-        """Returns the next membership and the actions after worker node `node_id` has failed with `error`.
+        """Returns the next state and the actions after the failure `error` of a worker node, which is not waited for any more.
 
-        The cluster goes on without the node, or fails if too few nodes are left. If the node was given up before, returns this
-        membership and no actions, because a node may report the same failure again.
+        If too few nodes are left for the Ray cluster to become ready, it fails with `error`; otherwise it goes on without the
+        node. If the node was given up before, nothing changes, because a node may report the same failure again.
         """
         member = self.members[node_id]
         if member.given_up:
@@ -233,12 +249,12 @@ def nodes_expected(spec: RaySpec, available: int) -> int:
 
 
 def title(node: Node) -> str:
-    """Returns the name of a node in messages: the host name, and the name of the node's component if there is one."""
+    """Returns the name of a node for messages: its host name, such as "g1", or with a component "g1 (component gpu)"."""
     return named(str(node.get("hostname")), node.get("component"))
 
 
 def within(spec: RaySpec, nodes: Nodes) -> Nodes:
-    """Returns the node table itself if the start record has components; else a copy with the component None in each row.
+    """Returns the node table `nodes` if `spec` has components; otherwise a copy in which each node has the component None.
 
     Without components, a label "component" in Ray's table is the user's own, with another meaning.
     """
@@ -246,23 +262,26 @@ def within(spec: RaySpec, nodes: Nodes) -> Nodes:
 
 
 def alive(nodes: Nodes) -> List[Node]:
-    """Returns the rows of the nodes that Ray reports as alive."""
+    """Returns the rows of the nodes that the node table `nodes` shows as alive."""
     return [node for node in nodes.values() if node["alive"]]
 
 
 def present(nodes: Nodes) -> Set[Optional[Identity]]:
-    """Returns the identities (host name and component) of the nodes that Ray reports as alive."""
+    """Returns the identities (host name and component) of the nodes that Ray's node table shows as alive."""
     return {Identity(node["hostname"], node.get("component")) for node in alive(nodes)}
 
 
 def lost(before: Nodes, after: Nodes) -> List[Node]:
-    """Returns the rows of the nodes that are alive in the table `before`, and dead or missing in the table `after`."""
+    """Returns the rows of the nodes that are alive in the node table `before`, but dead or missing in `after`.
+
+    A row is that of `after`, or of `before` if the node is missing in `after`.
+    """
     gone = [node_id for node_id, node in before.items() if node["alive"] and not after.get(node_id, {}).get("alive")]
     return [after.get(node_id, before[node_id]) for node_id in gone]
 
 
 def in_order(nodes: Nodes, spec: RaySpec) -> List[Node]:
-    """Returns the rows of all nodes: the head's first, then by component in the order of the start record, then by host name."""
+    """Returns the rows of a node table in order: the head first, then by component as in the start record, then by host name."""
     places: Dict[Any, int] = {component.component_id: place for place, component in enumerate(spec.components)}
     return sorted(
         nodes.values(), key=lambda node: (not node["head"], places.get(node.get("component"), len(places)), node["hostname"])
@@ -270,7 +289,7 @@ def in_order(nodes: Nodes, spec: RaySpec) -> List[Node]:
 
 
 def in_words(nodes: Nodes, spec: RaySpec) -> str:
-    """Returns a text for the Dagster log: the head's host name, and the number, CPUs and GPUs of all living nodes.
+    """Returns a text for the Dagster log, such as "2 nodes, the head is c1 (CPU 16, GPU 2)", about the nodes that are alive.
 
     With several components, the text has the numbers of each component instead of the totals.
     """

@@ -27,7 +27,10 @@ _REFRESH, _LEFT_BEHIND = 60.0, 900.0
 
 @dataclass(eq=False)
 class MetricsTargets:
-    """Keeps the file with a cluster's addresses up to date, from construction until `stop`."""
+    """Keeps a file for Prometheus with the addresses of one Ray cluster's metrics up to date, until `stop`.
+
+    If the directory cannot be used, `problem` says why. The constructor also removes files that killed runtimes have left there.
+    """
 
     loop: Loop
     directory: str  # Created if the directory is missing.
@@ -68,7 +71,10 @@ class MetricsTargets:
                 self._written, self._written_at = text, self.loop.now()
 
     def _remove_left_behind(self) -> None:
-        """Remove the files of clusters that no runtime has written for `_LEFT_BEHIND` seconds, because the runtime was killed."""
+        """Remove files of other Ray clusters in the directory that have not been written for `_LEFT_BEHIND` seconds.
+
+        Their runtimes were killed, because a running one writes its file more often.
+        """
         for path in glob.glob(os.path.join(glob.escape(self.directory), _PREFIX + "*.json")):
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(path).st_mtime > _LEFT_BEHIND:
@@ -76,8 +82,8 @@ class MetricsTargets:
 
 
 def targets(groups: Any, labels: Dict[str, str]) -> str:
-    """Returns the JSON text of a file of targets for Prometheus: Ray's own `groups` of targets, with `labels` in each group.
+    """Returns the JSON text of a file of targets for Prometheus: those in `groups`, with `labels` added to each group.
 
-    `groups` is the parsed content of Ray's file. Raises TypeError, KeyError or ValueError if the content is malformed.
+    `groups` is the parsed content of Ray's own file of targets. Raises TypeError, KeyError or ValueError if it is malformed.
     """
     return json.dumps([{"targets": list(each["targets"]), "labels": {**each["labels"], **labels}} for each in groups], indent=1)

@@ -33,10 +33,11 @@ _START_TIMEOUT, _POLL = 60.0, 0.1  # Seconds in which a new idle worker must beg
 
 
 def main(argv: List[str]) -> int:
-    """Run Ray on this node until Ray ends; returns the exit code, 1 if the installed Ray cannot be used.
+    """Run Ray on this node, and block until Ray ends; returns 1 without starting Ray if the installed Ray cannot be used.
 
-    `argv` has one argument, the JSON text that `RayNode` writes. The key `fd` in this text is the descriptor of a socket. Over
-    the socket, this program sends reports (`Report`) and receives requests (`serve`), as JSON lines.
+    `argv` has one argument, the JSON text in which `RayNode` tells what to run. Its key `fd` is the descriptor of a socket, over
+    which this program sends reports (`Report`) and receives requests (`serve`), as JSON lines. When Ray ends, the program usually
+    exits with SystemExit, which Ray's command raises.
     """
     order = json.loads(argv[0])
     report = _Reporter(order["fd"])
@@ -75,9 +76,9 @@ def main(argv: List[str]) -> int:
 
 
 def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[str]:
-    """Returns a sentence that says why the version `found` of Ray cannot be used; None if the version can be used.
+    """Returns why the installed version `found` of Ray must not be used, as a sentence; None if it may be used.
 
-    `wanted` is the version that the user asks for, None for any; `token` tells whether Ray must have token authentication.
+    `wanted` is the version that the user requires, None for any. `token` is True if Ray must have token authentication.
     """
     if wanted and found != wanted:
         return "Ray %s is installed for %s, and ray_version asks for %s" % (found, sys.executable, wanted)
@@ -90,7 +91,10 @@ def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[s
 
 
 def refuse_dashboard(command: List[str]) -> Optional[str]:
-    """Returns a sentence that says why Ray's dashboard cannot run; None if the dashboard can run or `command` asks for none."""
+    """Returns why Ray's dashboard cannot run, as a sentence; None if it can, or if `command` does not start the dashboard.
+
+    `command` has the words after `ray`.
+    """
     problem = internals.dashboard_problem() if "--include-dashboard=true" in command else None
     advice = "Ray has no dashboard for %s (%s): install ray[default] there, or set RayLauncher(dashboard=False)"
     return None if problem is None else advice % (sys.executable, problem)
@@ -106,7 +110,7 @@ def lacks_tokens(version: str) -> bool:
 
 
 class _Reporter:
-    """Sends reports to the runtime as JSON lines; any thread may call this object."""
+    """Sends reports to the runtime as JSON lines over the descriptor `fd`; any thread may call it, as in `report(event=…)`."""
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)  # Ray's daemons must not keep the pipe open after this process has ended.
@@ -119,12 +123,12 @@ class _Reporter:
 
 
 def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
-    """Start threads that serve requests from the runtime: JSON lines with the key `tables` or the key `prestart`.
+    """Start threads that serve requests of the runtime, and return; a request is a JSON line from the descriptor `fd`.
 
-    The value of `tables` is the id of a query. This request is answered by calling `report` with Ray's tables for the leak check,
-    or with None after an error. At a request with `prestart`, Ray starts workers until `cpus` workers, at most
-    `MOST_IDLE_WORKERS`, wait for the next payload's first tasks. A request with `prestart` has no effect if Ray lacks the RPC, or
-    without `grpcio`. `gcs` is "HOST:PORT" of the GCS, and `logs` is the path of Ray's log directory.
+    At `{"tables": ID}`, `report` is called with the tables for the leak check, or with None after an error. At `{"prestart":
+    true}`, Ray starts workers until `cpus` of them, but at most `MOST_IDLE_WORKERS`, wait for the next payload; this has no
+    effect if `internals.can_start_workers` is False. `gcs` is "HOST:PORT" of the GCS, and `logs` is the path of Ray's log
+    directory.
     """
     wanted = threading.Event()
     if cpus > 0 and internals.can_start_workers():
@@ -154,7 +158,10 @@ def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
 
 
 def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int) -> None:
-    """Thread function: each time `wanted` is set, start Ray workers until `number` of them wait for work on this node."""
+    """Thread function: each time the event `wanted` is set, start Ray workers until `number` of them wait for work on this node.
+
+    After an error, the thread ends with a message on stderr, and no more workers are started.
+    """
     raylet: Any = None
     try:
         while wanted.wait():
@@ -177,7 +184,11 @@ def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int
 
 
 def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
-    """Thread function on the head: report changes of Ray's node table, the start of the entrypoint, and the end of the GCS."""
+    """Thread function on the head: report each change of Ray's node table, and the end of the GCS.
+
+    If `ray symmetric-run` is used, the start of its command (entrypoint) is reported too. The thread ends with a report when the
+    GCS has ended or an error has occurred. `order` is the JSON object that `RayNode` has sent.
+    """
     gcs, entrypoint = order["gcs"], order["entrypoint"]
     try:
         _wait_for_port(gcs)
@@ -204,7 +215,11 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
 
 
 def _wait_for_head(gcs: str, command: List[str]) -> None:
-    """Wait until this worker node may join the head: the head is alive, or has published where the head's files are."""
+    """On a worker node, block until `ray start` or `ray symmetric-run` can join the head at `gcs` ("HOST:PORT"). No time limit.
+
+    This is so once the head is alive in Ray's node table or, for `ray start`, once the head has published its facts. `command`
+    has the words after `ray`.
+    """
     _wait_for_port(gcs)
     client = internals.connect_gcs(gcs)
     while not any(node["head"] and node["alive"] for node in (_nodes(client) or {}).values()):
@@ -216,7 +231,10 @@ def _wait_for_head(gcs: str, command: List[str]) -> None:
 
 
 def _wait_for_port(gcs: str) -> None:
-    """Wait until the GCS listens at `gcs` ("HOST:PORT"); polls more often than Ray's own client would."""
+    """Block until something listens at `gcs` ("HOST:PORT"), without a time limit.
+
+    Looks more often than Ray's own client would.
+    """
     while _connect_error(gcs, 1.0):
         time.sleep(_FAST)
 
@@ -230,7 +248,7 @@ def _connect_error(gcs: str, timeout: float) -> Optional[OSError]:
 
 
 def _nodes(client: Any) -> Optional[Nodes]:
-    """Returns Ray's node table; None while the GCS does not answer."""
+    """Returns Ray's node table (`internals.node_table`); None, with a message on stderr, if the GCS does not answer."""
     try:
         return internals.node_table(client)
     except Exception as error:  # Ray's RPC errors have no common public base class.
@@ -239,10 +257,10 @@ def _nodes(client: Any) -> Optional[Nodes]:
 
 
 def _report_demand(gcs: str, report: _Reporter) -> None:
-    """Thread function: report, every few seconds, the new requests for resources that no node can ever grant; never returns.
+    """Thread function: every few seconds, report new requests for resources that no node can ever grant; never returns.
 
-    A request is reported once, when two polls in a row have found the request: a node that has just joined may grant the request
-    after the first poll.
+    A request is reported once, when two looks in a row have found it, because a node that has just joined may grant it after the
+    first look.
     """
     client = internals.connect_gcs(gcs)
     before: Set[str] = set()

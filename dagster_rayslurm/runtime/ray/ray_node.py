@@ -60,10 +60,11 @@ _DYING, _PAUSE = 0.5, 10.0  # Seconds until a cluster's directory is removed, an
 def start_arguments(
     spec: RaySpec, machine: NodeResources, chosen: Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
-    """Returns the arguments for `ray start` on this node.
+    """Returns the arguments of `ray start` on this node, without the word "start".
 
-    `address` is this node's address for Ray; if None, Ray finds the address. `gcs` is "HOST:PORT" of the head that this node
-    joins; None if this node is the head. `chosen` has the ports for Ray, and `temp_dir` is Ray's temporary directory.
+    `gcs` is "HOST:PORT" of the head that this node joins; None if this node is the head. `address` is this node's address for
+    Ray; None if Ray is to find it. `machine` has what is granted on this node, `chosen` has the ports for Ray, and `temp_dir` is
+    Ray's temporary directory.
     """
     head = ["--head", "--include-dashboard=%s" % ("true" if spec.dashboard else "false")]
     arguments = ["--block", *(head if gcs is None else ["--address=" + gcs])]
@@ -90,7 +91,8 @@ def start_arguments(
 def symmetric_arguments(start: List[str], gcs: str, nodes: int, entrypoint: List[str]) -> List[str]:
     """Returns the arguments of `ray symmetric-run` on a node, made from `start`, the arguments of `ray start` for this node.
 
-    `gcs` is "HOST:PORT" of the head. `ray symmetric-run` runs `entrypoint` on the head once `nodes` nodes have joined.
+    `gcs` is "HOST:PORT" of the head. `ray symmetric-run` runs the command `entrypoint` on the head once `nodes` nodes have
+    joined.
     """
     unknown = ("--block", "--head", "--address=", "--node-ip-address=", "--port=")
     own = [option for option in start if not option.startswith(unknown)]
@@ -102,11 +104,11 @@ def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
 
 
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
-    """Returns environment variables for a payload that starts a Ray cluster itself: the CPUs and memory granted on this node.
+    """Returns environment variables by which a Ray cluster that a payload starts itself gets what this node grants.
 
-    The variables only set defaults; a `ray.init` that connects to an existing cluster ignores the variables. Ray has no
-    variable for the default number of CPUs (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`). But Ray counts
-    CPUs as Python does, and Python 3.13 has the variable `PYTHON_CPU_COUNT` for the number of CPUs.
+    The variables are only defaults for CPUs and memory, and a `ray.init` that connects to an existing Ray cluster ignores them.
+    `PYTHON_CPU_COUNT` (Python 3.13) stands for the CPUs, because Ray counts CPUs as Python does; `RAY_OVERRIDE_RESOURCES` would
+    also override an explicit `num_cpus`.
     """
     env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
     if machine.memory_limit is not None:
@@ -118,7 +120,10 @@ def granted_defaults(machine: NodeResources) -> Dict[str, str]:
 
 
 def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
-    """Returns environment variables for all processes of a Ray cluster, drivers included: the token, and no usage statistics."""
+    """Returns the environment variables for all processes of a Ray cluster, drivers included: token, and no usage statistics.
+
+    `token_path` is the path of the file with the token; it is not used if `spec` disables authentication.
+    """
     token = {"RAY_AUTH_TOKEN_PATH": token_path} if spec.auth == "token" else {}
     return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token" if token else "disabled", **token}
 
@@ -139,9 +144,10 @@ def _token(runtime: RuntimeSpec, key: str) -> str:
 
 
 class ClusterDir(Scratch):
-    """A new directory for one Ray cluster inside a scratch directory.
+    """A new private directory for the files of one Ray cluster, inside the scratch directory `parent` of the runtime.
 
-    The constructor raises OSError if all names are in use, or if the directory cannot be made.
+    Its name is one character, because paths of sockets must be short. The constructor raises OSError if all such names are in
+    use, or if the directory cannot be made.
     """
 
     def __init__(self, parent: Scratch) -> None:
@@ -155,9 +161,9 @@ class ClusterDir(Scratch):
         shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_later(self, loop: Loop, delay: float = _DYING) -> None:
-        """Remove the directory after `delay` seconds; repeat the removal until the directory is gone.
+        """Have the event loop remove the directory after `delay` seconds, and try again later until it is gone.
 
-        Dying processes may still write to the directory after a removal.
+        Processes of Ray that are dying may still write into it.
         """
 
         def clear() -> None:
@@ -173,7 +179,11 @@ class ClusterDir(Scratch):
 
 @dataclass(eq=False)
 class RayNode:
-    """Runs Ray on this node, as head or worker: starts, watches and ends Ray; tries again with other ports if a port is taken."""
+    """Runs Ray on this node for one Ray cluster, as head or worker: starts, watches and ends it.
+
+    If Ray does not start for a reason that may pass, such as a taken port, Ray is started again, up to `_ATTEMPTS` times.
+    Everything else is reported to `on_event`.
+    """
 
     loop: Loop
     runtime: RuntimeSpec
@@ -203,10 +213,10 @@ class RayNode:
         self.token = _token(self.runtime, self.key)
 
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
-        """Run the health checks, if there are any, and start Ray on this node.
+        """Run the health checks, if there are any, and then start Ray on this node. Does not wait.
 
-        `gcs` is "HOST:PORT" of the head to join; None on the head. `address` is the head's own address, or None if unknown; on a
-        worker node `address` is not used. A failure is reported to `on_event`.
+        `gcs` is "HOST:PORT" of the head to join; None on the head. `address` is the head's own address; None if it is not known,
+        and on a worker node, where it is not used. A failure is reported to `on_event`.
         """
         self._gcs, self._address = gcs, address
         checks = (self.spec.health_check or "").splitlines()
@@ -218,20 +228,27 @@ class RayNode:
             self._run_command()
 
     def request(self, **request: Any) -> bool:
-        """Send a request to the process of `node_main`; returns False if this process does not run or cannot take the request."""
+        """Send a request, such as `request(prestart=True)`, to the program `node_main`, which runs Ray on this node.
+
+        Does not wait. Returns False if the program does not run or cannot take the request now. An answer comes as a report to
+        `on_event`.
+        """
         try:
             return self._socket is not None and self._socket.send(json.dumps(request).encode("utf-8") + b"\n") > 0
         except OSError:
             return False  # The process has ended, or has not read for a while.
 
     def end(self) -> None:
-        """End every process of Ray on this node at once; afterwards `on_event` is not called."""
+        """Kill every process of Ray on this node, and give the ports back; afterwards `on_event` is not called."""
         self._over = True
         self._kill()
         self.ports.release()
 
     def log_tails(self) -> Dict[str, str]:
-        """Returns the last lines of the logs that may tell why Ray failed on this node, by name of log."""
+        """Returns the last lines of the logs that may tell why Ray failed on this node, by name of log.
+
+        Empty logs are left out.
+        """
         tails = {name: tail_file(path, lines=15) for name, path in self._log_paths.items()}
         return {name: text for name, text in tails.items() if text.strip()}
 
@@ -241,7 +258,10 @@ class RayNode:
         return {"ray start": self._log, **{name: os.path.join(logs, name) for name in _LOGS}}
 
     def _run_checks(self, checks: List[str]) -> None:
-        """Run the built-in health checks; if all pass, run the user's commands and then Ray."""
+        """Start the built-in health checks `checks`, without waiting; when all have passed, the next step is `_run_command`.
+
+        If a check fails, Ray is not started, and the failure is reported to `on_event`.
+        """
         # Local mode gives components GPUs that are simulated; nobody can check those.
         simulated = self.cluster.simulate or (self.shared is None and self.machine.component is not None)
         order = health.Order(
@@ -274,7 +294,10 @@ class RayNode:
             os.close(write)
 
     def _run_command(self) -> None:
-        """Run the next command of the user's health check; start Ray after the last one."""
+        """Start the next shell command of the user's health check, without waiting; after the last one, start Ray.
+
+        If a command fails, Ray is not started, and the failure is reported to `on_event`.
+        """
         if not self._commands:
             return self._choose_address()
         command, log = self._commands.pop(0), self.scratch.join("health-check-%d.log" % len(self._commands))
@@ -295,7 +318,7 @@ class RayNode:
         self._fail(why, unhealthy={"node": health.node_name(os.environ), "check": check, "found": found})
 
     def _choose_address(self) -> None:
-        """Determine the address that Ray uses on this node, and start Ray."""
+        """Choose the address that Ray uses on this node, and start Ray; if there is none, report a failure to `on_event`."""
         try:
             if self._gcs is None and self.spec.node_ip_address:
                 self._address = self.spec.node_ip_address
@@ -366,17 +389,18 @@ class RayNode:
             self.pid = self.loop.spawn(argv, on_exit, env=env, preexec_fn=processes.die_with_parent(), **streams, **options)
 
     def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
-        """Returns a copy of `environ` with the variables for Ray's daemons on this node.
-
-        Ray's workers inherit these variables from the daemons.
-        """
+        """Returns a copy of `environ` with the variables that Ray's daemons on this node get; Ray's workers inherit them."""
         # The command of a job that `ray job submit` starts finds the environment's `python`, as payloads do.
         path = os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
         wanted = {**environ, "PATH": path, **self.runtime.worker_env, **self.environ}
         return {name: value for name, value in wanted.items() if value is not None}
 
     def _write_shim(self) -> str:
-        """Write a program `ray` for `ray symmetric-run` to call; returns the program's directory, to put at the start of PATH."""
+        """Write a shell script `ray` that `ray symmetric-run` calls instead of the installed one.
+
+        Returns the directory of the script. The caller must put the directory at the start of PATH. The script ignores `ray
+        stop`, which would end other Ray clusters.
+        """
         directory = self.scratch.join("bin")
         os.makedirs(directory, exist_ok=True)
         with open(os.path.join(directory, "ray"), "w", opener=lambda name, flags: os.open(name, flags, 0o700)) as file:
@@ -433,7 +457,7 @@ class RayNode:
             self.on_event({"event": Report.FAILED, "error": ClusterError(reason, why, unhealthy)})
 
     def _kill(self) -> None:
-        """Send SIGKILL to `ray start` and all descendants of `ray start`.
+        """Send SIGKILL to the process that runs Ray or a health check on this node, and to all processes below it.
 
         The process group alone would not contain Ray's daemons.
         """
@@ -450,6 +474,9 @@ _NO_ERROR = re.compile(r"\b(DEBUG|INFO)\b|`\{\}`")
 
 
 def last_error_line(log: str) -> str:
-    """Returns the last line of `ray start`'s log that may say why Ray ended, without time and colours; "" if there is none."""
+    """Returns the last line of `log`, the text that `ray start` printed, that may say why Ray ended; "" if there is none.
+
+    Time, log level and colours are removed, and at most 500 characters are left.
+    """
     lines = [line for line in map(str.strip, _COLOURS.sub("", log).splitlines()) if line and not _NO_ERROR.search(line)]
     return _LOG_PREFIX.sub("", lines[-1])[:500] if lines else ""

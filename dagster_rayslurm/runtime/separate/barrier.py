@@ -16,7 +16,10 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class ComponentAddress:
-    """The addresses of one component, which all payloads get in the environment variable RAYSLURM_COMPONENTS."""
+    """Where one component is: its first node, all its nodes, and its Ray cluster.
+
+    All payloads get these facts of all components.
+    """
 
     host: str  # Host name of the component's first node.
     address: str  # Network address of the first node.
@@ -26,7 +29,7 @@ class ComponentAddress:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a component's payload ended."""
+    """How a component's payload ended, as the runtimes of the components tell each other."""
 
     failure: Optional[str]  # Why the payload failed; None for success.
     exit_code: int
@@ -64,10 +67,11 @@ class _Member:
 
 
 class Barrier:
-    """The states of all components, kept by the host; the attribute `state` is the `RunState` that results from these states.
+    """The states of all components, kept by the host; the attribute `state` is the `RunState` that follows from them.
 
-    All components must be ready within `patience` seconds from `now`. A guest that lost its connection may reconnect within
-    `grace` seconds. After a failure, the host waits `grace` seconds for guests that have never connected.
+    `components` are the names, the host's first. All components must be ready within `patience` seconds from `now`. A guest that
+    lost its connection may reconnect within `grace` seconds. After a failure, the host waits `grace` seconds for guests that have
+    never connected. All times are from one monotonic clock, and nothing here sends messages.
     """
 
     def __init__(self, components: Sequence[str], patience: float, grace: float, now: float) -> None:
@@ -80,21 +84,25 @@ class Barrier:
         self._interrupted = False
 
     def connected(self, component: str) -> None:
-        """Record that a component's runtime has connected; the host then waits for the component without a deadline."""
+        """Record that the runtime of a guest has connected; the host then waits for this component without a deadline."""
         self._members[component].until = _NEVER
         self._members[component].problem = "its cluster is not up"
 
     def disconnected(self, component: str, why: str, now: float) -> None:
-        """Record that the connection to a component is lost; the component may reconnect within `grace` seconds.
+        """Record that the connection to a guest is lost.
 
-        `why` is the reason of the loss, for error messages.
+        If it does not reconnect within `grace` seconds, its component has failed. `why` is the reason of the loss, for error
+        messages.
         """
         member = self._members[component]
         if member.until == _NEVER:
             member.until, member.problem = now + self._grace, "its runtime is lost: " + why
 
     def update(self, component: str, told: ComponentState, now: float) -> None:
-        """Store `told`, the state that a component's runtime has sent, and update the state of the run."""
+        """Store `told`, the new state of a component, and update the state of the run.
+
+        The run starts when all components are ready, and fails when one component's payload has failed.
+        """
         member = self._members[component]
         member.told = told
         if told.left:
@@ -117,9 +125,9 @@ class Barrier:
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Give up components that did not connect or reconnect in time, and finish the run when no component is left.
+        """Let components fail that did not connect or reconnect in time, and finish the run when all payloads have ended.
 
-        The host must call this method regularly.
+        The host must call this method at intervals, because deadlines pass without an event.
         """
         if not self.state.places and now >= self._start_by:
             self._fail(self._host, self._why_not_started(), 1, now)
@@ -132,7 +140,10 @@ class Barrier:
             self.state, self._finished_at = replace(self.state, finished=True, final=final), now
 
     def may_leave(self, now: float) -> bool:
-        """Returns whether the host may end: the run is finished, and each guest has left or had `grace` seconds to leave."""
+        """Returns whether the host's runtime may end now.
+
+        It may if the run is finished, and each guest has left or had `grace` seconds to leave.
+        """
         left = all(now >= member.until for name, member in self._members.items() if name != self._host)
         return now >= self._finished_at + (0.0 if left else self._grace)
 
@@ -141,7 +152,7 @@ class Barrier:
         return "not all components were ready within %g s, missing: %s" % (self._patience, ", ".join(missing))
 
     def _fail(self, component: str, why: str, exit_code: int, now: float) -> None:
-        """Record the failure of a component, so that the whole run fails; do nothing if a failure is recorded already."""
+        """Record that a component has failed, so that the whole run fails; if a failure is recorded already, do nothing."""
         if self.state.failed is None:
             self.state, self.exit_code = replace(self.state, failed=component, why=why), exit_code
             for member in self._members.values():

@@ -36,7 +36,11 @@ _LEAVE_TIMEOUT = 5.0
 
 @dataclass(eq=False)
 class Participant(Hooks, Listener, ABC):
-    """The part of one component in the barrier; the component's supervisor calls the methods of `Hooks`."""
+    """The part that one component's runtime takes in the barrier: a `Host` or a `Guest`.
+
+    As the `hooks` of the component's supervisor, it delays the start of the payload until all components are ready, and the end
+    of the runtime until all payloads have ended. It joins the barrier when it is created.
+    """
 
     supervisor: Supervisor
     run_dir: str  # The directory of the whole run, not the component's directory.
@@ -61,7 +65,10 @@ class Participant(Hooks, Listener, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections to the other components. The host first waits up to `_LEAVE_TIMEOUT` seconds for guests."""
+        """Close the connections to the other components.
+
+        The host first blocks up to `_LEAVE_TIMEOUT` seconds until the guests close theirs.
+        """
 
     @abstractmethod
     def _join(self) -> None: ...
@@ -73,17 +80,24 @@ class Participant(Hooks, Listener, ABC):
     def _check(self) -> None: ...
 
     def tell(self, **news: Any) -> None:
-        """Set fields of this component's state, given as keywords, and report the new state to the barrier."""
+        """Change fields of this component's state, such as `tell(left=True)`, and report the new state to the barrier."""
         self.mine = replace(self.mine, **news)
         self._report()
 
     def watch(self, payload: Payload) -> None:
-        """Set the payload that takes part in the barrier; to be called before the event loop runs."""
+        """Set the payload of this component, whose end is then reported to the barrier.
+
+        Must be called before the event loop runs.
+        """
         self.payload = payload
         payload.on_ended.append(lambda: self.tell(ended=_end_of(payload)))
 
     def may_start(self, payload: Payload) -> bool:
-        """Returns whether the payload may start: all components are ready. The first call reports this component as ready."""
+        """Returns whether the payload may start, which is so once all components are ready; called by the supervisor.
+
+        The first call reports to the barrier that this component is ready. While the result is False, the participant has the
+        supervisor ask again when all components are ready.
+        """
         if self.mine.place is None:
             others = ["component %r" % each for each in self.spec.components if each != self.spec.component_id]
             if others:
@@ -92,10 +106,16 @@ class Participant(Hooks, Listener, ABC):
         return bool(self.told.places)
 
     def finished(self, loop: Loop) -> None:
-        """Do nothing: after the end of its own payload, this runtime stays until the payloads of all components have ended."""
+        """Called when this component's payload has ended.
+
+        Does nothing, so that the runtime stays until all payloads have ended.
+        """
 
     def follow(self, told: RunState) -> None:
-        """Store `told`, the new state of the run, and act on changes: start or end the payload, or end this runtime."""
+        """Act on `told`, the new state of the run: start or end the payload, or stop the event loop when the run is finished.
+
+        Only changes since the last call have an effect.
+        """
         before, self.told, payload = self.told, told, self.payload
         assert payload is not None
         if told.places and not before.places and told.failed is None:
@@ -116,9 +136,9 @@ class Participant(Hooks, Listener, ABC):
             self.loop.stop()
 
     def _end_after(self, failed: str, why: str) -> End:
-        """Returns the `End` of this component's payload for the case that the payload must end because a component has failed.
+        """Returns the reason with which this component's payload ends because a component has failed.
 
-        `failed` is the component that has failed, perhaps this component, and `why` is the reason of the failure.
+        `failed` is the name of this component, perhaps this one, and `why` is the reason of its failure.
         """
         if failed != self.spec.component_id:
             return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
@@ -144,9 +164,9 @@ class Participant(Hooks, Listener, ABC):
 
 
 class Host(Participant):
-    """The participant of the first component, the host: keeps the barrier for all components.
+    """The participant of the first component: it keeps the `Barrier`, and tells the guests the state of the run.
 
-    The host's exit code is the exit code of the first failure in any component, or 0.
+    Its exit code is that of the first failure in any component, or 0.
     """
 
     def _join(self) -> None:
@@ -164,9 +184,9 @@ class Host(Participant):
         self.loop.call_later(0.0, self._act)
 
     def interrupted(self, loop: Loop, signum: int) -> None:
-        """End the payloads of the other components; the host itself ends after the other components.
+        """Handle a signal that the host has received after the end of its own payload: end the payloads of the other components.
 
-        To be called when the host has received the signal `signum` and its own payload has ended.
+        The host itself ends later, after the other components.
         """
         self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
         self._act()
@@ -182,9 +202,9 @@ class Host(Participant):
         self._server.close()
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Handle a guest's message with the name and state of the guest's component.
+        """Handle a guest's message, which has the name and the state of the guest's component.
 
-        A channel that names an unknown component is closed.
+        If the component is unknown, the channel is closed. If the guest has an older channel, that one is closed.
         """
         component = message.pop("component")
         if component not in self.spec.components[1:]:
@@ -205,7 +225,7 @@ class Host(Participant):
             self.barrier.disconnected(component, why, self.loop.now())
 
     def _act(self) -> None:
-        """Send the state of the run to all guests if the state has changed, and act on the state.
+        """If the state of the run has changed, send it to all guests; then act on it as every participant does.
 
         The host ends last, because only the host can inform the guests.
         """
@@ -219,9 +239,9 @@ class Host(Participant):
 
 
 class Guest(Participant):
-    """The participant of any component but the first.
+    """The participant of a component other than the first: it tells the host its component's state, and learns the run's.
 
-    Sends the component's state to the host and receives the state of the run.
+    Its exit code is 1 if the host was lost and its own payload did not succeed, otherwise 0.
     """
 
     def _join(self) -> None:
@@ -244,9 +264,9 @@ class Guest(Participant):
             self._give_up_at = min(self._give_up_at, self.loop.now() + self.spec.grace)
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """Report to the host that this runtime ends, and stop the event loop, which also ends the component's Ray cluster.
+        """Handle a signal that this runtime has received after the end of its payload: tell the host, and end this runtime.
 
-        To be called when the runtime has received a signal and its payload has ended.
+        With the runtime, the component's Ray cluster ends.
         """
         self.tell(left=True)
         loop.stop()
@@ -267,7 +287,10 @@ class Guest(Participant):
         self._give_up_at = self.loop.now() + self.spec.grace
 
     def _check(self) -> None:
-        """Give up the host if the host has been out of reach for too long, and act as if the host's component had failed."""
+        """If the host has been out of reach for too long, give it up: act as if the host's component had failed.
+
+        Called at intervals; while the host is connected, does nothing.
+        """
         if not self._given_up and (self.client.is_connected or self.loop.now() < self._give_up_at):
             return
         self._given_up = True
@@ -278,7 +301,7 @@ class Guest(Participant):
 
 
 def _end_of(payload: Payload) -> Ended:
-    """Returns how a payload ended, as the value that the runtimes of the other components receive."""
+    """Returns how a payload has ended, in the form that is sent to the runtimes of the other components."""
     ending = payload.ending
     end = ending.result
     if end is None:
@@ -293,10 +316,11 @@ def _end_of(payload: Payload) -> Ended:
 
 
 def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participant:
-    """Connect a component's runtime to the barrier that the start record describes, and return the new participant.
+    """Make a component's runtime take part in the barrier that its start record describes; returns the new participant.
 
-    The first component becomes the host, and each other component becomes a guest. `where` are the arguments `allocation` and
-    `hosts` of `Participant`.
+    The first component's runtime becomes the host, the others become guests, which begin to connect to it. `run_dir` is the
+    directory of the whole run. `where` are the arguments `allocation` and `hosts` of `Participant`; without them, all components
+    run on this machine.
     """
     spec = supervisor.spec.meeting
     side = Host if spec is not None and spec.component_id == spec.components[0] else Guest
@@ -304,11 +328,10 @@ def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participa
 
 
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
-    """Returns a component's share of this machine's resources, and a remark on simulated resources.
+    """Returns the resources that a component gets when all components run on this machine, and a remark for the Dagster log.
 
-    `spec` is the start record of the component's runtime; all components run on this machine. The remark is "" if the component
-    has no simulated resources or no Ray cluster. The function also changes `os.environ`, so that this process sees no GPUs of
-    other components.
+    `spec` is the start record of the component's runtime. The remark tells which CPUs and GPUs are simulated; it is "" if none
+    are, or without a Ray cluster. The function also changes `os.environ`, so that this process sees no GPUs of other components.
     """
     assert spec.meeting is not None
     here = detect(with_gpus=True)

@@ -25,10 +25,11 @@ from ..ray.cluster import RayCluster
 
 @dataclass(eq=False)
 class Relays(Listener):
-    """Lets clients reach the dashboard of a Ray cluster: each client that knows the key gets a relay.
+    """Lets clients reach the dashboard of a Ray cluster: each client that knows the secret key gets a relay.
 
-    A relay is a process that carries the client's connections to ports of this node. The first call of `access` in a Slurm
-    allocation opens the port on which clients are accepted.
+    A relay is a process on this node, the head node, that carries the client's connections to ports of this node. In a Slurm
+    allocation, the first call of `access` opens the TCP port on which clients ask for relays. Without Slurm, clients need no
+    relay.
     """
 
     loop: Loop
@@ -42,9 +43,10 @@ class Relays(Listener):
         self._command = [sys.executable, "-I", os.path.abspath(sys.argv[0]), "relay"]
 
     def access(self, cluster: RayCluster) -> ClusterAccess:
-        """Returns how clients reach the dashboard of a cluster: directly, or in a Slurm allocation through the relay server.
+        """Returns the record that tells clients how to reach the dashboard of `cluster`.
 
-        Raises OSError if no port is free for the relay server.
+        Without Slurm, clients connect to the dashboard directly; in a Slurm allocation, through a relay. Raises OSError if no
+        port is free on which clients could ask for relays.
         """
         own = ClusterAccess(self.spec.cluster_id, self.hostname, cluster.dashboard_port, cluster.token, os.getpid())
         here = self.allocation
@@ -59,7 +61,7 @@ class Relays(Listener):
         return ClusterAccess(**dict(asdict(own), key=key, relay=self._command, **more))
 
     def write(self, run_dir: str, cluster: RayCluster) -> None:
-        """Write the file in the directory `run_dir` that tells clients how to reach `cluster`, the Ray cluster of the payload.
+        """Write the file `cluster.json` in `run_dir`, which tells clients how to reach `cluster`, the Ray cluster of the payload.
 
         An OSError is ignored, because the payload can run without the file.
         """
@@ -67,7 +69,10 @@ class Relays(Listener):
             write_atomically(os.path.join(run_dir, CLUSTER), json.dumps(asdict(self.access(cluster))).encode("utf-8"))
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Start a relay on the connection of a client that requests a relay; answer any other request with a refusal."""
+        """Handle a client's request for a relay: start a relay, which takes over the connection.
+
+        Any other request is answered with a refusal.
+        """
         if message.get("op") != Operation.RELAY:
             return channel.send(**refuse(Refusal.UNKNOWN, "only relays are to be had here"))
         streams = {"stdin": channel.sock, "stdout": channel.sock, "stderr": subprocess.DEVNULL}
@@ -79,6 +84,6 @@ class Relays(Listener):
 
 
 def remove_access(run_dir: str) -> None:
-    """Remove the file that `Relays.write` wrote into a run directory; does nothing if there is no such file."""
+    """Remove the file `cluster.json`, which `Relays.write` wrote, from a run directory; does nothing if there is no such file."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(run_dir, CLUSTER))

@@ -10,9 +10,10 @@ from .supervisor import Supervisor
 
 
 def describe(supervisor: Supervisor) -> Dict[str, Any]:
-    """Returns the answer to a client's `describe` request: the state of the runtime, its payloads, nodes and Ray cluster.
+    """Returns the answer to a client's `describe` request: the state of the runtime, its payloads, its nodes and its Ray cluster.
 
-    All values are JSON values. Times are in seconds.
+    The answer is a JSON object, such as `{"ready": True, "running": 1, "waiting": 0, "payloads": [...], "nodes": [...], ...}`.
+    Ages and other times are durations in seconds. Facts that are not known are None.
     """
     now, queue, here = supervisor.loop.now(), supervisor.queue, supervisor.machine
     own = {"name": supervisor.name, "cpus": here.num_cpus, "gpus": here.num_gpus, "here": True, "component": here.component}

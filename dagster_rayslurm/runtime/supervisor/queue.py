@@ -28,15 +28,21 @@ _REGULAR = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
 
 
 class Closing(Exception):
-    """Raised when the runtime accepts no more payloads, or has too little time left for a new payload; the message says why."""
+    """Raised when a runtime refuses a payload, because it accepts none any more or has too little time left.
+
+    The message says why.
+    """
 
 
 class Misfit(SpecError):
-    """Raised when a payload needs more CPUs, GPUs or memory than a node of the allocation has; the message names the setting."""
+    """Raised when a runtime refuses a payload that needs more CPUs, GPUs or memory than a node has.
+
+    The message names the setting.
+    """
 
 
 class Claim(NamedTuple):
-    """A number of CPUs and GPUs on one node: the amounts that one payload reserves, or all that the node has."""
+    """A number of CPUs and a number of GPUs on one node: what a payload reserves there, or what the node has."""
 
     cpus: int = 0
     gpus: int = 0
@@ -47,7 +53,10 @@ Claims = Mapping[Optional[str], Claim]
 
 
 def capacities_of(machines: Iterable[NodeResources]) -> Claims:
-    """Returns, for each component, the least number of CPUs and of GPUs on a node of the component."""
+    """Returns the CPUs and GPUs that every node has, by component: the least number on any node of the component.
+
+    Without components, the only key is None.
+    """
     known: Dict[Optional[str], Claim] = {}
     for machine in machines:
         least = known.get(machine.component, Claim(machine.num_cpus, machine.num_gpus))
@@ -58,9 +67,9 @@ def capacities_of(machines: Iterable[NodeResources]) -> Claims:
 def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
     """Returns the CPUs and GPUs that a payload reserves on each node, by component.
 
-    A payload without Ray reserves nothing outside the head's component. Where the payload's specification gives no number, a
-    payload with a Ray cluster of its own (`fresh`) reserves all CPUs or GPUs of a node. Any other payload then reserves none.
-    `capacities` is a result of `capacities_of`.
+    The numbers come from `spec`. Where `spec` has no number, a payload with a Ray cluster of its own (`fresh`) reserves all of a
+    node, and any other payload none. A payload without Ray reserves nothing outside the component of the head node. `capacities`
+    is a result of `capacities_of`.
     """
 
     def claim(capacity: Claim) -> Claim:
@@ -72,10 +81,10 @@ def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
 
 
 def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limit: int) -> bool:
-    """Whether a payload that reserves `claims` fits on its nodes beside the running payloads, which reserve `running`.
+    """Whether a payload that reserves `claims` may run now, beside the running payloads, which reserve `running`.
 
-    A payload fits if no other payload runs on its nodes. Otherwise each node must have enough free CPUs and GPUs, and fewer than
-    `limit` payloads. `capacities` is a result of `capacities_of`.
+    On each of its nodes, either no other payload runs, or enough CPUs and GPUs are free and fewer than `limit` payloads run.
+    `capacities` is a result of `capacities_of`.
     """
     everywhere = list(running)
     for name, claim in claims.items():
@@ -87,11 +96,10 @@ def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limi
 
 
 def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str]:
-    """Returns a sentence about a resource of which a payload needs more than a node has; None if all nodes have enough.
+    """Returns an error text if a payload needs more of a resource than a node of `machines` has; None if all nodes have enough.
 
-    In an allocation with components, a payload without Ray runs on the head node, the first of `machines`, and only this node
-    must have enough. For a payload with Ray, the settings of the payload's Ray cluster for each component are compared with the
-    component's nodes.
+    In an allocation with components, a payload without Ray is compared only with the head node, the first of `machines`. A
+    payload with Ray is compared with all nodes, by the settings that its Ray cluster has for the node's component.
     """
     for machine in machines if machines[0].component is None or spec.uses_ray else machines[:1]:
         own = spec
@@ -162,7 +170,7 @@ class Queue:
 
     @property
     def waiting(self) -> List[Entry]:
-        """The waiting payloads in the order in which they start if all payloads fit."""
+        """The waiting payloads in the order in which they start if there is room for all: the Dagster runs take turns."""
         seen: Dict[str, int] = {}
         places = []
         for entry in self.arrived:
@@ -172,17 +180,17 @@ class Queue:
         return [self.arrived[number] for number in sorted(range(len(places)), key=places.__getitem__)]
 
     def idle_for(self, now: float) -> Optional[float]:
-        """The seconds for which the runtime has had no payload; None while the runtime has a payload."""
+        """The seconds for which the runtime has had no payload, waiting or running; None while it has a payload."""
         return None if self.arrived or self.running else now - self.idle_since
 
     # ---- Payloads come, start and go
 
     def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
-        """Returns a sentence if a new payload cannot finish within the `left` seconds that the job still has; otherwise None.
+        """Returns an explaining sentence if a new payload would not finish in the `left` seconds of the job; None if it would.
 
-        If the job's time limit is not known, `left` and the result are None. The result is also None for the first payload of a
-        runtime. The payload's wait is estimated from the known durations of the payloads ahead. If the wait turns out to be
-        longer than the estimate, `late` returns the payload later.
+        The wait for its turn is estimated from the expected durations of the payloads ahead. The result is also None for the
+        first payload of a runtime, and if `left` is None because no time limit is known. If the wait takes longer than estimated,
+        `late` finds the payload later.
         """
         if not self.served:
             return None  # A new allocation would have no more time.
@@ -191,9 +199,9 @@ class Queue:
         return self._too_little_time(spec, sum(ahead) / self.limit, left)
 
     def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
-        """Returns the waiting payloads that cannot finish in the `left` seconds of the job, each with an explaining sentence.
+        """Returns the waiting payloads that would not finish in the `left` seconds of the job, each with an explaining sentence.
 
-        The list is empty if `left` is None (no limit is known), or if no payload has started yet.
+        The list is empty if `left` is None because no time limit is known, or if no payload has started yet.
         """
         found = [(entry.payload, self._too_little_time(entry.spec, 0.0, left)) for entry in self.waiting if self.any_started]
         return [(payload, why) for payload, why in found if why is not None]
@@ -208,12 +216,11 @@ class Queue:
         return replace(self, arrived=(*self.arrived, Entry(payload, fresh, now)), turns=turns, served=self.served + 1)
 
     def start_next(self, capacities: Claims, may_start: Callable[[Payload], bool], now: float) -> Tuple[Queue, Optional[Payload]]:
-        """Returns the queue in which the next waiting payload runs, and this payload; `self` and None if no payload starts.
+        """Returns a queue in which one more payload runs, and this payload; returns `self` and None if no payload can start now.
 
-        Payloads for which `may_start` returns False are skipped and keep their place. Among the other payloads, the first payload
-        of the Dagster run whose turn it is comes next. If this payload has no room on its nodes, no payload starts, and the run
-        keeps its turn. Without this rule, small payloads of other runs could delay a large payload for ever. `capacities` is a
-        result of `capacities_of`.
+        The Dagster runs take turns; of a run, the first payload for which `may_start` returns True is chosen, and a run without
+        such a payload is skipped. If the chosen payload has no room on its nodes, nothing starts, and its run keeps the turn, so
+        that small payloads of other runs cannot delay a large one for ever. `capacities` is a result of `capacities_of`.
         """
         running = [claims_of(each.spec, each.fresh, capacities) for each in self.running]
         for run in self.turns if self.ending is None else ():
@@ -229,10 +236,10 @@ class Queue:
         return self, None
 
     def removed(self, payload: Payload, ran_to_exit: bool, now: float) -> Queue:
-        """Returns the queue without a payload that has ended, or that is not to wait any longer.
+        """Returns the queue without `payload`, which was waiting or running and has ended.
 
-        `ran_to_exit` is True if the payload's process has ended by itself. The new queue then remembers the payload's duration,
-        if no payload of the same step has run longer.
+        If a running payload's process ended by itself (`ran_to_exit`), the new queue remembers the payload's duration, unless
+        another payload of the same step has taken longer.
         """
         entry = next(each for each in (*self.arrived, *self.running) if each.payload is payload)
         if entry in self.arrived:
@@ -245,7 +252,10 @@ class Queue:
     # ---- The runtime ends
 
     def ended_by(self, end: End) -> Queue:
-        """Returns the queue of a runtime that ends its payloads for the reason `end`; `self` if they are being ended already."""
+        """Returns the queue of a runtime that begins to end all its payloads, for the reason `end`, and accepts no more.
+
+        Returns `self` if the payloads are being ended already; the first reason stays.
+        """
         if self.ending is not None:
             return self
         why = end.message or "it ends"
@@ -253,19 +263,18 @@ class Queue:
         return replace(self, ending=why, failed=failed)
 
     def may_give_way(self, now: float) -> bool:
-        """Returns True if the session may end early, so that another job of its user can start.
+        """Returns whether the session may end before its idle timeout, so that another Slurm job of its user can start.
 
-        The session must have been idle for `_MIN_IDLE` seconds, and must have served a payload before.
+        It may if it has served a payload and has now been idle for `_MIN_IDLE` seconds or more.
         """
         idle = self.idle_for(now)  # If a session has served no payload, the run that started the session is about to send one.
         return idle is not None and idle >= _MIN_IDLE and self.served > 0
 
     def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:
-        """Returns the new queue, and how a runtime without payloads ends: the action to take, and after how many seconds.
+        """Returns the new queue, and how a runtime without payloads ends: what to do (`Next`), and after how many seconds.
 
-        The second part is None if the runtime has a payload, or if the runtime waits for its first payload without a time limit.
-        The new queue differs from this queue only if this is a session that waits for payloads and has none. The new queue then
-        records that the session is idle since the time `now`.
+        The second part is None if the runtime has a payload, or is still waiting for its first payload without a time limit. The
+        new queue differs from `self` only for an open session without payloads: it records that the session is idle since `now`.
         """
         if self.arrived or self.running:
             return self, None

@@ -37,10 +37,10 @@ _STOPPED = End(EndReason.CANCEL, "its session was stopped, by `rayslurm session 
 def serve_run_dir(
     supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None, orphaned: Callable[[], bool] = lambda: False
 ) -> Payload:
-    """Queue the payload of a run directory, and return the payload; end the payload once its file `cancel.json` requests the end.
+    """Queue the payload of a run directory and return it; from now on watch its file `cancel.json`, and end it on request.
 
-    The payload's environment is based on `environ`, by default on the environment of this process. The payload also ends once
-    `orphaned` returns True, which means that the payload's Dagster process is gone. Raises what `Supervisor.submit` raises.
+    The payload's environment is based on `environ`; None stands for the environment of this process. The payload is also ended
+    once `orphaned` returns True, which means that its Dagster process is gone. Raises what `Supervisor.submit` raises.
     """
     payload = supervisor.submit(run_dir, environ)
     handled = [b""]
@@ -62,12 +62,18 @@ def serve_run_dir(
 
 
 def parent_is_gone() -> bool:
-    """Whether the parent process has closed its end of the pipe that is this process's standard input, or has ended."""
+    """Whether the parent process has ended, or has closed its end of the pipe that is this process's standard input.
+
+    Does not block.
+    """
     return bool(select.select([0], [], [], 0.0)[0])
 
 
 def _is_free(lock: str) -> bool:
-    """Whether no process holds an exclusive lock on the file `lock`; False if the file cannot be read."""
+    """Whether no process holds an exclusive lock on the file `lock`; also False if the file cannot be read.
+
+    Does not keep a lock.
+    """
     with contextlib.suppress(OSError), open(lock, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return True
@@ -75,9 +81,9 @@ def _is_free(lock: str) -> bool:
 
 
 def _cancel(payload: Payload, text: bytes) -> None:
-    """Cancel a payload if `text`, the content of the payload's file `cancel.json`, is a cancel request.
+    """End a payload if `text`, the content of its file `cancel.json`, is a request such as `{"op": "cancel", "now": true}`.
 
-    Any other text is ignored, because the payload can write to the file too.
+    With a true `now`, the payload gets no grace period. Any other text is ignored, because the payload can write to the file too.
     """
     try:
         request = json.loads(text.decode("utf-8"))
@@ -88,12 +94,11 @@ def _cancel(payload: Payload, text: bytes) -> None:
 
 
 class RequestServer(Listener):
-    """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
+    """Serves the clients of a session over TCP: runs, withdraws and describes payloads, and ends the session.
 
-    The server writes the announcement, the file `session.json` in the session's directory. Clients find the hosts, the port and
-    the key of the server in the announcement. Clients must know the `key`, a hexadecimal string. The server listens on the first
-    free port of `ports`, or on any port if none of `ports` is free. Without an `allocation`, only this machine can reach the
-    server.
+    The server keeps the announcement, the file `session.json` in `session_dir`, up to date: its hosts, port and key let clients
+    connect. `key` is the secret, in hex. The server listens on the first free port of `ports`, or on any port if none of these is
+    free. Without an `allocation` (no Slurm), only this machine can connect.
     """
 
     def __init__(
@@ -123,14 +128,20 @@ class RequestServer(Listener):
         self._poll()
 
     def close(self) -> None:
-        """Accept no more requests, and write into the announcement that the session has ended."""
+        """Accept no more requests, and write into the announcement that the session has ended.
+
+        An OSError of the file is ignored.
+        """
         self._server.close()
         self._closed = True
         with contextlib.suppress(OSError):  # Clients also learn the end of the session from Slurm or the kernel.
             self._announce(self._read(), self._announcement.closing or "it has ended")
 
     def _poll(self) -> None:
-        """Keep the announcement file up to date; accept no more payloads if the file is gone or belongs to another session."""
+        """Update the announcement file, and call this method again at intervals.
+
+        If the session's directory is gone, or the file belongs to another session, accept no more payloads.
+        """
         try:
             self._announce(self._read())
         except FileNotFoundError:
@@ -140,10 +151,10 @@ class RequestServer(Listener):
         self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
-        """Update the announcement, and write it to the file unless `found`, the present content of the file, is the same.
+        """Update the announcement, and write it to its file unless `found`, the content of the file now, is the same already.
 
-        If `found` belongs to another session, accept no more payloads, and do not change the file. `closing` is a reason why the
-        session accepts no more payloads; a reason of the supervisor takes precedence.
+        If `found` belongs to another session, accept no more payloads, and leave the file as it is. `closing` is a reason why the
+        session accepts no more payloads; a reason that the supervisor has takes precedence.
         """
         closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
         if closing != self._announcement.closing:
@@ -171,7 +182,7 @@ class RequestServer(Listener):
         return {}
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Answer the request that a client has sent."""
+        """Carry out the request `message` of a client, and send the answer on `channel`; an exception becomes a refusal."""
         channel.send(**answer_safely(lambda: self._answer(message)))
 
     def _answer(self, request: Message) -> Message:
@@ -220,10 +231,10 @@ class RequestServer(Listener):
 
 
 def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
-    """Create a run directory that only this user can read, with the files `files`.
+    """Create a run directory that only this user can read, and write `files` into it: the text of each file by its name.
 
-    `files` has the text of each file by the file's name; a directory part of a name is ignored. Raises OSError if a file cannot
-    be written.
+    A directory part of a name is ignored. The directory may exist; its files of the same names are overwritten. Raises OSError if
+    a file cannot be written.
     """
     os.makedirs(run_dir, 0o700, exist_ok=True)
     for name, text in files.items():
@@ -233,9 +244,9 @@ def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
 
 
 def _was_accepted(run_dir: str) -> bool:
-    """Whether this or another session has accepted the payload of `run_dir` before.
+    """Whether this or another session has already accepted the payload of `run_dir`: its journal is not empty then.
 
-    Once a session has accepted the payload, the journal in the run directory is not empty.
+    False if the journal cannot be read.
     """
     with contextlib.suppress(OSError):
         return os.path.getsize(os.path.join(run_dir, JOURNAL)) > 0
@@ -243,9 +254,9 @@ def _was_accepted(run_dir: str) -> bool:
 
 
 def _use(path: str) -> bool:
-    """Returns True if a file exists and belongs to this user.
+    """Returns whether the file `path` exists and belongs to this user.
 
-    Also sets the file's modification time, so that cleanup keeps the file.
+    If so, sets its modification time to now, so that cleanup keeps the file for the payload that needs it.
     """
     try:  # An NFS client remembers for up to a minute that a name was missing, so the directory is listed.
         found = os.path.basename(path) in os.listdir(os.path.dirname(path)) and os.lstat(path).st_uid == os.geteuid()

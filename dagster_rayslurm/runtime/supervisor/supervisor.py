@@ -56,9 +56,10 @@ _MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
 
 
 class Hooks:
-    """Callbacks of the supervisor before the start of a payload and at the end of the runtime.
+    """Callbacks that the supervisor calls before it starts a payload, and when the runtime is to end.
 
-    These callbacks delay nothing. The separate topology overrides the callbacks, and so delays the start or the end.
+    The methods of this class never delay a start or an end. With `topology="separate"`, a subclass does: it waits for the
+    runtimes of the other components.
     """
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
@@ -69,20 +70,26 @@ class Hooks:
         return True
 
     def finished(self, loop: Loop) -> None:
-        """Stop the event loop, because the last payload of the runtime has ended and no other payload will come."""
+        """Called when the last payload of the runtime has ended and no other will come.
+
+        Stops the event loop, which ends the runtime.
+        """
         loop.stop()
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """Stop the event loop, because the runtime has received the signal `signum` and has no payload."""
+        """Called when the runtime has no payload and receives the signal `signum`.
+
+        Stops the event loop, which ends the runtime.
+        """
         loop.stop()
 
 
 @dataclass(eq=False)
 class Supervisor:
-    """Queues and runs the payloads of a runtime.
+    """Queues and runs the payloads of one runtime, on the first node of its allocation or on this machine.
 
     If the start record `spec` describes a Ray cluster, this Ray cluster, the warm cluster, stays up for all payloads. Otherwise
-    each payload that uses Ray gets a cluster of its own.
+    each payload that uses Ray gets a Ray cluster of its own. `submit` queues a payload; `run` blocks until the runtime ends.
     """
 
     loop: Loop
@@ -165,7 +172,10 @@ class Supervisor:
 
     @property
     def unhealthy(self) -> List[Unhealthy]:
-        """The nodes that failed a health check of the warm Ray cluster; without a warm cluster, of a payload's own cluster."""
+        """The nodes that failed a health check, each as a dictionary with `node`, `check` and `found`.
+
+        They are those of the warm Ray cluster or, without a warm one, of the payload's own Ray cluster that failed last.
+        """
         return self._unhealthy if self.cluster is None else self.cluster.unhealthy
 
     @property
@@ -185,7 +195,10 @@ class Supervisor:
     # ---- From the start to the end of the runtime
 
     def run(self) -> None:
-        """Run payloads until the runtime must end; then end every process that the runtime started, on all nodes."""
+        """Run payloads, and block until the runtime must end; then end every process that the runtime started, on all nodes.
+
+        If the runtime itself fails, the payloads end with the reason RUNTIME, and the exception is raised.
+        """
         preload_server, cluster = self._preload_server, self.cluster
         try:
             if cluster is not None:
@@ -218,13 +231,13 @@ class Supervisor:
             self.workers.wait_gone(_LATE_NODES if self._signalled_at is None else 0.0)
 
     def close(self, end: End, grace: Optional[float] = None, queued: Optional[End] = None) -> None:
-        """Accept no more payloads, end the present payloads, and then end the runtime.
+        """Accept no more payloads, begin to end the present payloads, and end the runtime when all have ended. Does not block.
 
         Args:
             end: The reason for the end of the running payloads.
             grace: Seconds from SIGTERM to SIGKILL; None for each payload's own grace period.
-            queued: The reason for the end of the waiting payloads. None stands for `end`. If `end` is the time limit, None means
-                that waiting payloads are returned to their clients.
+            queued: The reason for the end of the waiting payloads; None for the same reason as `end`. But if `end` is the time
+                limit and `queued` is None, waiting payloads are returned to their clients, which may run them elsewhere.
         """
         self.queue = self.queue.ended_by(end)
         if end.reason == EndReason.TIMEOUT and queued is None:
@@ -235,9 +248,10 @@ class Supervisor:
         self.settle()
 
     def drain(self, why: str) -> None:
-        """Accept no more payloads, let the present payloads finish, and then end the runtime.
+        """Accept no more payloads from now on, and end the runtime when the present payloads have finished. Does not block.
 
-        Clients are told the reason `why`. If the runtime accepts no payloads already, do nothing.
+        Waiting payloads still run. `why` is the reason for clients and for the payloads' logs. If the runtime accepts no payloads
+        already, do nothing.
         """
         if self.closing is None:
             self.queue = replace(self.queue, draining=why)
@@ -246,9 +260,10 @@ class Supervisor:
             self.settle()
 
     def give_way(self) -> bool:
-        """End the session and return True if `Queue.may_give_way` allows the end; otherwise return False.
+        """End the session if it is idle, so that another Slurm job of its user gets the nodes; return whether it ends.
 
-        Clients request this end if another Slurm job of the session's user waits for nodes.
+        The session must have served a payload and then been idle for some seconds (`Queue.may_give_way`); otherwise nothing
+        changes. Clients request this if another job of the session's user waits for nodes.
         """
         ends = self.queue.may_give_way(self.loop.now())
         if ends and self.queue.ending is None:
@@ -256,7 +271,10 @@ class Supervisor:
         return ends
 
     def settle(self) -> None:
-        """End this runtime if it has no payload: at once, or after the idle timeout of a session. Otherwise do nothing."""
+        """If this runtime has no payload, end it: at once, or after the idle timeout of a session unless a payload comes before.
+
+        If the runtime has a payload, do nothing. Must be called after each change that may leave the runtime without payloads.
+        """
         self.queue, then = self.queue.settled(self.loop.now())
         what, delay = then or (None, 0.0)
         if what == Next.FINISH:
@@ -267,9 +285,9 @@ class Supervisor:
             self._timers.due("idle", delay, lambda: self.close(End(EndReason.CANCEL, "it was idle for %g s" % delay)))
 
     def _interrupted(self, signum: int) -> None:
-        """Handle the signal `signum`: end all payloads, and then the runtime.
+        """Handle the signal `signum`: begin to end all payloads, with their grace periods, and then the runtime.
 
-        At a second signal, more than `_SAME_SIGNAL` seconds after the first, kill the payloads at once.
+        At a second signal, more than `_SAME_SIGNAL` seconds after the first, kill the payloads without a grace period.
         """
         now = self.loop.now()
         again = self._signalled_at is not None and now - self._signalled_at > _SAME_SIGNAL
@@ -283,7 +301,10 @@ class Supervisor:
             self.hooks.interrupted(self.loop, signum)
 
     def _refresh(self) -> None:
-        """Now and at intervals, set the modification times of the payloads' run directories, so that cleanup keeps them."""
+        """Set the modification times of the payloads' run directories to now, so that cleanup keeps them.
+
+        Repeats itself at intervals.
+        """
         for payload in self.payloads:
             payload.keep_fresh()
         self.loop.call_later(_REFRESH_INTERVAL, self._refresh)
@@ -291,11 +312,11 @@ class Supervisor:
     # ---- From the start to the end of a payload
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-        """Queue the payload of a run directory and return the payload, which starts at once if its turn has come.
+        """Queue the payload of a run directory and return it; the payload starts during this call if its turn has come.
 
-        The payload's environment is based on `environ`, by default on the environment of this process. Raises `Closing` if the
-        runtime accepts no more payloads or has too little time left. Raises `Misfit` if the payload needs more than the nodes
-        have, SpecError if the payload's specification is not valid, and OSError if the run directory cannot be read or written.
+        The payload's environment is based on `environ`; None stands for the environment of this process. Raises `Closing` if the
+        runtime accepts no more payloads or has too little time left, and `Misfit` if the payload needs more than the nodes have.
+        Raises SpecError if the payload's specification is not valid, and OSError if the run directory cannot be read or written.
         """
         version = self._ray_version
         if self.closing is None and version is not None and (installed_version() or version) != version:
@@ -346,9 +367,9 @@ class Supervisor:
         return payload
 
     def schedule(self) -> None:
-        """Start the waiting payloads that fit on the nodes now, in the order of the queue.
+        """Start the waiting payloads that fit on the nodes now, in the order of the queue; the others go on waiting.
 
-        Waiting payloads that can no longer finish before the time limit are returned to their clients.
+        Waiting payloads that can no longer finish before the time limit end unstarted, so that their clients run them elsewhere.
         """
         left = self.time_left()
         self._timers.cancel("late")
@@ -380,7 +401,10 @@ class Supervisor:
         return not self._waits(payload.spec) and self.hooks.may_start(payload)
 
     def _begin(self, payload: Payload) -> None:
-        """Start a payload whose turn it is; for a payload with a Ray cluster of its own, only start the cluster now."""
+        """Begin a payload whose turn it is: start its process, or first its own Ray cluster if it gets one.
+
+        In the second case, `_start` starts the process later, when the Ray cluster is up.
+        """
         self.agent.strays.begin(payload.spec.nonce)
         if not self._is_fresh(payload.spec):
             return self._start(payload, self.cluster if payload.spec.uses_ray else None)
@@ -395,7 +419,10 @@ class Supervisor:
         cluster.start()
 
     def _start(self, payload: Payload, cluster: Optional[RayCluster]) -> None:
-        """Start the process of a payload whose Ray cluster is up; `cluster` is None for a payload without Ray."""
+        """Start the process of a payload.
+
+        `cluster` is the payload's Ray cluster, which is up, or None for a payload without Ray.
+        """
         payload.context = self._context(payload, cluster)
         for other in self._running:
             if other is not payload and other.pid is not None:
@@ -417,10 +444,10 @@ class Supervisor:
         payload.start(env, messages, measurement, cluster.leak_check(spec.nonce) if cluster is not None and is_warm else None)
 
     def _archive_logs(self, payload: Payload, done: Callable[[], None]) -> None:
-        """Archive the logs of a failed payload's Ray cluster into the payload's run directory, and then call `done`.
+        """Archive the logs of a failed payload's Ray cluster into its run directory; call `done` once when this has ended.
 
-        If the payload has no Ray cluster, nothing is archived, and `done` is called at once. The same holds if this is a session
-        and the payload has not started.
+        Does not block. If the payload has no Ray cluster, or if it never started in a session, nothing is archived, and `done` is
+        called immediately.
         """
         cluster = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
         if cluster is None or (self.is_session and payload not in self._running):
@@ -450,8 +477,9 @@ class Supervisor:
     # ---- Events of the Ray clusters and of the nodes
 
     def _handle_cluster(self, cluster: RayCluster, action: Action) -> None:
-        """Handle `action`, an event of a Ray cluster: report the event, and start or end payloads.
+        """React to `action`, which a Ray cluster reports: log it, and start or end the payloads that use this Ray cluster.
 
+        `action` is a text for the log, the loss of a node, the failure of the Ray cluster, or the report that the cluster is up.
         `cluster` is the warm Ray cluster or a payload's own cluster.
         """
         is_warm = cluster is self.cluster
@@ -475,10 +503,10 @@ class Supervisor:
                     payload.safely(functools.partial(self._start, payload, cluster))
 
     def _report_demand(self, cluster: RayCluster, payloads: List[Payload], said: Say) -> None:
-        """Report `said` in the Dagster logs of the payloads.
+        """Log `said`, a text about resources that Ray tasks wait for and `cluster` can never grant, in the logs of `payloads`.
 
-        `said` is about resource demands that the Ray cluster can never meet. If the only payload is configured to fail in this
-        case, and no further node is expected, the payload is ended.
+        If there is only one payload, if it is configured to fail in this case (`fails_infeasible`), and if no further node can
+        join the Ray cluster, the payload is ended.
         """
         for payload in payloads:
             payload.phase(*said)
@@ -487,12 +515,18 @@ class Supervisor:
             payloads[0].end_early(End(EndReason.INFEASIBLE, said.message))
 
     def _lose_node(self, name: str) -> None:
-        """Handle the loss of the worker node `name`: running payloads go on, but a session accepts no more payloads."""
+        """Handle the loss of the worker node `name`: a session accepts no more payloads, and ends after those that it has.
+
+        A runtime without session goes on.
+        """
         if self.is_session:
             self.drain("node %s is lost" % name)
 
     def _lose_cluster(self, cluster: RayCluster, payloads: List[Payload], error: ClusterError) -> None:
-        """End the payloads of a Ray cluster that did not start or was lost; for the warm cluster, end the runtime as well."""
+        """Handle the failure `error` of a Ray cluster that did not start or was lost: end its `payloads`.
+
+        If it is the warm Ray cluster, the runtime ends too, unless it is ending already: then do nothing.
+        """
         is_warm, end = cluster is self.cluster, End(error.reason, str(error))
         if is_warm and self.queue.ending is not None:
             return  # The runtime is ending anyway, for instance because Slurm signals every process of the job.
@@ -513,10 +547,9 @@ class Supervisor:
             self.drain("%s failed a health check" % ", ".join(each["node"] for each in cluster.unhealthy))
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
-        """Pass a message of the worker node `member` to the Ray clusters.
+        """Handle a message that the worker node `member` has sent: pass it to all Ray clusters, and react to some of the events.
 
-        Also report a memory shortage, the loss of the node, or a failed copy of the environment, if the message is about one of
-        these.
+        These events are a memory shortage, the loss of the node, and a failed copy of the environment.
         """
         for cluster in self._clusters:
             cluster.handle(member, message)
@@ -528,10 +561,10 @@ class Supervisor:
             self._note_remark(member.title, message.get("remark"))
 
     def _note_remark(self, name: str, remark: Optional[Sequence[str]]) -> None:
-        """If the node `name` could not copy the environment, report this in all payloads' logs, once for each node.
+        """If the node `name` could not copy the Python environment to its disk, say so in the logs of all payloads.
 
-        `remark` is what the node tells about its copy, as a phase and a message for the log; None if nodes make no copies. At
-        most `_MOST_NAMES` nodes are reported.
+        `remark` is what the node tells about its copy: a phase and a message for the log; None if nodes make no copies. Each node
+        is reported once, and at most `_MOST_NAMES` nodes; further nodes are ignored.
         """
         if remark and remark[0] == local_copy.NO_COPY and name not in self._remarks and len(self._remarks) < _MOST_NAMES:
             self._remarks[name] = (remark[0], remark[1])
@@ -539,9 +572,10 @@ class Supervisor:
                 payload.phase(*self._remarks[name])
 
     def _report_memory(self, message: str, killed: bool) -> None:
-        """Report `message`, which says that a node is nearly out of memory, in the logs of all running payloads.
+        """Write `message`, which says that a node is nearly out of memory, to the logs of all running payloads.
 
-        If `killed` is True, a Ray worker was killed; this worker is counted for the `end` record of each running payload.
+        `killed` is True if a Ray worker was killed for it; the number of killed workers is part of each running payload's `end`
+        record.
         """
         for payload in self._running:
             payload.phase("memory", message)
@@ -555,7 +589,7 @@ class Supervisor:
         return self.allocation.facts() if self.allocation is not None else None
 
     def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
-        """Returns facts for the `end` record of a payload: its host, Python, granted nodes and Ray cluster.
+        """Returns facts for the `end` record of a payload, as a dictionary for JSON: host, Python, granted nodes and Ray cluster.
 
         `cluster` is the Ray cluster that the payload uses; None for a payload without Ray.
         """
@@ -577,7 +611,10 @@ class Supervisor:
         return context
 
     def _payload_environ(self, environ: Dict[str, str]) -> Dict[str, str]:
-        """Returns a copy of `environ` with variables that limit a payload to the resources granted on this node."""
+        """Returns a copy of `environ` with further variables that limit a payload to the CPUs and GPUs granted on this node.
+
+        Variables that `environ` has already stay, except for the GPUs of simulated nodes.
+        """
         if self.allocation is not None:
             environ = {**granted_defaults(self.machine), **environ}
         own = {**environ, **(self._shares[0].environ if self._shares else {})}  # Payloads see the GPUs of the head's component.
@@ -589,9 +626,9 @@ class Supervisor:
         return self.machine.hostname if self.allocation is None else self.allocation.nodes[0]
 
     def _in_words(self, ray: Optional[RaySpec]) -> str:
-        """Returns text for the Dagster log with the names of the nodes of a Ray cluster that has the settings `ray`.
+        """Returns the names of the nodes that a Ray cluster with the settings `ray` will have, such as "2 nodes: c1, c2".
 
-        If `ray` is None, the text has the names of all nodes. At most `_MOST_NAMES` nodes are named.
+        If `ray` is None, the text has all nodes of the runtime. At most `_MOST_NAMES` nodes are named; "…" stands for the others.
         """
         names = [named(self.name, self.machine.component), *(member.title for member in self.workers.members.values())]
         names = names if ray is None else names[: nodes_expected(ray, len(names))]
@@ -604,18 +641,18 @@ class Supervisor:
         return [payload.pid for payload in self._running if payload.pid is not None]
 
     def _foreign_pids(self, payload: Payload) -> List[int]:
-        """Returns the ids of processes outside this payload; the payload's usage does not include these processes.
+        """Returns the ids of processes that, with all processes below them, do not count for the usage of `payload`.
 
-        The processes belong to other payloads, preload processes, simulated nodes and relays.
+        These are the processes of other payloads, preload processes, simulated nodes and relays.
         """
         preloading = [] if self._preload_server is None else self._preload_server.pids()
         return [*(pid for pid in self._driver_pids() if pid != payload.pid), *preloading, *self.workers.pids, *self.relays.pids]
 
 
 def _dashboard_hint(payload: Payload, cluster: RayCluster) -> str:
-    """Returns text for the end of a log line: the command that opens the dashboard of a payload's Ray cluster.
+    """Returns text to append to a log line: "; dashboard: " and the command by which the user opens the dashboard of `cluster`.
 
-    Returns "" if the cluster has no dashboard.
+    Returns "" if the Ray cluster has no dashboard.
     """
     if cluster.dashboard_port is None:
         return ""

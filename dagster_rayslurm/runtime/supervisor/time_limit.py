@@ -50,9 +50,10 @@ def signal_number(name: str) -> Optional[int]:
 
 @dataclass
 class TimeLimit:
-    """The time limit of a Slurm job: finds out when the job will reach the limit, and calls functions at given times before then.
+    """The time limit of a Slurm job: finds out when the job reaches the limit, and calls functions at given times before that.
 
-    The limit comes from SLURM_JOB_END_TIME, which newer versions of Slurm set, otherwise from squeue.
+    `start` begins to find out the limit, from the variable SLURM_JOB_END_TIME, which newer versions of Slurm set, otherwise from
+    squeue. Nothing blocks: the event loop calls the functions.
     """
 
     loop: Loop
@@ -63,14 +64,14 @@ class TimeLimit:
     _end: Optional[float] = None
 
     def left(self) -> Optional[float]:
-        """The seconds until the time limit; None if the job has no limit, or the limit is not known."""
+        """The seconds until the time limit; None if the job has no limit, or if the limit is not known yet."""
         return None if self._end is None else self._end - self.loop.now()
 
     def start(self) -> None:
-        """Find out the time limit, and then call the function `known` with the seconds left.
+        """Begin to find out the time limit; `known` is called once with the seconds left, in this call or later.
 
-        If squeue cannot be run, call the function `unknown` with the reason instead. While squeue prints no limit, squeue is run
-        again at intervals.
+        If squeue cannot be run, `unknown` is called with the reason instead. While squeue prints no limit, it is run again at
+        intervals.
         """
         start, end = (os.environ.get("SLURM_JOB_%s_TIME" % name, "") for name in ("START", "END"))
         # These are times of the controller's clock. This node's clock agrees with it if the job has just started.
@@ -91,11 +92,11 @@ class TimeLimit:
             self.unknown("squeue cannot be run (%s)" % error.strerror)
 
     def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
-        """Call `call` when the job has `before` seconds left; the argument of `call` is the exact number of seconds left.
+        """Have `call` called when the job has `before` seconds left; its argument is the exact number of seconds left.
 
-        If the job has fewer seconds left already, `call` is called at once. If no limit is known, `call` is never called. Shortly
-        before the call, squeue is run again, because an administrator may have moved the limit. If squeue does not answer, the
-        last known limit counts. `asked` is True only in this method's own calls, after squeue was run.
+        If fewer seconds are left already, `call` is called immediately; if no limit is known, never. Shortly before the call,
+        squeue is run again, because an administrator may have moved the limit; if squeue does not answer, the last known limit
+        counts. Callers leave out `asked`, which is True only when this method calls itself after squeue was run.
         """
         left = self.left()
         if left is None:
@@ -113,10 +114,10 @@ class TimeLimit:
             again()
 
     def _ask(self, then: Callable[[bool], None]) -> None:
-        """Run squeue to learn the time limit; later call `then` with True if the job has no limit, with False otherwise.
+        """Start squeue to learn the time limit.
 
-        If squeue does not answer, `then` is called with False, and the last known limit stays. Raises OSError if squeue cannot be
-        run.
+        When it has ended, call `then` with True if the job has no limit, otherwise with False. If squeue does not answer, `then`
+        is called with False, and the last known limit stays. Raises OSError if squeue cannot be run.
         """
 
         def answered(said: Optional[str]) -> None:
@@ -130,7 +131,11 @@ class TimeLimit:
 
 
 def watch(supervisor: Supervisor, job_id: str) -> None:
-    """Act before a Slurm job's time limit: warn payloads if `warn_before_limit` is set, and end a session in time."""
+    """Arrange what happens before a Slurm job's time limit, and return at once; the event loop does the rest.
+
+    Payloads get the signal `warn_signal` if `warn_before_limit` is set. A session first accepts no more payloads, and ends its
+    payloads shortly before the limit. If the limit cannot be found out, the payloads' logs say so.
+    """
     spec = supervisor.spec
     signum = signal_number(spec.warn_signal)
 
