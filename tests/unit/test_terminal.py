@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from dagster_rayslurm.backends.batch import BatchBackend
 from dagster_rayslurm.backends.listing import list_all
 from dagster_rayslurm.cli import logs, main, ray
-from dagster_rayslurm.execution import terminal
 from dagster_rayslurm.runtime.protocol.record import encode
 from dagster_rayslurm.runtime.protocol.spec import Announcement, ClusterAccess
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -127,10 +127,13 @@ def test_a_run_that_is_left_is_found_again(rayslurm: Rayslurm, cluster: Path, fa
 def test_an_interrupt_right_after_the_submission_names_the_run(
     rayslurm: Rayslurm, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: Any) -> None:
+    start = BatchBackend.start
+
+    def start_and_interrupt(*arguments: Any) -> None:
+        start(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(terminal, "Detached", interrupted)
+    monkeypatch.setattr(BatchBackend, "start", start_and_interrupt)
     fake_slurm.set(starts=False)
     left = rayslurm("submit", "--detach", "--quiet", *NO_RAY, "--", "true")
     (name,) = [run["name"] for run in runs(rayslurm)]
@@ -274,9 +277,11 @@ def test_a_cancelled_run_has_its_own_grace_period(
     program += "print('begun', flush=True); time.sleep(100)"
     name = rayslurm("submit", "--detach", *NO_RAY, "--", "python", "-c", program).stdout.strip()
     assert wait_until(lambda: rayslurm("logs", name).stdout == "begun\n", 60)
+    by_slurm: list[Any] = []
+    monkeypatch.setattr(logs, "wait_until_gone", lambda *job: not by_slurm.append(job))
     done = rayslurm("cancel", name)
     assert done.exit_code == 0 and rayslurm("logs", name).stdout == "begun\nsaved\n", done.output
-    assert not fake_slurm.cancelled
+    assert not by_slurm, "the command has not waited for the end of the payload"
 
 
 def test_a_requeued_run_has_ended_only_at_its_last_end(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
