@@ -79,8 +79,8 @@ class ComputeFields(StrictResource):
     """What a failed health check of a node leads to: "fail", or "exclude-and-retry" to start the run once more without the node.
     With the latter, jobs also avoid nodes that failed a check in another run of this user within the last hour."""
     on_service_stop: Annotated[str, choice("cancel", DETACH)] = "cancel"
-    """What becomes of a Slurm job when Dagster's process is stopped, not by Ctrl-C or the terminate button, but by a service
-    manager, say: "cancel", or "detach" to leave it running, so that the next attempt at the step takes it over."""
+    """What happens to the Slurm job if a service manager such as systemd stops Dagster: "cancel" cancels the job, "detach" lets
+    it run, and the next attempt of the step continues with it."""
     on_infeasible: Annotated[str, choice("warn", "fail")] = "warn"
     """What follows when a task, an actor or a placement group waits for what no node of the Ray cluster can ever hold: "warn"
     says so in the log, "fail" also ends the run, unless other payloads share the cluster at that time."""

@@ -263,7 +263,8 @@ class SessionConfig(StrictConfig):
     """
 
     name: Annotated[Optional[str], identifier] = None
-    """Name of the session; None to tell sessions apart by their launcher, queue and settings."""
+    """Name of the session. Resources with the same name share a session. If None, resources share a session only if their
+    launcher, queue and settings agree."""
     num_nodes: Annotated[Optional[int], at_least(1)] = None
     """Nodes of the allocation; None for the queue's num_nodes. Not allowed with components, which have
     their own num_nodes."""
@@ -275,8 +276,8 @@ class SessionConfig(StrictConfig):
     """On Slurm, end a session that is idle for 5 seconds or more when a job or another session of the same user and remote_base
     waits for nodes of its partition; a session with a payload never ends for that reason."""
     carrier: Annotated[str, choice("auto", "direct", "srun")] = "auto"
-    """How requests get to the session: "direct" by TCP from the edge node, "srun" by a step in its allocation, "auto" by TCP
-    where that gets through, else by a step."""
+    """How requests get to the session: "direct" by TCP from the edge node, "srun" by a step in its allocation, "auto": by
+    TCP if TCP is not blocked, otherwise by a job step."""
     max_concurrent_payloads: Annotated[int, at_least(1)] = 1
     """Payloads that run at the same time; others queue."""
     scope: Annotated[str, choice("shared", "run")] = "shared"

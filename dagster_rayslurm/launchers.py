@@ -148,8 +148,8 @@ class RayLauncher(Launcher):
     num_gpus_per_node: Annotated[Optional[int], at_least(0)] = None
     """GPUs that Ray schedules on each node; None for what is granted."""
     max_workers: Annotated[Optional[int], at_least(0)] = None
-    """Most nodes that join the head; None for all. Local mode has one node. Not with one cluster across components, each of
-    which says its own num_nodes."""
+    """The largest number of worker nodes that join the head node; None for all. Local mode has one node. Not allowed for one Ray
+    cluster across components, because each component sets `num_nodes`."""
     min_nodes: Annotated[Optional[int], at_least(1)] = None
     """Nodes that must be alive before the payload starts; None for all. Local mode has one node, or one for each component."""
     ray_version: Annotated[Optional[str], plain_text] = None
@@ -163,7 +163,8 @@ class RayLauncher(Launcher):
     component_id: Annotated[Optional[str], identifier] = None
     """Component of a heterogeneous job in which the payload runs."""
     object_store_memory_gb: Annotated[Optional[float], at_least(0.08, "GiB")] = None
-    """Object store of each node in GiB; None for Ray's choice, 30 % of the memory (of 90 % of a job's)."""
+    """Object store of each node in GiB. If None, 30 % of the machine's memory in local mode, and 27 % of the granted memory in a
+    Slurm job."""
     resources: dict[str, float] = {}
     """Custom resources of each node."""
     labels: Annotated[dict[str, str], checked(_check_labels)] = {}
@@ -181,10 +182,10 @@ class RayLauncher(Launcher):
     """Directory, the same for all nodes, in which each Ray cluster has a file with the addresses of its metrics, for Prometheus's
     `file_sd_configs`, as long as it runs. Needs the dashboard. None for no file."""
     startup_timeout: Annotated[int, at_least(1, "seconds")] = 300
-    """Seconds until a cluster that is not complete has failed."""
+    """Seconds within which the nodes (all, or `min_nodes`) must have joined the Ray cluster; otherwise the run fails."""
     port_range: Annotated[Optional[str], checked(_check_port_range)] = None
-    """Ports that all of Ray stays within, as "LOW-HIGH", for firewalled sites; each cluster takes 100 on a node, of which some
-    90 are for worker processes."""
+    """Range of the ports that Ray may use, as "LOW-HIGH", for sites with firewalls. Each Ray cluster takes 100 of these ports on
+    each node, about 90 of them for worker processes."""
     health_check: Annotated[Optional[str], checked(_check_health)] = None
     """What each node must pass before Ray starts: built-in checks ("gpu-count", "gpu-ecc", "disk-space", "clock", "interface")
     and shell commands. Write one check, a list, or a text with a check on each line. A failure names the node; see

@@ -47,8 +47,8 @@ INTRODUCTION = """\
 
 Every field of every class, with its default and what it means. Durations are seconds, unless Slurm's own format is named.
 Unknown keys are errors. Strings, integers, and strings in lists and dictionaries may be `EnvVar`s.
-The launchpad asks, where there is a choice of classes, for `ray`, `bash`, or an environment's `inherited`, `pre-deployed`,
-`command`, `uv`, `pixi`, `packed` or `container` around the fields.
+In Dagster's launchpad, write the name of the class above its fields: `ray` or `bash` for a launcher; `inherited`, `pre-deployed`,
+`command`, `uv`, `pixi`, `packed` or `container` for an environment.
 """
 
 

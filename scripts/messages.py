@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "dagster_rayslurm"
 INTRODUCTION = """\
 # Messages
 
-Every error that this package raises, in alphabetical order; `…` stands for names and numbers. What Slurm, SSH and Ray say, with
-causes and remedies, is in [Troubleshooting](../troubleshooting.md), by kind of failure.
+Every error that this package raises, in alphabetical order. `…` stands for names and numbers.
+[Troubleshooting](../troubleshooting.md) explains messages of Slurm, SSH and Ray, with cause and remedy.
 """
 # What each room of the package is about; a message of any other place is about configuration.
 AREAS = {

@@ -53,7 +53,7 @@ done <"$environ"
 @click.command()
 @ident_argument
 @click.option("--python", is_flag=True, help="Python instead of a shell.")
-@click.option("--jupyter", is_flag=True, help="JupyterLab there, at a URL of this machine.")
+@click.option("--jupyter", is_flag=True, help="Start JupyterLab on the head node, and print a URL that works on this machine.")
 @cluster_options
 @click.argument("command", metavar="[-- COMMAND…]", nargs=-1, type=click.UNPROCESSED)
 def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) -> None:

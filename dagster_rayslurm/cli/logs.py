@@ -147,7 +147,7 @@ def _runtime_exit(job: _Job, evidence: Evidence) -> str | None:
 
 @click.command()
 @ident_argument
-@click.option("--now", is_flag=True, help="Leave the payload no grace period.")
+@click.option("--now", is_flag=True, help="Kill the payload at once, without a grace period.")
 @json_option
 @cluster_options
 def cancel(ident: str, now: bool, as_json: bool) -> None:

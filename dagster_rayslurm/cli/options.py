@@ -55,7 +55,7 @@ def all_cluster_options(command: F) -> F:
     """
     what = "Base directory on the cluster, `remote_base` of the SlurmResource."
     command = _option("--remote-base", metavar="DIRECTORY", help=what)(command)
-    what = "What the variables of the edge node begin with.  [default: SLURM_EDGE_NODE_]"
+    what = "Prefix of the environment variables that describe the edge node.  [default: SLURM_EDGE_NODE_]"
     command = _option("--prefix", metavar="PREFIX", help=what)(command)
     return cluster_options(command)
 

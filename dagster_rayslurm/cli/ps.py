@@ -54,7 +54,13 @@ def entry(ident: str) -> Entry:
 
 
 @click.command()
-@click.option("--all", "-a", "everything", is_flag=True, help="Also what has ended and still has a directory.")
+@click.option(
+    "--all",
+    "-a",
+    "everything",
+    is_flag=True,
+    help="Also list runs and sessions that have ended, as long as their directories exist.",
+)
 @click.option("--here", is_flag=True, help="Only the runs of this machine.")
 @json_option
 @all_cluster_options

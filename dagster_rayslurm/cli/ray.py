@@ -31,7 +31,8 @@ _WAIT_INTERVAL = 2.0  # Seconds between two looks for a cluster that `--wait` wa
 
 target_argument = click.argument("target", metavar="TARGET")
 _TARGET = (
-    "TARGET is a Dagster run, an asset, a session or a Slurm job: its id or key, how that begins, or the name of a run directory."
+    "TARGET is the id or key of a Dagster run, asset, session or Slurm job, the beginning of such an id or key, or the name of a run "
+    "directory."
 )
 
 
@@ -125,7 +126,7 @@ def job() -> None:
 def _job_command(name: str, help_text: str) -> None:
     settings = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
 
-    @job.command(name, help=f"{help_text}\n\n{_TARGET} What follows is for `ray job {name}`.", context_settings=settings)
+    @job.command(name, help=f"{help_text}\n\n{_TARGET} All further arguments go to `ray job {name}`.", context_settings=settings)
     @cluster_options
     @target_argument
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -78,7 +78,7 @@ def session() -> None:
 
 
 @session.command("list")
-@click.option("--all", "everything", is_flag=True, help="Also those that have ended and still have a directory.")
+@click.option("--all", "everything", is_flag=True, help="Also list sessions that have ended, as long as their directories exist.")
 @json_option
 @cluster_options
 @click.pass_obj
@@ -97,7 +97,12 @@ def list_sessions(layout: Layout, everything: bool, as_json: bool) -> None:
 
 @session.command()
 @click.option("--name", help="Name of the session.  [default: the resource's]")
-@click.option("--idle-timeout", type=click.IntRange(1), metavar="SECONDS", help="Ends without work.  [default: the resource's]")
+@click.option(
+    "--idle-timeout",
+    type=click.IntRange(1),
+    metavar="SECONDS",
+    help="Seconds without a payload after which the session ends.  [default: the resource's]",
+)
 @allocation_options
 @json_option
 @cluster_options

@@ -117,7 +117,7 @@ class PackedEnvironment(InstalledEnvironment):
 
 
 class ContainerEnvironment(SentEnvironment):
-    """A container image in which the runtime, Ray and the payloads run; docs/containers.md."""
+    """A container image in which the runtime, Ray and the payloads run."""
 
     kind: Literal["container"] = "container"
     """Tells the environments apart in configuration."""

@@ -23,7 +23,7 @@ def _check_gpus(value: object) -> Any:
 
 
 class SlurmQueueConfig(StrictConfig):
-    """An allocation: its size, and where to request it. None leaves a choice to Slurm or the launcher."""
+    """What a job requests from Slurm. If a field is None, the launcher or Slurm decides."""
 
     partition: Annotated[Optional[str], plain_text] = None
     """Partition (`--partition`); None for the cluster's default, "auto" for the first one that fits and has free nodes when the
@@ -58,7 +58,8 @@ class SlurmQueueConfig(StrictConfig):
     exclude: Annotated[Optional[str], plain_text] = None
     """Nodes that must not be in the allocation (`--exclude`)."""
     switches: Annotated[Optional[str], plain_text] = None
-    """Most leaf switches to span and how long to wait for that (`--switches`), such as "1@00:30:00"."""
+    """The largest number of leaf switches that the nodes may span, and how long Slurm may wait for such nodes (`--switches`),
+    such as "1@00:30:00"."""
     requeue: bool = False
     """Let Slurm requeue the job after a node failure or preemption (`--requeue`); never done with a session."""
     signal_before_timeout: Annotated[Optional[str], checked(check_signal)] = None
