@@ -353,7 +353,10 @@ def _content(path: str) -> bytes:
 
 
 def _append(path: str, value: object) -> None:
-    """Append a line of JSON to a file that the edge node has created, because on NFS a new name would be seen late."""
+    """Append `value` as a line of JSON to a file on the shared file system.
+
+    The edge node has created the file before, because over NFS other machines see a new file late.
+    """
     with open(path, "ab", 0) as file:
         file.write(json.dumps(value).encode() + b"\n")
         os.fsync(file.fileno())

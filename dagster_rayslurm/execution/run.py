@@ -495,7 +495,7 @@ class PayloadRun:
         raise failure from None
 
     def _release(self) -> None:
-        """Call `release` of each payload, and remove the secrets that are still in the run directory.
+        """Let go of all payloads at the end of a run: call `RunningPayload.release` of each, and remove secrets that are left.
 
         If one `release` raises an exception, the method first finishes its work, and then raises the exception. The secrets stay
         if a later attempt has taken the payloads over.

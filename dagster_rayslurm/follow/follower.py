@@ -106,8 +106,11 @@ class RecordState:
         """Returns the seconds to wait before the next read; None if no further read is needed. Called after each read.
 
         `size` is the number of bytes that the last read returned. `exited` says how the runtime had ended before the last read;
-        None if the runtime was alive then. `overdue` says whether the caller's deadline has passed. If data was read,
-        `evidence.last_growth` becomes `now`; otherwise `evidence.runtime_exit` becomes `exited`, unless `exited` is None.
+        None if the runtime was alive then. `cadence` has the pauses between reads. `now` is the time of the monotonic clock. If
+        `overdue` is True, the caller's deadline has passed, and a record without new data is not read again.
+
+        Changes the evidence: if data was read, `evidence.last_growth` becomes `now`; otherwise `evidence.runtime_exit` becomes
+        `exited`, unless `exited` is None.
         """
         evidence, end = self.evidence, self.evidence.end
         if size:
@@ -249,9 +252,11 @@ class Follower:
 class Following:
     """Payloads of one run that a caller is to follow together, until all have ended or the deadline has come."""
 
+    # Each payload's follower, and a function that says how the payload's runtime has ended, or None while the runtime lives.
     followed: Sequence[tuple[Follower, RuntimeExit]]
     deadline: float = float("inf")  # A time of the monotonic clock.
-    hurry: Callable[[], object] = lambda: None  # Called if the caller is interrupted again during the following.
+    # Called if the caller is interrupted again meanwhile; it makes the payloads end without their grace periods.
+    hurry: Callable[[], object] = lambda: None
 
     def steps(self) -> Iterator[tuple[Follower, float]]:
         """Generator that follows the payloads: yields the follower to poll next, and the time of the poll by the monotonic clock.

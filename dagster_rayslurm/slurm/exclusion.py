@@ -142,7 +142,10 @@ def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) 
 
 
 def exclusion_for(connection: Connection, base: str, request: JobRequest) -> Exclusion:
-    """Returns the exclusion for a job, chosen from the nodes that `remember` recorded below `base` in the last `MEMORY` seconds.
+    """Returns which nodes a job excludes because they failed a health check of a run in the last `MEMORY` seconds.
+
+    `base` is the base directory on the cluster, where `remember` records such nodes. The result lacks the nodes that the user
+    excludes in `request`; `excluding` adds the result to them.
 
     Raises OSError if the cluster or Slurm does not answer.
     """

@@ -93,11 +93,11 @@ class Site:
     run_dir: str
     context: PipesContextData
     step: Step
-    register: Register
+    register: Register  # Called with the payload as soon as a session has accepted it.
     start_timeout: float  # Seconds in which a session announces itself once its job runs.
     patience: float  # Seconds for which the cluster, or Slurm, may be out of reach once a job may have been started.
-    files: Mapping[str, bytes] = field(default_factory=dict)  # Files of the run directory beside `run_files`.
-    members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the request to run the payload.
+    files: Mapping[str, bytes] = field(default_factory=dict)  # Files for the run directory, besides those of `run_files`.
+    members: Mapping[str, Any] = field(default_factory=dict)  # Keys and values to add to the request to run the payload.
     leaves_unhealthy: bool = False  # Whether the step looks for another session after a failed health check.
     needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster.
 

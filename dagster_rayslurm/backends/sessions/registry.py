@@ -195,10 +195,10 @@ class SessionRegistry:
         return parse_announcement(self.connection.read(os.path.join(self.generation_dir(number), SESSION), 0, MOST_BYTES))
 
     def wait_for(self, number: int, waiter: str) -> None:
-        """Record for other processes that the process `waiter` waits for generation `number` to start. Returns at once.
+        """Record that a process waits for generation `number` to start, so that no other process cancels its job.
 
-        The record is valid for three times `TOUCH_INTERVAL` seconds, so a process that waits longer calls the function
-        repeatedly.
+        `waiter` is a text that no other process uses. Returns at once. The record is valid for three times `TOUCH_INTERVAL`
+        seconds, so a process that waits longer calls the method repeatedly.
         """
         self.connection.call(sessions.wait_for, self.generation_dir(number), waiter, repeat=True, timeout=_TIMEOUT)
 

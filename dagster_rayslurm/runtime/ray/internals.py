@@ -175,7 +175,7 @@ def published_head(client: Any) -> Optional[SimpleNamespace]:
 
 
 def assume_head(head: SimpleNamespace) -> None:
-    """Make `ray start --address`, when it runs in this process later, take `head` as the head's row of Ray's node table.
+    """Patch Ray for the rest of this process: a later `ray start --address` takes `head` as the head's row of the node table.
 
     Ray 2.60 would otherwise wait until the GCS has the row. `head` is the result of `published_head`.
     """
