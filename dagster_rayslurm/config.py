@@ -263,8 +263,8 @@ class SessionConfig(StrictConfig):
     """
 
     name: Annotated[Optional[str], identifier] = None
-    """Name of the session. Resources with the same name share a session. If None, resources share a session only if their
-    launcher, queue and settings agree."""
+    """Name of the session. Resources with the same name share a session, even if their launchers and queues differ. If None,
+    resources share a session only if their launcher, queue and settings agree."""
     num_nodes: Annotated[Optional[int], at_least(1)] = None
     """Nodes of the allocation; None for the queue's num_nodes. Not allowed with components, which have
     their own num_nodes."""

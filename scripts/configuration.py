@@ -50,6 +50,8 @@ Unknown keys are errors. Strings, integers, and strings in lists and dictionarie
 In Dagster's launchpad, write the name of the class above its fields: `ray` or `bash` for a launcher; `inherited`, `pre-deployed`,
 `command`, `uv`, `pixi`, `packed` or `container` for an environment.
 """
+# Fields that take more types than they store.
+ACCEPTED = {"health_check": "str or list[str]"}
 
 
 def type_name(kind: object) -> str:
@@ -73,7 +75,7 @@ def default_of(field: FieldInfo) -> str:
 def row(name: str, field: FieldInfo) -> str:
     """A field's line of the table."""
     says = field.description.replace("|", r"\|")
-    return f"| `{name}` | {type_name(field.annotation)} | {default_of(field)} | {says} |"
+    return f"| `{name}` | {ACCEPTED.get(name) or type_name(field.annotation)} | {default_of(field)} | {says} |"
 
 
 def other_names() -> str:

@@ -21,7 +21,7 @@ def snippets(page: str) -> list[str]:
 
 
 (SEVERAL, CHOSEN), (RETRIES,) = snippets("clusters.md"), snippets("retry.md")
-(POOLS,), (CHECKS,) = snippets("pools.md"), snippets("checks.md")
+(POOLS,), (TRAINED, CHECKS) = snippets("pools.md"), snippets("checks.md")
 AWAITED, _, SUBMITTED = snippets("long-jobs.md")
 REPORT = pipes_script("pipes.report_asset_materialization(metadata={'where': __import__('os').environ['RAYSLURM_DATA_DIR']})\n")
 CHECK = "pipes.report_asset_check('{}', {}, asset_key='model')\n"
@@ -95,8 +95,7 @@ def test_a_pool(recipe: Callable[..., dg.Definitions]) -> None:
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_asset_checks(recipe: Callable[..., dg.Definitions], passed: bool) -> None:
-    train = pipes_script("pipes.report_asset_materialization(metadata={})\n" + CHECK.format("converged", True))
-    result = run(recipe(CHECKS, train=train, check=pipes_script(CHECK.format("good_enough", passed))))
+    result = run(recipe(CHECKS, train_and_check=TRAINED, check=pipes_script(CHECK.format("good_enough", passed))))
     assert {each.check_name: each.passed for each in result.get_asset_check_evaluations()} == {
         "converged": True,
         "good_enough": passed,
