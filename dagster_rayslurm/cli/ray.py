@@ -31,13 +31,8 @@ _WAIT_INTERVAL = 2.0  # Seconds between two looks for a cluster that `--wait` wa
 
 target_argument = click.argument("target", metavar="TARGET")
 _TARGET = (
-<<<<<<< HEAD
     "TARGET is the id or key of a Dagster run, asset, session or Slurm job, the beginning of such an id or key, or the name of a "
     "run directory."
-=======
-    "TARGET is the id or key of a Dagster run, asset, session or Slurm job, the beginning of such an id or key, or the name of "
-    "a run directory."
->>>>>>> h-docs
 )
 
 
