@@ -32,7 +32,8 @@ from ..slurm.arrays import Room, array_option, count_jobs, parse_largest, parse_
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, ask_patiently, fetch_queue, run_slurm, shared_queue
 from ..slurm.states import TERMINAL, JobPhase, JobWatch
-from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, SubmittedJob, cancel_named, wait_until_gone
+from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, SubmittedJob, cancel_named, end_named, wait_until_gone
+from ..ssh.base import ConnectionFailed
 from .base import Step, run_files, write_run_dir
 from .batch import CLUSTER, BatchBackend, job_script, runtime_spec
 from .layout import nonce_of
@@ -215,6 +216,7 @@ class Arrays:
     running: list[Array] = field(default_factory=list)  # All arrays so far, those that have ended included.
     room: Room | None = None  # How many elements Slurm allows; None before Slurm was asked.
     _next_number: int = 1
+    _doubtful: str | None = None  # Job name of the last array if it may have been submitted although its submission failed.
     _next_attempt: float = 0.0  # The earliest time of the next submission, by the monotonic clock.
     _pause: float = _FULL_PAUSE
     _told_full: bool = False
@@ -281,10 +283,14 @@ class Arrays:
         `max_concurrent` is not None, the function also returns False as long as an element of an earlier array has not ended.
 
         Raises RunFailure if Slurm has had no room for longer than the queue timeout, and all elements of earlier arrays have
-        ended. Raises StartError or OSError if the submission fails for another reason.
+        ended. Raises StartError or OSError if the submission fails for another reason. After an OSError, the array may exist,
+        so the function submits no other array, and raises OSError, until Slurm confirms that the array is gone.
         """
         if not self.waiting or time.monotonic() < self._next_attempt or (self.max_concurrent is not None and self.open):
             return False
+        if self._doubtful is not None and (problem := end_named(self.connection, self._doubtful)):
+            raise ConnectionFailed(problem, temporary=True)
+        self._doubtful = None
         if self.room is None:
             self.room = self._ask_room()
         now = self.queue.clock.now()
@@ -309,6 +315,9 @@ class Arrays:
             self._next_number = number
             self._wait_for_room(refusal, size)
             return False
+        except OSError:
+            self._doubtful = request.job_name
+            raise
         self.room, self._pause, self._full_since = self.room.taken(size), _FULL_PAUSE, None
         left = f", {len(self.waiting):,} partitions wait for the next one" if self.waiting else ""
         self.step.log.info(f"[rayslurm] Slurm job array {job.job_id} has {size:,} elements{left}")

@@ -263,6 +263,10 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
         files.remove(link)  # The link leads nowhere if the sweep was interrupted.
         os.mkdir(prefix, 0o700)
         files.write(os.path.join(prefix, _RECIPE), json.dumps(recipe).encode(), 0o600)
+        # In the machine's /tmp, uv would leave lock files to which every user of the machine may write.
+        temporary = os.path.join(prefix, ".tmp")
+        os.mkdir(temporary, 0o700)
+        environ["TMPDIR"] = temporary
         for command in recipe["commands"]:
             words = [*runner, *(word.replace(PREFIX, prefix) for word in command)]
             code, out, error = processes.run(words, b"", timeout, environ, prefix)
@@ -270,6 +274,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
                 said = (error or out).decode("utf-8", "replace")[-1000:].strip()
                 late = "took over {:g} s".format(timeout) if code is None else "ended with exit code {}".format(code)
                 return said or "{} {}".format(os.path.basename(words[0]), late)
+        base_directory.remove(temporary)
         if recipe.get("node_local"):  # The nodes look whether their disks have room for the prefix.
             files.write(os.path.join(prefix, _RECIPE), json.dumps(dict(recipe, bytes=_size(prefix))).encode(), 0o600)
         with contextlib.suppress(FileExistsError):

@@ -291,19 +291,25 @@ def cancel_named(connection: Connection, name: str, log: Any) -> bool:
     Returns whether Slurm has confirmed the end. If not, the function logs an error to `log`. The function is for use after an
     interrupted submission, when the job's id is not known.
     """
+    problem = end_named(connection, name)
+    if problem:
+        log.error(f"[rayslurm] {problem}; run `scancel --name={name}` on {connection.place}")
+    return not problem
+
+
+def end_named(connection: Connection, name: str) -> str:
+    """Does what `cancel_named` does without a log: returns "", or the reason why the job `name` may still be there."""
     reason, began = "Slurm has not confirmed its end", time.monotonic()
     try:
         while time.monotonic() - began < _GONE_DEADLINE:
             _cancel_by_name(connection, name)
             alive = [row for row in fetch_queue(connection).named(name) if row.state not in TERMINAL]
             if not alive and time.monotonic() - began > _LATE_SUBMISSION:
-                return True
+                return ""
             time.sleep(ASK_INTERVAL)
     except OSError as error:
         reason = str(error)
-    which = f"a Slurm job named {name} may have been submitted ({reason})"
-    log.error(f"[rayslurm] {which}; run `scancel --name={name}` on {connection.place}")
-    return False
+    return f"a Slurm job named {name} may have been submitted ({reason})"
 
 
 def _cancel_by_name(connection: Connection, name: str) -> None:

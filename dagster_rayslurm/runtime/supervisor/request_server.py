@@ -125,6 +125,7 @@ class RequestServer(Listener):
             pid=os.getpid(),
         )
         self._announce({})
+        supervisor.on_ready = self._update  # Whoever sees the end of a payload can then also reach the cluster.
         self._poll()
 
     def close(self) -> None:
@@ -138,7 +139,12 @@ class RequestServer(Listener):
             self._announce(self._read(), self._announcement.closing or "it has ended")
 
     def _poll(self) -> None:
-        """Update the announcement file, and call this method again at intervals.
+        """Update the announcement file, and call this method again at intervals."""
+        self._update()
+        self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
+
+    def _update(self) -> None:
+        """Update the announcement file.
 
         If the session's directory is gone, or the file belongs to another session, accept no more payloads.
         """
@@ -148,7 +154,6 @@ class RequestServer(Listener):
             self._supervisor.drain("nobody can find it: %s is gone" % os.path.dirname(self._path))
         except OSError:
             pass  # A full disk, or a file system that does not answer: the next poll may succeed.
-        self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
         """Update the announcement, and write it to its file unless `found`, the content of the file now, is the same already.

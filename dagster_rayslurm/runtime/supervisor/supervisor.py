@@ -103,6 +103,7 @@ class Supervisor:
     exit_code: int = 0
     cluster: Optional[RayCluster] = None  # The warm cluster; None if payloads have their own.
     time_left: Callable[[], Optional[float]] = lambda: None  # Seconds until the allocation's time limit, if it is known.
+    on_ready: Callable[[], None] = lambda: None  # Called when the warm cluster is up, before its first payload starts.
 
     def __post_init__(self) -> None:
         loop, spec, allocation = self.loop, self.spec, self.allocation
@@ -496,6 +497,7 @@ class Supervisor:
         elif isinstance(action, ClusterError):
             self._lose_cluster(cluster, payloads, action)
         elif is_warm:
+            self.on_ready()
             self.schedule()
         else:
             for payload in payloads:
