@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from ..config import mebibytes, time_limit_seconds
@@ -42,7 +41,7 @@ def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
     fit, and a component of a heterogeneous job waits in the first partition that fits. Raises `ValueError` if no partition fits.
     A pure function.
     """
-    taken: Counter[str] = Counter()  # Each component gets nodes of its own.
+    taken: set[str] = set()  # Each component gets nodes of its own, and partitions may share nodes.
     reasons, parts = [], []
     for part in request.components:
         if part.queue.partition == AUTO:
@@ -53,12 +52,21 @@ def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
                 raise ValueError(f"{which}{error}") from None
             part = replace(part, queue=part.queue.having(partition=name))
             reasons.append(f"{which}{reason}")
-        taken[part.queue.partition or ""] += part.queue.num_nodes
+        taken |= _likely_nodes(part.queue, partitions, taken)
         parts.append(part)
     return Placement(replace(parts[0], further_components=tuple(parts[1:])), tuple(reasons))
 
 
-def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken: Counter[str], alone: bool) -> tuple[str, str]:
+def _likely_nodes(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken: Set[str]) -> set[str]:
+    """Returns the names of the nodes that Slurm likely gives to a component: free ones first, and the smallest that fit."""
+    names = queue.partition.split(",") if queue.partition else [each.name for each in partitions if each.is_default]
+    nodes = [node for each in partitions if each.name in names for node in each.usable]
+    fitting = [node for node in nodes if node.name not in taken and _fits(node, queue)]
+    fitting.sort(key=lambda node: (not _is_free(node, queue), node.gpus.total(), node.memory, node.cpus))
+    return {node.name for node in fitting[: queue.num_nodes]}
+
+
+def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken: Set[str], alone: bool) -> tuple[str, str]:
     """Returns the partition for a job or for one component, and a sentence with the reason for the choice.
 
     The partition is the first partition that fits and has enough free nodes. If no partition has enough free nodes, the function
@@ -68,21 +76,21 @@ def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken:
     Args:
         queue: the nodes that the job or component asks for.
         partitions: the partitions of the cluster.
-        taken: the number of nodes that earlier components of the same job take, by partition.
+        taken: the names of the nodes that earlier components of the same job likely take.
         alone: True for a job without components, which Slurm may place in any of several partitions; False for a component.
     """
     busy: dict[str, str] = {}
     passed_over: list[str] = []
     for each in sorted(partitions, key=lambda one: (bool(one.gpus) and not _gpus(queue), not one.is_default)):
-        nodes = [node for node in each.usable if _fits(node, queue)]
-        if problem := _problem(each, nodes, queue, taken[each.name]):
+        nodes = [node for node in each.usable if node.name not in taken and _fits(node, queue)]
+        if problem := _problem(each, nodes, queue):
             passed_over.append(f"{each.name}: {problem}")
             continue
-        free = sum(_is_free(node, queue) for node in nodes) - taken[each.name]
+        free = sum(_is_free(node, queue) for node in nodes)
         if free >= queue.num_nodes:
             before = f"; passed over {', '.join(passed_over)}" if passed_over else ""
             return each.name, f'partition="auto" is {each.name}, the first that fits and is free: {_count(free)} free{before}'
-        busy[each.name] = f"{each.name}: {max(free, 0)} of {_count(len(nodes))} free"
+        busy[each.name] = f"{each.name}: {free} of {_count(len(nodes))} free"
         passed_over.append(busy[each.name])
     if not busy:
         why = "; ".join(passed_over[:5]) or "sinfo shows none"
@@ -93,11 +101,10 @@ def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken:
     return ",".join(names), f'partition="auto" is {" or ".join(names)}, where the job waits ({waits})'
 
 
-def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfig, taken: int) -> str | None:
+def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfig) -> str | None:
     """Returns why a partition cannot run a job or component with this queue; None if the partition can.
 
-    `nodes` are the partition's usable nodes that are large enough. Earlier components of the same job take `taken` of these
-    nodes.
+    `nodes` are the partition's usable nodes that are large enough, and that no earlier component of the same job takes.
     """
     objection = next(objections(partition, queue), None)
     if objection is not None:
@@ -108,8 +115,8 @@ def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfi
     wanted = set(listed(queue.nodelist))
     if wanted and not wanted <= {node.name for node in nodes}:
         return f"it lacks nodes of nodelist={queue.nodelist}, or they do not fit"
-    if len(nodes) - taken < queue.num_nodes:
-        return f"{len(nodes) - taken} of {_count(len(partition.nodes))} work and are large enough"
+    if len(nodes) < queue.num_nodes:
+        return f"{len(nodes)} of {_count(len(partition.nodes))} work and are large enough"
     return None
 
 

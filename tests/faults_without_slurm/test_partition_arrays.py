@@ -106,6 +106,32 @@ def test_fewer_jobs_than_partitions_may_be_submitted(
     assert sorted(scene.materializations()) == KEYS[:8] and set(ran(tmp_path).values()) == {1}
 
 
+def test_an_array_that_may_have_been_submitted_is_gone_before_its_partitions_are_submitted_again(
+    scene: Scene, script: Callable[..., Path], tmp_path: Path, fake_slurm: FakeSlurm
+) -> None:
+    """The answer to the second submission is lost, and the queue is silent for a while."""
+    fake_slurm.set(max_array_size=4, starts=False)
+    fake_slurm.fault("sbatch", code=None)
+    fake_slurm.fault("sbatch", "slurm_load_jobs error: Socket timed out on send/recv operation", works=True)
+    fake_slurm.fault("squeue", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", times=-1)
+    payload = str(script(SCORE.format(home=str(tmp_path)).replace("tries == 1", "False")))
+
+    def recover() -> None:
+        assert wait_until(lambda: len(fake_slurm.calls("scancel")) >= 2 or len(fake_slurm.calls("sbatch")) > 2, 60)
+        fake_slurm.heal()
+        assert wait_until(lambda: len(fake_slurm.calls("sbatch")) > 2, 60)
+        for job_id in fake_slurm.jobs("PENDING"):
+            fake_slurm.release(job_id)
+
+    thread = threading.Thread(target=recover)
+    thread.start()
+    result = scene.run(payload, tags=tags(KEYS[:8]), allocation="each")
+    thread.join()
+    assert result.success, scene.failures
+    assert ran(tmp_path) == dict.fromkeys(KEYS[:8], 1) and sorted(scene.materializations()) == KEYS[:8]
+    assert "may have been submitted" in scene.logged()
+
+
 WAITS = """
 import os, pathlib, time
 home = pathlib.Path({home!r})

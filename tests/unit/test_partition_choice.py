@@ -142,6 +142,21 @@ def test_components_get_nodes_of_their_own() -> None:
     assert placement.reasons[2].startswith('component part2: partition="auto" is long')
 
 
+def test_components_share_no_node_of_two_partitions() -> None:
+    both = "".join(f"{name}|n{number}|idle|0/8/0/8|64000|(null)|(null)\n" for name in ("one", "two") for number in (1, 2))
+    found = parse_partitions(
+        "PartitionName=one Default=YES MaxNodes=1 State=UP\nPartitionName=two State=UP\n",
+        both + "two|n3|mix|8/0/0/8|64000|(null)|(null)\n",
+    )
+    job = het({}, {"partition": "auto", "exclude": "n3"}, {"partition": "auto", "num_nodes": 1, "nodelist": "n2"})
+    with pytest.raises(ValueError, match=r"component part2: .* no partition fits \(one: it lacks nodes of nodelist=n2"):
+        choose(job, found)
+    job = het({"partition": "one"}, {"partition": "two"}, {"partition": "auto"})
+    placement = choose(job, found)
+    assert placement.request.components[2].queue.partition == "two"
+    assert placement.reasons == ('component part2: partition="auto" is two, where the job waits (two: 0 of 1 node free)',)
+
+
 def test_none_fits() -> None:
     with pytest.raises(ValueError) as caught:
         choose(auto(cpus_per_node=60, time_limit="3-00:00:00"), partitions())
