@@ -434,3 +434,18 @@ loop.call_later(0.3, cancel)
     assert (end["reason"], end["message"], end["exit_code"]) == ("cancel", "not wanted", None)
     assert said["pid"] is None and said["fds"] <= 0
     assert not [record for record in runtime.records("a") if "it ran" in str(record) or "payload started" in str(record)]
+
+
+@pytest.mark.ray
+def test_a_payload_finds_its_cluster_announced(runtime: Runtime) -> None:
+    announced = str(runtime.path / "session.json")
+    runtime.add("a", f"import json; assert json.load(open({announced!r}))['access']", uses_ray=True)
+    runtime.run("""
+        from dagster_rayslurm.runtime.supervisor import request_server
+        request_server._ANNOUNCEMENT_POLL = 600.0
+        ray = RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, startup_timeout=60.0)
+        server = request_server.RequestServer(session(ray=ray), base, "ab" * 32, [])
+        submit("a")
+        when_done(end)
+    """)
+    assert runtime.end("a")["exit_code"] == 0
