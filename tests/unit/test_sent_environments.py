@@ -491,6 +491,17 @@ def test_a_prefix_whose_making_fails_leaves_nothing(tmp_path: Path) -> None:
     assert edge.make(str(tmp_path), KEY, recipe_of(["sleep", "60"]), 0.1) == "sleep took over 0.1 s"
 
 
+def test_temporary_files_of_the_making_are_private_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "shared"))  # There uv would leave a lock file that every user can write.
+    commands = ['touch "$TMPDIR/lock"; stat -c %a "$TMPDIR" > "$1/mode"', 'echo "$TMPDIR" > "$1/path"; ls "$TMPDIR" > "$1/found"']
+    recipe = recipe_of(*(["sh", "-c", each, "sh", edge.PREFIX] for each in commands))
+    assert edge.make(str(tmp_path / "prefixes"), KEY, recipe, 60.0) == ""
+    prefix = tmp_path / "prefixes" / KEY
+    assert ((prefix / "mode").read_text(), (prefix / "found").read_text()) == ("700\n", "lock\n")
+    path = (prefix / "path").read_text().strip()
+    assert path.startswith(str(prefix.resolve())) and not os.path.exists(path)
+
+
 def test_the_platform_of_this_machine() -> None:
     found = edge.platform(sys.executable, [], 60.0)
     path, version, name, machine = found["pythons"][0]
