@@ -90,6 +90,13 @@ def test_the_page_of_messages_is_up_to_date() -> None:
     assert "| … has no cluster | add a table [clusters.NAME] with the fields of ComputeResource |" in page
 
 
+def test_every_message_has_a_remedy() -> None:
+    """In itself or in scripts/remedies.py, which has no other messages."""
+    texts = {text for area in MESSAGES["messages"]().values() for text in area}
+    silent = {text for text in texts if not text.partition("; ")[2].strip("… ")}
+    assert silent == set(MESSAGES["REMEDIES"]), "write remedies for new or changed messages in scripts/remedies.py"
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
