@@ -3,6 +3,8 @@
 The keys are messages as the page of messages shows them. A remedy names the next step of the user, or what happens without one.
 """
 
+from dagster_rayslurm.errors import INSTALL
+
 REPORT = "this should not happen: report it with the whole message"
 SHARED = 'do nothing: the node uses the shared environment; remove `stage="node-local"` if this is always so'
 RUNTIME = "let all processes use one version of dagster-rayslurm, and run again"
@@ -23,6 +25,7 @@ REMEDIES = {
     "… is not TOML: …": "correct the line that the message names",
     "no run, asset, session or Slurm job is called …": "choose a name in `rayslurm ps --all`",
     "nothing on this machine is called … (…), and …": "correct the name, or name the cluster with --cluster or --from",
+    "Ray's job client is not installed here; …": INSTALL.format(extra="ray"),
     "Ray's job client cannot be started: …": "check that `python -m ray.scripts.scripts job --help` works in this environment",
     "srun did not start a relay: …": "check with `rayslurm ps` that the job still runs, and try again",
     "the dashboard does not answer: …": "try again; if it does not help, look into Ray's logs with `rayslurm attach`",
@@ -75,11 +78,11 @@ REMEDIES = {
     "write a list of …": "put the value into a list",
     # Remedies that stand in a variable
     "… is set by the launcher itself; …": "use the field that the message names",
-    "packaging here is too old to read lock files; …": "install the extra `uv`, as the message shows",
+    "packaging here is too old to read lock files; …": INSTALL.format(extra="uv"),
     "retry_policy_for: … is no kind of failure that can be retried; …": "use a kind that the message names",
     "SlurmQueueConfig.extra_sbatch: --… cannot be chosen; …": "remove the option; the message says what takes its place",
-    "this machine lacks what reads lock files of pixi; …": "install the extra `pixi`, as the message shows",
-    "uv is not installed on this machine; …": "install the extra `uv`, as the message shows",
+    "this machine lacks what reads lock files of pixi; …": INSTALL.format(extra="pixi"),
+    "uv is not installed on this machine; …": INSTALL.format(extra="uv"),
     "…: … is …, which cannot be copied; …": "do what the message says: remove the file, or leave it out",
     # Connection
     "a command needs a word at least, and no NUL character": "pass a command without empty lists and NUL characters",

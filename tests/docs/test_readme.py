@@ -405,6 +405,17 @@ def test_the_extras_that_are_installed_exist() -> None:
     assert {"ray", "ui", "uv", "pixi"} == set(",".join(named).split(",")) <= extras
 
 
+def test_messages_say_to_install_as_the_pages_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dagster_rayslurm.environments import wheels
+
+    monkeypatch.setitem(sys.modules, "uv", None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError) as lacking:
+        wheels.find_uv()
+    command = str(lacking.value).partition(": ")[2].replace("'", '"')
+    assert command in README and "in the checkout of dagster-rayslurm" in str(lacking.value)
+
+
 def test_pixi_has_the_tasks_of_the_makefile() -> None:
     pixi = (ROOT / "pixi.toml").read_text()
     for task in ("install", "demo", "dev", "test", "docs", "bench", "stack-up", "stack-down", "stack-logs"):
