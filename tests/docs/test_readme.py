@@ -402,7 +402,7 @@ def test_the_extras_that_are_installed_exist() -> None:
         re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text().partition("[project.optional-")[2], re.MULTILINE)
     )
     named = re.findall(r'pip install -e "\.\[([a-z,]+)\]"', README)
-    assert {"ray", "ui", "uv", "pixi"} == set(",".join(named).split(",")) <= extras
+    assert {"ray", "ui", "uv", "pixi", "examples"} == set(",".join(named).split(",")) <= extras
 
 
 def test_messages_say_to_install_as_the_pages_do(monkeypatch: pytest.MonkeyPatch) -> None:
