@@ -38,7 +38,7 @@ FILES = dict(NAMED)
 def test_the_asset_of_the_readme_runs(tmp_path: Path, base: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    assert all(FILES[name] == block for name, block in NAMED)  # The README has two files of the quickstart.
+    assert all(FILES[name] == block for name, block in NAMED)  # The README has a file of the quickstart.
     program = """
         import train, check  # Nothing happens where they are imported.
         import dagster as dg
