@@ -11,6 +11,8 @@ from .runtime.protocol.messages import TextEnum
 
 # The page with messages and remedies; each kind of failure is a heading there.
 TROUBLES = "https://github.com/dagster-rayslurm/dagster-rayslurm/blob/main/docs/troubleshooting.md"
+# What installs an extra of this package, as the documentation says it; the package is on no index yet.
+INSTALL = "run in the checkout of dagster-rayslurm: pip install -e '.[{extra}]'"
 _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 
 

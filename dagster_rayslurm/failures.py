@@ -106,12 +106,17 @@ def apply_retry_policy(failure: RunFailure, policy: dg.RetryPolicy | None) -> No
 
 
 class CompletedRun(dg.PipesClientCompletedInvocation):
-    """The result of a payload that succeeded.
+    """The result of a payload that succeeded, which `ComputeResource.run` returns.
 
-    `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` return what the payload
-    reported; Dagster results also have the run's `metadata`.
+    Methods:
+        get_materialize_result: returns a `MaterializeResult` with what the payload reported and the run's metadata. An asset
+            returns this result. If the payload reported no materialization, Dagster makes one.
+        get_results: returns a list with the results of all assets and asset checks that the payload reported.
+        get_asset_check_result: returns the `AssetCheckResult` of a payload that reported a single asset check and no more.
+        get_custom_messages: returns a list with the values that the payload passed to `pipes.report_custom_message`.
 
     Attributes:
+        metadata: figures of the run, such as the elapsed time; the results above contain them too.
         cluster_id: id of the Ray cluster, for `ComputeResource.cleanup_cluster`.
         job_id: Slurm's job id; None in local mode.
         outputs: paths on this machine of the files that `outputs=` selected.

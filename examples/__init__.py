@@ -1,1 +1,1 @@
-"""Small Dagster modules, one for each pattern of Ray on Slurm, to copy from; `README.md` lists them."""
+"""Small Dagster modules, one for each pattern of Ray on Slurm, to copy from; docs/examples.md lists them."""

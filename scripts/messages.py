@@ -2,11 +2,13 @@
 
 import ast
 import re
+import runpy
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "dagster_rayslurm"
+REMEDIES: dict[str, str] = runpy.run_path(str(Path(__file__).with_name("remedies.py")))["REMEDIES"]
 
 INTRODUCTION = """\
 # Messages
@@ -59,9 +61,9 @@ def messages(package: Path = PACKAGE) -> dict[str, list[str]]:
 
 
 def row(message: str) -> str:
-    """A line of the table: what is wrong, and after the first semicolon what to do."""
+    """A line of the table: what is wrong, and what to do, by `REMEDIES` or after the first semicolon of the message."""
     wrong, _, remedy = message.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*").partition("; ")
-    return f"| {wrong} | {remedy} |"
+    return f"| {wrong} | {REMEDIES.get(message, remedy)} |"
 
 
 def page() -> str:

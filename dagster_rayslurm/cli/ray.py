@@ -22,6 +22,7 @@ from ..access.head import ClusterEnded
 from ..access.proxy import SECRET_HEADER, Proxy
 from ..access.serve import serve, served
 from ..backends.listing import Entry, named
+from ..errors import INSTALL
 from ..ssh.terminal import shell_status
 from .common import one_sentence_errors
 from .options import cluster_options
@@ -154,7 +155,7 @@ def _ray_job(name: str, arguments: list[str], url: str) -> int:
     client is not installed or cannot be started.
     """
     if importlib.util.find_spec("ray") is None:
-        raise click.ClickException("Ray's job client is not installed here; run: pip install 'dagster-rayslurm[ray]'")
+        raise click.ClickException(f"Ray's job client is not installed here; {INSTALL.format(extra='ray')}")
     environ = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
     address, _, secret = url.rpartition("/")
     environ |= {"RAY_API_SERVER_ADDRESS": address, "RAY_JOB_HEADERS": json.dumps({SECRET_HEADER: secret})}

@@ -25,6 +25,7 @@ from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
 
 from ..edge.environment import PREFIX
+from ..errors import INSTALL
 from . import PixiEnvironment, install_conda, pixi_manifest, wheels
 from .platforms import Platform, Python, cached
 from .recipe import COMPILE_ALL, Piece, Recipe, digest_of
@@ -32,7 +33,6 @@ from .recipe import COMPILE_ALL, Piece, Recipe, digest_of
 if TYPE_CHECKING:
     from rattler.lock import CondaLockedBinaryPackage, LockedPackage, PypiLockedPackage
 
-_EXTRA = "run: pip install 'dagster-rayslurm[pixi]'"
 _SUBDIRS = {"x86_64": "linux-64"}
 _OLDEST = (3, 10)  # Python that py-rattler needs.
 _COMPILE = '"$@" || :'  # Some packages contain files that are no Python, or that of another version.
@@ -44,7 +44,7 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
         import packaging.pylock  # noqa: F401
         import rattler  # noqa: F401
     except ImportError:
-        raise ValueError(f"this machine lacks what reads lock files of pixi; {_EXTRA}") from None
+        raise ValueError(f"this machine lacks what reads lock files of pixi; {INSTALL.format(extra='pixi')}") from None
     uv, uv_version = wheels.find_uv()
     manifest = os.path.abspath(os.path.expanduser(environment.manifest))
     top = os.path.dirname(manifest)

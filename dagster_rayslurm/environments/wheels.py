@@ -21,12 +21,13 @@ import tomli
 
 from ..edge import files
 from ..edge.environment import PREFIX
+from ..errors import INSTALL
 from ..ssh.local import locked
 from ..upload.bundle import bundle_directory
 from .platforms import Platform, Python, cached
 from .recipe import COMPILE, Piece
 
-EXTRA = "run: pip install 'dagster-rayslurm[uv]'"
+EXTRA = INSTALL.format(extra="uv")
 ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: no configuration files, and no internet.
 # Minor versions of glibc 2 that `uv --python-platform` knows (uv 0.13).
 _MANYLINUX = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)

@@ -246,10 +246,12 @@ def _submitted_plan(connection: Connection, run_dir: str, handle: RunHandle) -> 
     """
     payload, runtime = (connection.read(os.path.join(run_dir, name), 0, _CHUNK).decode() for name in (PAYLOAD, RUNTIME))
     if not payload or not runtime:
-        sentence = (
-            f"the run directory of the handle is gone: {run_dir} on {connection.place}; it was removed, or another cluster "
+        raise StartError(
+            FailureKind.RECORD,
+            f"the run directory of the handle is gone: {run_dir} on {connection.place}; use the cluster and remote_base that "
+            "submitted the run, or submit again with another key",
+            retry=False,
         )
-        raise StartError(FailureKind.RECORD, sentence + "or remote_base is meant", retry=False)
     job_id = handle.job_id or _job_id(connection, os.path.dirname(run_dir), handle) or find_job(connection, handle.job_name)
     if not job_id:
         raise StartError(FailureKind.SUBMISSION, f"there is no Slurm job {handle.job_name} on {connection.place}", retry=False)

@@ -38,7 +38,7 @@ FILES = dict(NAMED)
 def test_the_asset_of_the_readme_runs(tmp_path: Path, base: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    assert all(FILES[name] == block for name, block in NAMED)  # The README has two files of the quickstart.
+    assert all(FILES[name] == block for name, block in NAMED)  # The README has a file of the quickstart.
     program = """
         import train, check  # Nothing happens where they are imported.
         import dagster as dg
@@ -402,7 +402,18 @@ def test_the_extras_that_are_installed_exist() -> None:
         re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text().partition("[project.optional-")[2], re.MULTILINE)
     )
     named = re.findall(r'pip install -e "\.\[([a-z,]+)\]"', README)
-    assert {"ray", "ui", "uv", "pixi"} == set(",".join(named).split(",")) <= extras
+    assert {"ray", "ui", "uv", "pixi", "examples"} == set(",".join(named).split(",")) <= extras
+
+
+def test_messages_say_to_install_as_the_pages_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dagster_rayslurm.environments import wheels
+
+    monkeypatch.setitem(sys.modules, "uv", None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError) as lacking:
+        wheels.find_uv()
+    command = str(lacking.value).partition(": ")[2].replace("'", '"')
+    assert command in README and "in the checkout of dagster-rayslurm" in str(lacking.value)
 
 
 def test_pixi_has_the_tasks_of_the_makefile() -> None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from dagster_rayslurm import launchers
 from dagster_rayslurm.environments import check
 from dagster_rayslurm.errors import FailureKind
-from dagster_rayslurm.failures import RunFailure
+from dagster_rayslurm.failures import CompletedRun, RunFailure
 from dagster_rayslurm.follow import follower
 from dagster_rayslurm.outcome import verdict
 from dagster_rayslurm.slurm import accounting, pending, refusals
@@ -65,7 +65,10 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     links = runpy.run_path(str(ROOT / "scripts" / "docs_links.py"))
     assert not links["problems_within"](tmp_path / "site", links["read"](tmp_path / "site"))
     # A name that mkdocstrings cannot find would leave an empty page.
-    assert "payload_path" in (tmp_path / "site" / "reference" / "python" / "index.html").read_text()
+    reference = (tmp_path / "site" / "reference" / "python" / "index.html").read_text()
+    assert "payload_path" in reference
+    members = {*(each for each in dir(CompletedRun) if each[0] != "_"), "cluster_id", "job_id", "outputs"}
+    assert {each for each in members if f'CompletedRun.{each}"' in reference} == members
 
 
 def test_links_to_the_repository_lead_somewhere() -> None:
@@ -88,6 +91,13 @@ def test_the_page_of_messages_is_up_to_date() -> None:
         "a message is new or has changed; run: python scripts/messages.py > docs/reference/messages.md"
     )
     assert "| … has no cluster | add a table [clusters.NAME] with the fields of ComputeResource |" in page
+
+
+def test_every_message_has_a_remedy() -> None:
+    """In itself or in scripts/remedies.py, which has no other messages."""
+    texts = {text for area in MESSAGES["messages"]().values() for text in area}
+    silent = {text for text in texts if not text.partition("; ")[2].strip("… ")}
+    assert silent == set(MESSAGES["REMEDIES"]), "write remedies for new or changed messages in scripts/remedies.py"
 
 
 @pytest.mark.parametrize(

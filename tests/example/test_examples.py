@@ -67,8 +67,9 @@ def needs_torch() -> None:
 
 
 def test_every_example_is_listed_and_tested() -> None:
-    listed = re.findall(r"^\| `([a-z_]+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == NAMES
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    listed = re.findall(r"^\| \[`([a-z_]+)`\].* \| `dagster dev -m examples\.\1` \|", page, re.MULTILINE)
+    assert sorted(listed) == NAMES and "| [`example_project`]" in page
     assert set(re.findall(r'\bexample\("([a-z_]+)"\)', Path(__file__).read_text())) == set(NAMES)
 
 
