@@ -41,6 +41,7 @@ _LAST_OUTPUT_TIMEOUT = 5.0
 _SIGNAL_MARGIN = 0.25
 _ARCHIVE_TIMEOUT = 6.0  # Seconds that the `end` of a failed payload waits for the archives of Ray's logs.
 _EXPLAINED_BY_RAY = (EndReason.CLUSTER_START, EndReason.CLUSTER_LOST, EndReason.INFEASIBLE)
+_REFRESH_INTERVAL = 600.0  # Seconds between two updates of the run directory's time, by which cleanup finds old ones.
 _RETRY = 1.0  # Seconds between two tries to write the `end`.
 _CHUNK = 256 * 1024  # Most bytes of output or messages that are read at a time.
 
@@ -89,6 +90,7 @@ class Payload:
         self._process = PayloadProcess(self.loop, self)
         self._timers = Timers(self.loop, self.safely)
         self._outputs = OutputSearch(self._work_dir, self.spec.outputs, self.spec.max_output_bytes)
+        self.loop.call_later(_REFRESH_INTERVAL, self._keep_fresh)
 
     @property
     def ended(self) -> bool:
@@ -147,9 +149,11 @@ class Payload:
         if not self.ended:
             self.keep({"type": "tail", "name": name, "text": text})
 
-    def keep_fresh(self) -> None:
-        """Set the modification time of the run directory to now, so that cleanup does not remove the directory as old."""
-        self._guarded(lambda: os.utime(self.run_dir))
+    def _keep_fresh(self) -> None:
+        """Set the modification time of the run directory to now, at intervals, so that cleanup does not remove the directory."""
+        if not self.ended:
+            self._guarded(lambda: os.utime(self.run_dir))
+            self.loop.call_later(_REFRESH_INTERVAL, self._keep_fresh)
 
     def end(self, end: Record) -> None:
         """Store `end` as the payload's `end` record, and write it; if writing fails, the event loop tries again every second."""

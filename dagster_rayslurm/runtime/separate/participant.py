@@ -22,7 +22,8 @@ from ..process.processes import signal_name
 from ..protocol.messages import End, EndReason
 from ..protocol.rpc import Channel, Listener, Message, RpcClient, RpcServer, all_addresses
 from ..protocol.spec import BarrierSpec, RuntimeSpec, SpecError, from_fields, take_secrets
-from ..supervisor.supervisor import Hooks, Supervisor
+from ..supervisor.hooks import Hooks
+from ..supervisor.supervisor import Supervisor
 from .barrier import Barrier, ComponentAddress, ComponentState, Ended, RunState
 
 # Environment variables of a payload: the name of its component, and the addresses of all components (`ComponentAddress`) as JSON.

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import List, Optional, Set
 
 from ..node.allocation import Allocation
+from ..payload.payload import Payload
 from ..process import processes
 from ..process.loop import Loop
 from ..protocol.messages import Operation, Refusal, refuse
@@ -81,6 +82,16 @@ class Relays(Listener):
         )
         self.pids.add(pid)
         channel.close()
+
+
+def dashboard_hint(payload: Payload, cluster: RayCluster) -> str:
+    """Returns text to append to a log line: "; dashboard: " and the command by which the user opens the dashboard of `cluster`.
+
+    Returns "" if the Ray cluster has no dashboard.
+    """
+    if cluster.dashboard_port is None:
+        return ""
+    return "; dashboard: `rayslurm dashboard %s`" % os.path.basename(payload.run_dir)
 
 
 def remove_access(run_dir: str) -> None:

@@ -36,7 +36,8 @@ from ..ray.cluster import RayCluster
 from ..ray.internals import installed_version
 from ..ray.membership import CLUSTER_READY, UNSCHEDULABLE, Action, NodeLost, Say, nodes_expected
 from ..ray.ray_node import granted_defaults
-from .access import Relays, remove_access
+from .access import Relays, dashboard_hint, remove_access
+from .hooks import Hooks
 from .queue import Closing, Misfit, Next, Queue, capacities_of, misfit
 
 if TYPE_CHECKING:
@@ -46,42 +47,12 @@ if TYPE_CHECKING:
 _LOST_GRACE = 1.0
 # Seconds within which a second signal counts as the same one: Slurm also signals the keeper process, which passes it on.
 _SAME_SIGNAL = 1.0
-_REFRESH_INTERVAL = 600.0  # Seconds between two updates of the run directories' times, by which cleanup finds old ones.
 _END_TIMEOUT = 5.0  # Seconds at this runtime's end for which it tries again to write `end` records.
 # Seconds at this runtime's end for which it waits for worker nodes that have not connected yet, because only it can stop them.
 # After a signal it does not wait, because Slurm sends the signal to those nodes as well.
 _LATE_NODES = 15.0
 _LATE_INTERVAL = 5.0  # Seconds between two checks whether there is enough time left for the waiting payloads.
 _MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
-
-
-class Hooks:
-    """Callbacks that the supervisor calls before it starts a payload, and when the runtime is to end.
-
-    The methods of this class never delay a start or an end. With `topology="separate"`, a subclass does: it waits for the
-    runtimes of the other components.
-    """
-
-    def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
-        """Whether a payload may start now; called only if the warm Ray cluster is up or not needed.
-
-        If an override returns False, the override must call `Supervisor.schedule` as soon as the payload may start.
-        """
-        return True
-
-    def finished(self, loop: Loop) -> None:
-        """Called when the last payload of the runtime has ended and no other will come.
-
-        Stops the event loop, which ends the runtime.
-        """
-        loop.stop()
-
-    def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """Called when the runtime has no payload and receives the signal `signum`.
-
-        Stops the event loop, which ends the runtime.
-        """
-        loop.stop()
 
 
 @dataclass(eq=False)
@@ -143,7 +114,6 @@ class Supervisor:
         self._timers = Timers(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
-        loop.call_later(_REFRESH_INTERVAL, self._refresh)
         self._preload_server: Optional[PreloadServer] = None
         if self.is_session:
             from ..payload.preload_server import PreloadServer
@@ -301,15 +271,6 @@ class Supervisor:
         if not self.payloads:
             self.hooks.interrupted(self.loop, signum)
 
-    def _refresh(self) -> None:
-        """Set the modification times of the payloads' run directories to now, so that cleanup keeps them.
-
-        Repeats itself at intervals.
-        """
-        for payload in self.payloads:
-            payload.keep_fresh()
-        self.loop.call_later(_REFRESH_INTERVAL, self._refresh)
-
     # ---- From the start to the end of a payload
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
@@ -349,14 +310,14 @@ class Supervisor:
         self._timers.cancel("idle")
         start = {"type": "start", "nonce": spec.nonce, "attempt": attempt, "protocol": PROTOCOL_VERSION, "at": time.time()}
         start.update(cluster_id=self.spec.cluster_id, hostname=self.machine.hostname, pid=os.getpid())
-        start.update(python=sys.version.split()[0], allocation=self._allocation_facts)
+        start.update(python=sys.version.split()[0], allocation=self.allocation and self.allocation.facts())
         payload.keep(start)
         if self._waits(spec):
             where = self._in_words(self.spec.ray)
             payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, where))
         elif self.cluster is not None and spec.uses_ray:
             said = "the warm Ray cluster %s is up" % self.spec.cluster_id
-            payload.phase(CLUSTER_READY, said + _dashboard_hint(payload, self.cluster))
+            payload.phase(CLUSTER_READY, said + dashboard_hint(payload, self.cluster))
         for share in self._shares if spec.uses_ray else self._shares[:1]:
             if share.remark:
                 payload.phase("cluster-start", share.remark)
@@ -489,7 +450,7 @@ class Supervisor:
             self._report_demand(cluster, [each for each in payloads if each.spec.uses_ray and each.pid is not None], action)
         elif isinstance(action, Say):
             for payload in payloads:
-                hint = _dashboard_hint(payload, cluster) if action.phase == CLUSTER_READY else ""
+                hint = dashboard_hint(payload, cluster) if action.phase == CLUSTER_READY else ""
                 payload.phase(action.phase, action.message + hint)
         elif isinstance(action, NodeLost):
             if is_warm:  # A payload's next cluster of its own may have the node again.
@@ -517,10 +478,7 @@ class Supervisor:
             payloads[0].end_early(End(EndReason.INFEASIBLE, said.message))
 
     def _lose_node(self, name: str) -> None:
-        """Handle the loss of the worker node `name`: a session accepts no more payloads, and ends after those that it has.
-
-        A runtime without session goes on.
-        """
+        """Handle the loss of the worker node `name`: a session drains, and any other runtime goes on."""
         if self.is_session:
             self.drain("node %s is lost" % name)
 
@@ -549,10 +507,7 @@ class Supervisor:
             self.drain("%s failed a health check" % ", ".join(each["node"] for each in cluster.unhealthy))
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
-        """Handle a message that the worker node `member` has sent: pass it to all Ray clusters, and react to some of the events.
-
-        These events are a memory shortage, the loss of the node, and a failed copy of the environment.
-        """
+        """Pass a message of the worker node `member` to all Ray clusters; react to low memory, a lost node and a failed copy."""
         for cluster in self._clusters:
             cluster.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
@@ -563,10 +518,9 @@ class Supervisor:
             self._note_remark(member.title, message.get("remark"))
 
     def _note_remark(self, name: str, remark: Optional[Sequence[str]]) -> None:
-        """If the node `name` could not copy the Python environment to its disk, say so in the logs of all payloads.
+        """Tell all payloads that the node `name` could not copy the environment to its disk; each node once, and few nodes.
 
-        `remark` is what the node tells about its copy: a phase and a message for the log; None if nodes make no copies. Each node
-        is reported once, and at most `_MOST_NAMES` nodes; further nodes are ignored.
+        `remark` is the phase and the message that the node sent about its copy; None if nodes make no copies.
         """
         if remark and remark[0] == local_copy.NO_COPY and name not in self._remarks and len(self._remarks) < _MOST_NAMES:
             self._remarks[name] = (remark[0], remark[1])
@@ -586,10 +540,6 @@ class Supervisor:
 
     # ---- Facts
 
-    @property
-    def _allocation_facts(self) -> Optional[Dict[str, Any]]:
-        return self.allocation.facts() if self.allocation is not None else None
-
     def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
         """Returns facts for the `end` record of a payload, as a dictionary for JSON: host, Python, granted nodes and Ray cluster.
 
@@ -607,16 +557,13 @@ class Supervisor:
         else:
             only_here = cluster is None and self.is_session  # A job without a session belongs wholly to its payload.
             granted = [machine.facts() for machine in ([self.machine] if only_here else self.machines)]
-            context.update(allocation=self._allocation_facts, granted=granted)
+            context.update(allocation=self.allocation.facts(), granted=granted)
         if cluster is not None:
             context.update(cluster.facts(), kept_warm=self.is_session and cluster is self.cluster)
         return context
 
     def _payload_environ(self, environ: Dict[str, str]) -> Dict[str, str]:
-        """Returns a copy of `environ` with further variables that limit a payload to the CPUs and GPUs granted on this node.
-
-        Variables that `environ` has already stay, except for the GPUs of simulated nodes.
-        """
+        """Returns `environ` with variables that limit a payload to this node's granted CPUs and GPUs; those in `environ` win."""
         if self.allocation is not None:
             environ = {**granted_defaults(self.machine), **environ}
         own = {**environ, **(self._shares[0].environ if self._shares else {})}  # Payloads see the GPUs of the head's component.
@@ -649,13 +596,3 @@ class Supervisor:
         """
         preloading = [] if self._preload_server is None else self._preload_server.pids()
         return [*(pid for pid in self._driver_pids() if pid != payload.pid), *preloading, *self.workers.pids, *self.relays.pids]
-
-
-def _dashboard_hint(payload: Payload, cluster: RayCluster) -> str:
-    """Returns text to append to a log line: "; dashboard: " and the command by which the user opens the dashboard of `cluster`.
-
-    Returns "" if the Ray cluster has no dashboard.
-    """
-    if cluster.dashboard_port is None:
-        return ""
-    return "; dashboard: `rayslurm dashboard %s`" % os.path.basename(payload.run_dir)
