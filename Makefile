@@ -79,7 +79,7 @@ docs-links: docs  ## check the links of the built site: its own, and over the ne
 docs-version: install  ## build the site of VERSION=x.y into site-versions/, beside those of other versions
 	@$(BIN)/python scripts/docs_version.py "$(VERSION)" "$(INTO)"
 
-docs-screenshots: install  ## renew the pictures of Dagster's UI in docs/images, which needs Chromium
+docs-screenshots: stack-up  ## renew the pictures of the UIs in docs/images, which needs Chromium and Docker
 	@$(BIN)/python scripts/screenshots.py
 
 bench: install  ## measure on the stack, beside doing it by hand and beside others, and render docs/benchmarks.md (40 minutes)

@@ -1,18 +1,22 @@
-"""Renew the pictures of Dagster's UI in docs/images: `make docs-screenshots`. Needs Chromium on the PATH.
+"""Renew the pictures of Dagster's UI and Ray's dashboard in docs/images: `make docs-screenshots`. Needs Chromium on the PATH.
 
-The asset is that of the quickstart, materialized on this machine.
+The asset is that of the quickstart, materialized on this machine, and then as in the tutorial on the Slurm of `make stack-up`.
 """
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -45,29 +49,54 @@ def take(chromium: str, url: str, name: str, size: str, scratch: Path) -> None:
     print(PICTURES / name)
 
 
+def blocks(page: str) -> dict[str, str]:
+    """The Python files that a page of docs/start tells its reader to save, by name."""
+    return dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "start" / page).read_text(), re.DOTALL))
+
+
+def materialize(file: str, start: dict[str, Any]) -> str:
+    """Materialize the asset `model` of a file; the id of the run."""
+    command = [BIN / "dagster", "asset", "materialize", "-f", file, "--select", "model"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, **start).stderr
+    (run_id,) = set(re.findall(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", said.partition("RUN_START")[0])) or {""}
+    return run_id
+
+
+@contextlib.contextmanager
+def running(command: list[Any], start: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """Run a program in the background, and end it as Ctrl-C does."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **start)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
 def main(scratch: Path) -> None:
-    """Materialize the asset, start the web server, take the pictures."""
+    """Materialize the asset in both places, start the web servers, take the pictures."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         raise SystemExit("no chromium on the PATH; install it")
-    text = (ROOT / "docs" / "start" / "quickstart.md").read_text()
-    for name, block in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL):
+    for name, block in {**blocks("quickstart.md"), **blocks("tutorial.md")}.items():
         (scratch / name).write_text(block)
-    environment = {**os.environ, "DAGSTER_HOME": str(scratch), "PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(scratch)}
+    login = dict(line.split("=", 1) for line in (ROOT / ".stack" / "env").read_text().splitlines())
+    environment = {**os.environ, **login, "DAGSTER_HOME": str(scratch), "HOME": str(scratch), "RAYSLURM_MODE": "slurm-session"}
+    environment["PATH"] = f"{BIN}:{os.environ['PATH']}"
     (scratch / "dagster.yaml").write_text("telemetry:\n  enabled: false\nnux:\n  enabled: false\n")
-    start = {"cwd": scratch, "env": environment}
-    materialize = [BIN / "dagster", "asset", "materialize", "-f", "definitions.py", "--select", "model"]
-    said = subprocess.run(materialize, check=True, capture_output=True, text=True, **start)
-    (run_id,) = set(re.findall(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", said.stderr.partition("RUN_START")[0])) or {""}
+    start: dict[str, Any] = {"cwd": scratch, "env": environment}
+    runs = {name: materialize(file, start) for name, file in (("run", "definitions.py"), ("slurm-run", "cluster.py"))}
     url = f"http://127.0.0.1:{(port := free_port())}"
-    server = subprocess.Popen([BIN / "dagster-webserver", "-f", "definitions.py", "-h", "127.0.0.1", "-p", str(port)], **start)
-    try:
+    with running([BIN / "dagster-webserver", "-f", "definitions.py", "-h", "127.0.0.1", "-p", str(port)], start):
         wait_for(f"{url}/server_info")
-        take(chromium, f"{url}/runs/{run_id}?logs=rayslurm", "run.png", "1500,620", scratch)
+        for name, run_id in runs.items():
+            take(chromium, f"{url}/runs/{run_id}?logs=rayslurm", f"{name}.png", "1500,620", scratch)
         take(chromium, f"{url}/assets/model", "asset.png", "1500,1400", scratch)
-    finally:
-        server.terminate()
-        server.wait()
+    rayslurm = [BIN / "rayslurm"]
+    with running([*rayslurm, "dashboard", "--from", "cluster:compute", "default"], start) as dashboard:
+        assert dashboard.stdout is not None
+        take(chromium, f"{dashboard.stdout.readline().strip()}#/cluster", "dashboard.png", "1500,620", scratch)
+    subprocess.run([*rayslurm, "session", "--from", "cluster:compute", "stop", "default"], check=True, **start)
 
 
 if __name__ == "__main__":

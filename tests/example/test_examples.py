@@ -208,6 +208,8 @@ def test_an_example_on_slurm(name: str, example: Callable[[str], Example], stack
     found = on_slurm.run("2026-01" if name == "session_partitions" else None)
     assert {key: found[key] for key in ON_SLURM[name]} == ON_SLURM[name] and found["Execution mode"].startswith("slurm")
     if name == "session_partitions":
+        again = on_slurm.run("2026-02")
+        assert again["days"] == 28 and again["Ray cluster was warm"] and again["Ray cluster ID"] == found["Ray cluster ID"]
         assert on_slurm.module.compute.cleanup_cluster(found["Ray cluster ID"])
 
 
