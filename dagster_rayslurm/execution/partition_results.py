@@ -217,7 +217,8 @@ class PartitionResults:
         if self.chunk == 1 or method != "report_custom_message" or not isinstance(payload, dict) or "partition" not in payload:
             return None
         if payload["partition"] not in keys:
-            raise ValueError(f"it reports partition {payload['partition']!r}, which is not in its chunk")
+            what = f"it reports partition {payload['partition']!r}, which is not in its chunk"
+            raise ValueError(f"{what}; report only those in the file RAYSLURM_PARTITION_KEYS")
         return str(payload["partition"])
 
     def _as_materialization(self, payload: Mapping[str, Any]) -> Any:
