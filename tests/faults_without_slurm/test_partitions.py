@@ -75,6 +75,8 @@ class Service:
     `compute` is Python for the resource, `shared` a directory that payloads see, and `arguments` are further ones of the call.
     """
 
+    asset = dg.AssetKey("scores")
+
     def __init__(self, home: Path, compute: str, shared: str = "", count: int = COUNT, **arguments: object) -> None:
         self.home, self.count = home, count
         (home / "payload.py").write_text(PAYLOAD.format(home=shared or str(home)))
@@ -117,7 +119,7 @@ class Service:
 
     def materialized(self) -> list[str]:
         """The keys of all materializations so far."""
-        records = self.dagster.fetch_materializations(dg.AssetKey("scores"), limit=10 * self.count).records
+        records = self.dagster.fetch_materializations(self.asset, limit=10 * self.count).records
         return sorted(str(each.partition_key) for each in records)
 
     def ran(self) -> "collections.Counter[str]":
