@@ -214,7 +214,12 @@ class PartitionResults:
         Raises ValueError if the chunk with the partitions `keys` does not have the partition.
         """
         payload = params.get("payload")
-        if self.chunk == 1 or method != "report_custom_message" or not isinstance(payload, dict) or "partition" not in payload:
+        if (
+            max(self.chunk, len(keys)) == 1
+            or method != "report_custom_message"
+            or not isinstance(payload, dict)
+            or "partition" not in payload
+        ):
             return None
         if payload["partition"] not in keys:
             what = f"it reports partition {payload['partition']!r}, which is not in its chunk"
