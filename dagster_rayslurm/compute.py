@@ -223,6 +223,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         payload_path: Payload,
         *,
         max_concurrent: int | None = None,
+        chunk: int = 1,
         allocation: Literal["shared", "each"] = "shared",
         launcher: Launcher | None = None,
         queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
@@ -234,7 +235,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         environment: Environment | None = None,
         requires: Requires | None = None,
     ) -> CompletedRun:
-        """Run a payload once for each partition of the Dagster run, and wait until all partitions have ended.
+        """Run a payload once for each partition or chunk of partitions of the Dagster run, and wait until all have ended.
 
         All partitions share one job or session. With `allocation="each"`, each partition has an allocation of its own, as an
         element of a Slurm job array.
@@ -259,7 +260,11 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             payload_path: the same as for `run`. A Python script or module starts fastest, because the processes are forked.
             max_concurrent: the largest number of partitions that run at the same time. All partitions run on the first node of
                 the allocation; None stands for the number of CPUs that Slurm granted on this node to the job, or to the payload
-                in a session. With `allocation="each"`, None means no limit.
+                in a session. With `allocation="each"`, None means no limit. A chunk counts once.
+            chunk: the largest number of partitions that share a call of the payload. With more than 1, the payload finds the
+                path of a file with its keys, one a line, in the environment variable RAYSLURM_PARTITION_KEYS, and has no
+                `pipes.partition_key`. It reports a partition by `pipes.report_custom_message({"partition": key, "metadata":
+                {…}})`. If the payload succeeds, all its partitions are materialized; if it fails, those that it has reported.
             allocation: "shared" for one allocation and one Ray cluster that all partitions share; "each" for an allocation and a
                 Ray cluster per partition, of the size in `queue` and `launcher`. "each" needs mode "slurm".
             uses_pipes: False for a payload that does not open Dagster Pipes; such a payload finds the partition's key in the
@@ -279,7 +284,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "extra_env": extra_env}
         arguments |= {"secret_env": secret_env, "extra_files": extra_files, "environment": environment, "requires": requires}
         arguments["allocation"] = allocation
-        options = {"max_concurrent": max_concurrent, "by_partition": True}
+        options = {"max_concurrent": max_concurrent, "chunk": chunk, "by_partition": True}
         return run(self, context, extras, uses_pipes=uses_pipes, **options, **arguments)
 
     @_explain_arguments

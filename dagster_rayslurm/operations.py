@@ -90,6 +90,7 @@ def _steps(
     context: dg.OpExecutionContext,
     extras: PipesExtras | None,
     max_concurrent: int | None = None,
+    chunk: int = 1,
     by_partition: bool = False,
     number: int | None = None,
     **arguments: Any,
@@ -99,7 +100,7 @@ def _steps(
     with configuration_errors():
         call = Call(resource, settings=of_step(context), **arguments)
         if by_partition:
-            partitions.check_context(context, max_concurrent)
+            partitions.check_context(context, max_concurrent, chunk)
             if resource.topology == Topology.SEPARATE:
                 raise ValueError(f"topology: run_partitions has one payload for each partition; use '{Topology.SPANNING}'")
         try:
@@ -111,9 +112,10 @@ def _steps(
         plan, backend = prepare(call, secrets.token_hex(6))
     log_origins(call, context.log)
     if isinstance(backend, ArrayBackend):
-        return partition_arrays.execute_arrays(context, plan, backend, resource, extras, max_concurrent)
+        return partition_arrays.execute_arrays(context, plan, backend, resource, extras, max_concurrent, chunk)
     if by_partition:
-        return partitions.execute_partitions(context, partitions.with_runner(plan, max_concurrent), backend, resource, extras)
+        plan = partitions.with_runner(plan, max_concurrent)
+        return partitions.execute_partitions(context, plan, backend, resource, extras, chunk)
     return (yield from executing(context, plan, backend, resource, extras, number=number))
 
 

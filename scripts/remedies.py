@@ -126,7 +126,7 @@ REMEDIES = {
     "every block of … ports in … is taken on this node": "widen `RayLauncher.port_range`, or run fewer Ray clusters on a node",
     'expected "LOW-HIGH" with 1024 <= LOW <= HIGH <= 65535, got …': "write `RayLauncher.port_range` so",
     "… has unknown keys: …": RUNTIME,
-    "… has … partitions, and none for element …": REPORT,
+    "… has … elements, and no element …": REPORT,
     "… is incomplete: …": RUNTIME,
     "… is not a JSON object": RUNTIME,
     "… is not a list of nodes: […] is no range": "write it as Slurm does, such as `node[1-4,7]`",

@@ -1,4 +1,4 @@
-"""Runs each partition of a step in an allocation of its own, as an element of a job array, in as few arrays as possible.
+"""Runs each chunk of a step's partitions in an allocation of its own, as an element of a job array, in as few arrays as possible.
 
 The run directory of the step has a directory for each array, with the files from which all elements of the array start. Each
 element makes a run directory of the element's own in the directory of the array. One remote call reads the records of all
@@ -23,7 +23,7 @@ from ..follow.follower import RecordState
 from ..outcome import needs_job_facts
 from ..plan import Plan
 from ..runtime.node.allocation import expand_nodelist
-from ..runtime.payload.partition_runner import PARTITIONS
+from ..runtime.payload.partition_runner import PARTITIONS, Chunk
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import CANCEL, CONTEXT, PAYLOAD, RUNTIME, SECRETS, LineReader, Record, tail_lines
 from ..runtime.protocol.spec import to_json
@@ -56,9 +56,9 @@ class Superseded(Exception):
 
 @dataclass(eq=False)
 class Ended:
-    """One partition whose job array element has ended, with the evidence, the messages and the output of its payload."""
+    """One chunk whose job array element has ended, with the evidence, the messages and the output of its payload."""
 
-    key: str
+    keys: Sequence[str]
     array: int  # Number of the array in the run directory.
     label: str  # The element's job id as Slurm's users write it, such as "12_7".
     evidence: Evidence
@@ -73,7 +73,7 @@ class Ended:
 class _Element:
     """One element of a job array whose end `Arrays.poll` has not returned yet."""
 
-    key: str
+    keys: Sequence[str]
     watch: JobWatch
     row: QueueRow | None = None  # The element's row in the last snapshot of the queue that had such a row.
     begun: bool = False  # Whether the element has left the queue's waiting states, or has begun its record.
@@ -142,7 +142,7 @@ class ArrayBackend(BatchBackend):
     def _found(self, run_dir: str, queue: QueueSnapshot) -> list[dict[str, Any]]:
         """Returns the arrays of a run directory, by ascending number; [] if the run directory does not exist.
 
-        Each array is a dictionary with `number`, `job_id` and `keys` (see `edge.elements.arrays`). If no job id is stored for
+        Each array is a dictionary with `number`, `job_id` and `chunks` (see `edge.elements.arrays`). If no job id is stored for
         an array, the function looks in `queue` for a job with the name of the array's job. The id of such a job is stored and
         becomes `job_id`. Without such a job, `job_id` is "".
         """
@@ -157,20 +157,17 @@ class ArrayBackend(BatchBackend):
                 self.connection.write(_array_dir(run_dir, array["number"], JOB_ID), array["job_id"].encode() + b"\n")
         return arrays
 
-    def arrays(
-        self, plan: Plan, run_dir: str, context: Mapping[str, Any], step: Step, keys: Sequence[str], max_concurrent: int | None
-    ) -> Arrays:
-        """Returns an `Arrays` object that runs the partitions `keys`. The function itself submits no array.
+    def arrays(self, plan: Plan, run_dir: str, context: Mapping[str, Any], step: Step, max_concurrent: int | None) -> Arrays:
+        """Returns an `Arrays` object that runs the chunks in a Pipes context. The function itself submits no array.
 
         If `step` is reattached, the object continues the arrays that an earlier attempt submitted. Otherwise the function
         creates the run directory.
 
         Args:
-            plan: The plan of the payload that runs for each partition.
+            plan: The plan of the payload that runs for each chunk.
             run_dir: The run directory of the step.
-            context: The Pipes context with the time windows of all partitions.
+            context: The Pipes context with the chunks.
             step: The attempt at the step.
-            keys: The partition keys.
             max_concurrent: The largest number of elements that run at the same time; None for no limit.
 
         Raises:
@@ -178,11 +175,11 @@ class ArrayBackend(BatchBackend):
             OSError: The cluster cannot be reached, or Slurm does not answer.
         """
         prepared = self.prepare(plan, run_dir, step)
-        made = Arrays(self, prepared, run_dir, context, step, max_concurrent, list(keys))
+        made = Arrays(self, prepared, run_dir, context, step, max_concurrent, list(context[PARTITIONS]))
         if step.reattached:
             queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
             for array in self._found(run_dir, queue):
-                made.adopt(array["number"], array["job_id"], array["keys"], queue)
+                made.adopt(array["number"], array["job_id"], array["chunks"], queue)
         else:
             # The sweep of old files finds the names of the run's bundles and runtime in PAYLOAD and JOB_SCRIPT.
             files = {PAYLOAD: to_json(prepared.plan.payload).encode(), JOB_SCRIPT: prepared.script_for_all}
@@ -212,7 +209,7 @@ class Arrays:
     context: Mapping[str, Any]
     step: Step
     max_concurrent: int | None
-    waiting: list[str]  # Partitions that no array has yet.
+    waiting: list[Chunk]  # Chunks that no array has yet.
     running: list[Array] = field(default_factory=list)  # All arrays so far, those that have ended included.
     room: Room | None = None  # How many elements Slurm allows; None before Slurm was asked.
     _next_number: int = 1
@@ -248,7 +245,7 @@ class Arrays:
 
     # ---- Submission
 
-    def adopt(self, number: int, job_id: str, keys: Sequence[str], queue: QueueSnapshot) -> None:
+    def adopt(self, number: int, job_id: str, chunks: Sequence[Sequence[str]], queue: QueueSnapshot) -> None:
         """Continue an array of an earlier attempt, so that `poll` watches it; or cancel it if too little is known about it.
 
         Raises StartError if an array that must be cancelled cannot be cancelled.
@@ -257,13 +254,13 @@ class Arrays:
             number: The number of the array in the run directory.
             job_id: Slurm's id of the array. If the id is "", the submission failed or is still under way. Then the function
                 cancels the array by the name of the array's job, and leaves the partitions to a new array.
-            keys: The partitions of the array: element 0 runs `keys[0]`. If `keys` is empty, the partitions are not known, and
-                the function cancels the array, too.
+            chunks: The partitions of the array: element 0 runs `chunks[0]`. If `chunks` is empty, the partitions are not known,
+                and the function cancels the array, too.
             queue: A recent snapshot of the queue. Its time stands for the time of the array's submission, which is not known.
         """
         self._next_number = max(self._next_number, number + 1)
-        request = self._request(number, len(keys))
-        if not (job_id and keys):
+        request = self._request(number, len(chunks))
+        if not (job_id and chunks):
             if not cancel_named(self.connection, request.job_name, self.step.log):
                 sentence = f"an earlier attempt may still have a job array {request.job_name}, which could not be cancelled"
                 raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
@@ -272,14 +269,14 @@ class Arrays:
             return
         # The time of the submission is not known, so this snapshot of the queue is the first that counts.
         job = self._job(request, SubmittedJob(job_id, queue.began - 1.0), _array_dir(self.run_dir, number))
-        wanted = set(self.waiting)
-        self._add(number, job, {at: key for at, key in enumerate(keys) if key in wanted})
-        self.step.log.info(f"[rayslurm] reattached to Slurm job array {job_id} of {len(keys):,} elements")
+        wanted = {key for chunk in self.waiting for key in chunk}
+        self._add(number, job, {at: keys for at, keys in enumerate(chunks) if not wanted.isdisjoint(keys)})
+        self.step.log.info(f"[rayslurm] reattached to Slurm job array {job_id} of {len(chunks):,} elements")
 
     def submit_next(self) -> bool:
-        """Submit one array of waiting partitions, as large as Slurm has room for; returns whether an array was submitted.
+        """Submit one array of waiting chunks, as large as Slurm has room for; returns whether an array was submitted.
 
-        Returns False if no partition waits, if Slurm has no room, or if Slurm refused an array a short time ago. If
+        Returns False if no chunk waits, if Slurm has no room, or if Slurm refused an array a short time ago. If
         `max_concurrent` is not None, the function also returns False as long as an element of an earlier array has not ended.
 
         Raises RunFailure if Slurm has had no room for longer than the queue timeout, and all elements of earlier arrays have
@@ -300,15 +297,15 @@ class Arrays:
         size = self.room.next_size(len(self.waiting), self.open, jobs)
         if size == 0:
             return False
-        number, keys = self._next_number, self.waiting[:size]
+        number, chunks = self._next_number, self.waiting[:size]
         self._next_number += 1  # Not used again: after a lost connection, an array of this name may be cancelled late.
         request = self._request(number, size)
         request = self.backend.placed(request, self.step)
         directory = _array_dir(self.run_dir, number)
         try:
             with self.backend.cancel_on_error(request, self.step):
-                job = self.backend.submit_job(directory, self._files(request, directory, keys), request, self.step)
-                self._add(number, job, dict(enumerate(keys)))
+                job = self.backend.submit_job(directory, self._files(request, directory, chunks), request, self.step)
+                self._add(number, job, dict(enumerate(map(list, chunks))))
         except SubmissionRefused as refusal:
             if not refusal.lacks_room:
                 raise
@@ -319,7 +316,7 @@ class Arrays:
             self._doubtful = request.job_name
             raise
         self.room, self._pause, self._full_since = self.room.taken(size), _FULL_PAUSE, None
-        left = f", {len(self.waiting):,} partitions wait for the next one" if self.waiting else ""
+        left = f", {sum(map(len, self.waiting)):,} partitions wait for the next one" if self.waiting else ""
         self.step.log.info(f"[rayslurm] Slurm job array {job.job_id} has {size:,} elements{left}")
         return True
 
@@ -355,14 +352,13 @@ class Arrays:
             array=array_option(size, self.max_concurrent),
         )
 
-    def _files(self, request: JobRequest, directory: str, keys: Sequence[str]) -> dict[str, bytes]:
+    def _files(self, request: JobRequest, directory: str, chunks: Sequence[Chunk]) -> dict[str, bytes]:
         """Returns the files of an array's directory, by name: the batch script, and all files with which the elements start.
 
-        `request` is the request for the array's job. `directory` is the array's directory on the cluster. `keys` are the
-        partitions of the array.
+        `request` is the request for the array's job. `directory` is the array's directory on the cluster. `chunks` are those
+        of the array.
         """
-        windows = {key: self.context[PARTITIONS][key] for key in keys}
-        files = run_files(self.prepared.plan, {**self.context, PARTITIONS: windows})  # type: ignore[typeddict-item]
+        files = run_files(self.prepared.plan, {**self.context, PARTITIONS: chunks})  # type: ignore[typeddict-item]
         own = {name: files[name] for name in (PAYLOAD, CONTEXT, SECRETS) if name in files}
         return {**own, RUNTIME: self.prepared.runtime, JOB_SCRIPT: self.prepared.script(request, directory), CANCEL: b""}
 
@@ -377,11 +373,12 @@ class Arrays:
             log=self.step.log,
         )
 
-    def _add(self, number: int, job: SlurmJob, keys: Mapping[int, str]) -> None:
+    def _add(self, number: int, job: SlurmJob, chunks: Mapping[int, Sequence[str]]) -> None:
         watch = JobWatch(job.submitted_at, job.requeue)
-        self.running.append(Array(number, job, job.directory, {at: _Element(key, watch) for at, key in keys.items()}))
-        taken = set(keys.values())
-        self.waiting = [key for key in self.waiting if key not in taken]
+        self.running.append(Array(number, job, job.directory, {at: _Element(keys, watch) for at, keys in chunks.items()}))
+        taken = {key for keys in chunks.values() for key in keys}
+        left = [{key: window for key, window in chunk.items() if key not in taken} for chunk in self.waiting]
+        self.waiting = [chunk for chunk in left if chunk]
         if len(self.running) > 1:
             return
         with contextlib.suppress(OSError):  # `rayslurm` finds the job of a run by this file.
@@ -468,7 +465,7 @@ class Arrays:
         element = array.open[number]
         nonce = f"{self.prepared.plan.payload.nonce}-{number}"
         state = RecordState(nonce, 0.0, array.job.requeue, LineReader(), LineReader())
-        ended = Ended(element.key, array.number, f"{array.array_id}_{number}", state.evidence)
+        ended = Ended(element.keys, array.number, f"{array.array_id}_{number}", state.evidence)
         for record in state.journal.feed(journal):
             if state.add(record):
                 ended.messages, ended.phases = [], []
@@ -495,7 +492,7 @@ class Arrays:
     def _without_record(self, array: Array, number: int) -> None:
         element = array.open[number]
         evidence = Evidence(runtime_exit=self._how(element))
-        ended = Ended(element.key, array.number, f"{array.array_id}_{number}", evidence)
+        ended = Ended(element.keys, array.number, f"{array.array_id}_{number}", evidence)
         ended.waited = element.row is not None and element.row.state == "CANCELLED"
         self._take(array, number, ended)
 

@@ -23,19 +23,19 @@ _MOST_LOG = 16 * 1024
 def arrays(run_dir: str) -> "list[dict[str, Any]]":
     """Return the job arrays in the run directory of a step, by ascending number.
 
-    An array is a dict with `number`, `job_id` ("" if the id is not written) and `keys`, the partition keys of the elements ([] if
-    the file with the keys is missing or damaged).
+    An array is a dict with `number`, `job_id` ("" if the id is not written) and `chunks`, the lists of the partition keys of the
+    elements ([] if the file with the keys is missing or damaged).
     """
     found = []
     for name in os.listdir(run_dir):
         number = name[len(ARRAY) :]
         if name.startswith(ARRAY) and number.isdigit():
             path = os.path.join(run_dir, name)
-            keys = []  # type: list[str]
+            chunks = []  # type: list[list[str]]
             with contextlib.suppress(FileNotFoundError, ValueError, KeyError), open(path + "/pipes_context.json", "rb") as file:
-                keys = list(json.loads(file.read().decode())["partitions"])
+                chunks = [list(chunk) for chunk in json.loads(file.read().decode())["partitions"]]
             job_id = files.read(os.path.join(path, JOB_ID), 0, 64).decode().strip()
-            found.append({"number": int(number), "job_id": job_id, "keys": keys})
+            found.append({"number": int(number), "job_id": job_id, "chunks": chunks})
     return sorted(found, key=lambda array: array["number"])
 
 

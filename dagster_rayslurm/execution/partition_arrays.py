@@ -1,4 +1,7 @@
-"""Run each partition of a step in an allocation of its own: submit or find job arrays, follow and judge them, and clean up."""
+"""Run each chunk of a step's partitions in an allocation of its own.
+
+This module submits or finds the job arrays, follows and judges them, and cleans up.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from ..follow.follower import WARNING_PHASES
 from ..follow.forward import OutputWriter, RecordPipes
 from ..outcome import unhealthy_nodes
 from ..plan import Plan
+from ..runtime.payload.partition_runner import span_of, title_of
 from ..runtime.protocol.record import SECRETS
 from ..ssh.base import Connection
 from .announce import announce
@@ -46,13 +50,15 @@ def execute_arrays(
     resource: ComputeFields,
     extras: Any,
     max_concurrent: int | None,
+    chunk: int,
 ) -> CompletedRun:
-    """Run the partitions of a step that are not materialized yet, each as an element of a job array; wait until all have ended.
+    """Run the partitions of a step that are not materialized yet as elements of job arrays; wait until all have ended.
 
-    `extras` are the Pipes extras. `max_concurrent` is the largest number of elements that run at the same time; None is no limit.
-    Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
+    Each element runs up to `chunk` partitions. `extras` are the Pipes extras. `max_concurrent` is the largest number of elements
+    that run at the same time; None is no limit. Returns the result for the user's asset. Raises RunFailure unless all partitions
+    succeeded.
     """
-    results = results_so_far(context, plan, resource)
+    results = results_so_far(context, plan, resource, chunk)
     if not results.missing:
         return nothing_missing(context, results, extras)
     home = Layout.here(resource.local_base)
@@ -144,7 +150,7 @@ class _ArrayRun:
     def complete(self, pipes_context: Mapping[str, Any]) -> None:
         """Run the missing partitions and wait until all have ended; raises RunFailure unless all partitions succeeded.
 
-        `pipes_context` is the Pipes context with the time windows of the partitions. If an interrupt or another exception comes,
+        `pipes_context` is the Pipes context with the chunks of the partitions. If an interrupt or another exception comes,
         the arrays are cancelled, unless they shall go on for a later attempt.
         """
         detached = False
@@ -180,7 +186,7 @@ class _ArrayRun:
 
     def _start(self, pipes_context: Mapping[str, Any]) -> None:
         launch = self.launch
-        args = launch.plan, self.run_dir, pipes_context, launch.step, self.results.missing, self.max_concurrent
+        args = launch.plan, self.run_dir, pipes_context, launch.step, self.max_concurrent
         self.arrays = self.backend.arrays(*args)
         if launch.step.reattached:
             with suppress(ValueError):
@@ -243,15 +249,15 @@ class _ArrayRun:
             raise RunFailure(FailureKind.CONNECTION, sentence, retry=False)
 
     def _conclude(self, ended: Sequence[Ended]) -> None:
-        """Judge partitions that have ended, show their output, and materialize those that succeeded.
+        """Judge chunks that have ended, show their output, and materialize the partitions that succeeded.
 
-        If an earlier attempt has shown that a partition failed, the partition's output is not shown again. If a whole array was
+        If an earlier attempt has shown that a chunk failed, the chunk's output is not shown again. If a whole array was
         cancelled, this method also sets `stopped`, so that no further array is submitted. It stores the nodes that failed a
         health check, so that later arrays can avoid these nodes.
         """
         failed, unhealthy = False, dict[str, Any]()
         for each in ended:
-            fresh, end = each.key not in self._told, each.evidence.end or {}
+            fresh, end = self._told.isdisjoint(each.keys), each.evidence.end or {}
             facts = end.get("context") or {}
             if fresh:
                 self._show(each)
@@ -259,9 +265,9 @@ class _ArrayRun:
             nodes = (facts.get("allocation") or {}).get("nodes") or []
             own: dict[str, Any] = {"Slurm job ID": each.label, **({"Slurm nodes": ", ".join(nodes)} if nodes else {})}
             usage = {"cpu_seconds": 0.0, "peak_memory": 0, **(end.get("usage") or {})}
-            verdict = self.results.conclude(each.key, each.evidence, each.messages, usage, own)
+            verdict = self.results.conclude(each.keys, each.evidence, each.messages, usage, own)
             if verdict.kind is not None:
-                self._told.add(each.key)
+                self._told.update(self.results.failed.keys() & set(each.keys))
                 failed = failed or fresh
             history = self._history.setdefault(each.array, _History())
             history.add(each, verdict.kind == FailureKind.CANCELLED)
@@ -277,9 +283,9 @@ class _ArrayRun:
                     self.log.warning(f"[rayslurm] {self.stopped}, so that no further one is submitted")
 
     def _show(self, ended: Ended) -> None:
-        """Show a partition's stdout and stderr in Dagster, each below a title line; log the warnings of the partition's runtime.
+        """Show a chunk's stdout and stderr in Dagster, each below a title line; log the warnings of the chunk's runtime.
 
-        A run logs at most `_MOST_WARNINGS` such warnings for all of its partitions.
+        A run logs at most `_MOST_WARNINGS` such warnings for all of its chunks.
         """
         writer = OutputWriter("", lambda text: self.log.warning(f"[rayslurm] {text}"))
         if ended.output:
@@ -291,13 +297,12 @@ class _ArrayRun:
                 how += f", {end['ended_at'] - (end.get('started_at') or end['ended_at']):.1f} s"
             for stream in streams:
                 text = "".join(record["d"] for record in ended.output if record["s"] == stream)
-                title = f"---- partition {ended.key}: {how} ----\n"
-                writer.write(stream, f"{title}{text}" + ("" if text.endswith("\n") else "\n"))
+                writer.write(stream, f"{title_of(ended.keys, how)}{text}" + ("" if text.endswith("\n") else "\n"))
             writer.flush()
         for name, text in ended.phases:
             if name in WARNING_PHASES and self.warnings < _MOST_WARNINGS:
                 self.warnings += 1
-                self.log.warning(f"[rayslurm] [{ended.key}] {name}: {text}")
+                self.log.warning(f"[rayslurm] [{span_of(ended.keys)}] {name}: {text}")
 
     # ---- Interrupts and failures
 

@@ -1,12 +1,14 @@
-"""The results of a step's partitions: find the missing partitions, judge each partition that has ended, and materialize it.
+"""The results of a step's partitions: find the missing partitions, judge each chunk that has ended, and materialize partitions.
 
-A partition that has succeeded is materialized at once, and counts even if other partitions fail.
+A chunk is one partition, or several that share a process (`run_partitions(chunk=…)`). A partition that has succeeded is
+materialized at once, and counts even if other partitions fail.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,7 +25,7 @@ from ..follow import Evidence
 from ..follow.forward import RecordPipes
 from ..outcome import SUCCESS, Verdict, judge, with_hint
 from ..plan import Plan
-from ..runtime.payload.partition_runner import METHOD, PARTITIONS
+from ..runtime.payload.partition_runner import METHOD, PARTITIONS, Chunk, span_of
 from .reattach import retried_runs
 
 try:
@@ -63,6 +65,7 @@ class PartitionResults:
     handler: Any = None  # Dagster's handler of all other Pipes messages.
     # Returns the ownership of the payload; only its owner materializes partitions.
     owner: Callable[[], Ownership] = lambda: UNCONTESTED
+    chunk: int = 1  # Most partitions of one chunk.
     loss_timeout: float = 86400.0  # Seconds for which the cluster may be out of reach.
     _pipes: Any = None
     _unknown_since: float | None = None  # Since when the owner is not known, by the monotonic clock.
@@ -86,57 +89,61 @@ class PartitionResults:
         """
         self.handler, self._pipes, self.owner = pipes.handler, pipes, owner
         self.done |= materialized(self.context) & set(self.keys)
-        windows = {key: self._window(key) for key in self.missing}
-        return {**pipes.pipes_context, PARTITIONS: windows}, self  # type: ignore[misc]
+        return {**pipes.pipes_context, PARTITIONS: self._chunks()}, self  # type: ignore[misc]
 
     def handle_message(self, message: Any) -> None:
-        """Judge the partition whose end the message reports; pass any other Pipes message of the payload to Dagster's handler.
+        """Judge the chunk whose end the message reports; pass any other Pipes message of the payload to Dagster's handler.
 
-        Ignores the end of a partition that is already materialized, or that this run does not have. Raises an exception of any
+        Ignores partitions that are already materialized, or that this run does not have. Raises an exception of any
         type if the message is malformed.
         """
         if message["method"] != METHOD:
             self.handler.handle_message(message)
             return
         found = message["params"]
-        key = found["key"]
-        if key not in self.keys or key in self.done:
+        if not self._undone(found["keys"]):
             return  # A payload that a retry has taken over tells again what is materialized already.
         evidence = Evidence(end=found["end"])
         evidence.last_output.extend((stream, text) for stream, text in found["output"])
-        self.conclude(key, evidence, found["messages"], found["usage"])
+        self.conclude(found["keys"], evidence, found["messages"], found["usage"])
+
+    def _undone(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if key in self.keys and key not in self.done]
 
     def conclude(
         self,
-        key: str,
+        keys: Sequence[str],
         evidence: Evidence,
         messages: Sequence[str],
         usage: Mapping[str, Any],
         own: Mapping[str, Any] = MappingProxyType({}),
     ) -> Verdict:
-        """Judge a partition that has ended, and return the verdict.
+        """Judge a chunk that has ended, and return the verdict.
 
-        Materializes a partition that succeeded, if this attempt owns the payload. Logs why a partition failed, for the first
+        If this attempt owns the payload, the function materializes all partitions of a chunk that succeeded, and those partitions
+        of a failed chunk that its payload has reported. All other partitions fail. Logs why a partition failed, for the first
         `_LOGGED` failed partitions.
 
         Args:
-            key: The key of the partition.
-            evidence: What the partition's record shows.
-            messages: The partition's Pipes messages, as lines of JSON.
-            usage: The partition's usage, with the keys "cpu_seconds" and "peak_memory" (in bytes).
-            own: Further metadata of the partition's materialization.
+            keys: The keys of the chunk's partitions.
+            evidence: What the chunk's record shows.
+            messages: The chunk's Pipes messages, as lines of JSON.
+            usage: The chunk's usage, with the keys "cpu_seconds" and "peak_memory" (in bytes).
+            own: Further metadata of the materializations.
         """
-        results = self._results(key, messages, evidence)
+        undone = self._undone(keys)
+        results = self._results(keys, messages, evidence, told=self.told.issuperset(undone))
         verdict = with_hint(judge(evidence, self.uses_pipes, self.require_messages), evidence)
-        if verdict.kind is None:
-            assert evidence.end is not None  # Without an end nothing succeeds.
-            if self._may_write():
-                self._materialize(key, results, evidence.end, usage, own)
-            return verdict
-        self.failed[key] = verdict
-        if len(self.failed) <= _LOGGED and key not in self.told:
-            more = "; further failures are not logged one by one" if len(self.failed) == _LOGGED else ""
-            self.context.log.error(f"[rayslurm] partition {key!r} failed: {verdict.sentence}{more}")
+        for key in undone:
+            if verdict.kind is None or results.get(key):
+                if self._may_write():
+                    all_results = [*results.get(None, ()), *results.get(key, ())]
+                    self._materialize(key, all_results, evidence.end or {}, usage, own)
+                continue
+            self.failed[key] = verdict
+            if len(self.failed) <= _LOGGED and key not in self.told:
+                more = "; further failures are not logged one by one" if len(self.failed) == _LOGGED else ""
+                self.context.log.error(f"[rayslurm] partition {key!r} failed: {verdict.sentence}{more}")
         return verdict
 
     def _may_write(self) -> bool:
@@ -160,36 +167,71 @@ class PartitionResults:
                     return False
                 time.sleep(_RETRY)
 
-    def _results(self, key: str, lines: Sequence[str], evidence: Evidence) -> list[dg.MaterializeResult]:
-        """Handle the Pipes messages of the partition `key`; returns the materializations that the messages report.
+    def _results(
+        self, keys: Sequence[str], lines: Sequence[str], evidence: Evidence, told: bool
+    ) -> dict[str | None, list[dg.MaterializeResult]]:
+        """Handle the Pipes messages of a chunk; returns the materializations that the messages report, by partition key.
 
-        `lines` are the messages as JSON. The facts in the messages are added to `evidence`. Log messages and custom messages go
-        to Dagster. A malformed message sets `evidence.message_error`. If an earlier attempt has shown that the partition failed,
-        nothing goes to Dagster, and the result is empty.
+        The key None has those materializations that are for all partitions of the chunk. `lines` are the messages as JSON. The
+        facts in the messages are added to `evidence`. Log messages and custom messages go to Dagster. A malformed message sets
+        `evidence.message_error`. If an earlier attempt has `told` that the partitions failed, nothing goes to Dagster, and the
+        result is empty.
         """
-        reported = dg.PipesMessageHandler(self.context, self._pipes)
+        reported = defaultdict[str | None, Any](lambda: dg.PipesMessageHandler(self.context, self._pipes))
         for line in lines:
             try:
                 message = json.loads(line)
                 method, params = message["method"], message.get("params") or {}
                 evidence.add_message(method, params)
-                if key in self.told:
+                if told:
                     continue
                 if method == "log":
-                    self.handler.handle_message({**message, "params": {**params, "message": f"[{key}] {params['message']}"}})
+                    self.handler.handle_message(
+                        {**message, "params": {**params, "message": f"[{span_of(keys)}] {params['message']}"}}
+                    )
                 elif method == "report_asset_check":
                     raise ValueError("a partition cannot report an asset check")
                 elif method == "report_asset_materialization":
-                    reported.handle_message(message)
+                    reported[None].handle_message(message)
+                elif (key := self._reported_key(method, params, keys)) is not None:
+                    reported[key].handle_message(self._as_materialization(params["payload"]))
                 elif method not in ("opened", "closed"):
                     self.handler.handle_message(message)
             except Exception as error:  # noqa: BLE001 - users' messages may be malformed in any way, and Dagster raises anything
                 evidence.message_error = evidence.message_error or f"{type(error).__name__}: {error}"
-        results = [each for each in reported.get_reported_results() if isinstance(each, dg.MaterializeResult)]
-        for each in results:
+        results = {
+            key: [each for each in handler.get_reported_results() if isinstance(each, dg.MaterializeResult)]
+            for key, handler in reported.items()
+        }
+        for each in results.get(None, ()):
             if each.asset_key != self.asset_key:
                 evidence.message_error = f"it reports asset {each.asset_key.to_user_string() if each.asset_key else None!r}"
         return results
+
+    def _reported_key(self, method: str, params: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+        """Returns the partition that a custom message of a chunk reports as made; None for any other message.
+
+        Raises ValueError if the chunk with the partitions `keys` does not have the partition.
+        """
+        payload = params.get("payload")
+        if (
+            max(self.chunk, len(keys)) == 1
+            or method != "report_custom_message"
+            or not isinstance(payload, dict)
+            or "partition" not in payload
+        ):
+            return None
+        if payload["partition"] not in keys:
+            what = f"it reports partition {payload['partition']!r}, which is not in its chunk"
+            raise ValueError(f"{what}; report only those in the file RAYSLURM_PARTITION_KEYS")
+        return str(payload["partition"])
+
+    def _as_materialization(self, payload: Mapping[str, Any]) -> Any:
+        """Returns the Pipes message of a materialization that the `payload` of a custom message describes."""
+        metadata = {name: {"raw_value": value, "type": "__infer__"} for name, value in (payload.get("metadata") or {}).items()}
+        asset, version = self.asset_key.to_escaped_user_string(), payload.get("data_version")
+        params = {"asset_key": asset, "metadata": metadata, "data_version": version}
+        return {"method": "report_asset_materialization", "params": params}
 
     def _materialize(
         self,
@@ -201,7 +243,8 @@ class PartitionResults:
     ) -> None:
         metadata = {name: value for each in results for name, value in (each.metadata or {}).items()}
         metadata.update(own)
-        metadata["Elapsed (s)"] = round(end["ended_at"] - end["started_at"], 2)
+        if end.get("started_at"):
+            metadata["Elapsed (s)"] = round(end["ended_at"] - end["started_at"], 2)
         metadata["CPU time (s)"] = round(usage["cpu_seconds"], 2)
         metadata["Peak memory (MiB)"] = round(usage["peak_memory"] / _MIB, 1)
         versions = [each.data_version.value for each in results if each.data_version is not None]
@@ -210,6 +253,20 @@ class PartitionResults:
         self.context.log_event(dg.AssetMaterialization(self.asset_key, partition=self.keys[key], metadata=metadata, tags=tags))
         self.done.add(key)
         self.failed.pop(key, None)
+
+    def _chunks(self) -> list[Chunk]:
+        """Returns the missing partitions in chunks; no chunk goes over a partition that is materialized.
+
+        The chunks divide all partitions of the run, so that a retry divides them in the same way.
+        """
+        chunks, follows = list[Chunk](), False
+        for place, key in enumerate(self.keys):
+            if key not in self.done:
+                if not follows or place % self.chunk == 0:
+                    chunks.append({})
+                chunks[-1][key] = self._window(key)
+            follows = key not in self.done
+        return chunks
 
     def _window(self, key: str) -> dict[str, str] | None:
         """Returns the ISO times `start` and `end` of the partition `key`; None if the asset's partitions have no time windows."""
@@ -255,17 +312,17 @@ class PartitionResults:
         return {**counts, **({"Failed partitions": dg.MetadataValue.json(listed)} if listed else {})}
 
 
-def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields) -> PartitionResults:
+def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields, chunk: int) -> PartitionResults:
     """Returns a new `PartitionResults`, in which the partitions that earlier attempts at this step have materialized are done.
 
-    If there are such partitions, logs their number.
+    `chunk` is the largest number of partitions that share a process. If there are such partitions, logs their number.
     """
     keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
     if found := done & set(keys):
         context.log.info(f"[rayslurm] {len(found):,} of {len(keys):,} partitions were materialized by earlier attempts")
     loss_timeout = resource.connection_loss_timeout
     return PartitionResults(
-        context, keys, done & set(keys), plan.uses_pipes, resource.require_messages, loss_timeout=loss_timeout
+        context, keys, done & set(keys), plan.uses_pipes, resource.require_messages, chunk=chunk, loss_timeout=loss_timeout
     )
 
 

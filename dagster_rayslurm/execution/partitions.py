@@ -1,7 +1,7 @@
-"""Run a payload once for each partition of a step.
+"""Run a payload once for each chunk of a step's partitions.
 
-All partitions are one payload, `runtime.payload.partition_runner`, which runs the user's command for each partition. The runner
-reports the end of each partition by one Pipes message.
+All chunks are one payload, `runtime.payload.partition_runner`, which runs the user's command for each chunk. The runner reports
+the end of each chunk by one Pipes message.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from .run import drive, executing
 _RUNNER = [Path(partition_runner.__file__), Path(preload_child.__file__)]
 
 
-def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) -> None:
-    """Raise ValueError unless the step makes partitions of one asset without checks, and `max_concurrent` is valid.
+def check_context(context: dg.OpExecutionContext, max_concurrent: int | None, chunk: int) -> None:
+    """Raise ValueError unless the step makes partitions of one asset without checks, and the two numbers are valid.
 
-    `max_concurrent` is valid if it is None or a positive integer.
+    Both numbers must be positive integers; `max_concurrent` may also be None.
     """
-    if max_concurrent is not None and (
-        isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1
-    ):
-        raise ValueError(f"max_concurrent: {max_concurrent!r} is no number of partitions; pass 1 or more, or leave it out")
+    for name, number in (("max_concurrent", 1 if max_concurrent is None else max_concurrent), ("chunk", chunk)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}: {number!r} is no number of partitions; pass 1 or more, or leave it out")
     if not NO_MATERIALIZATION:
         raise ValueError(f"run_partitions: Dagster {dg.__version__} would materialize each partition twice; use Dagster 1.13")
     if not context.has_assets_def or len(context.selected_asset_keys) != 1:
@@ -44,9 +43,9 @@ def check_context(context: dg.OpExecutionContext, max_concurrent: int | None) ->
 
 
 def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
-    """Returns a copy of `plan` with a payload that runs the command of `plan` once for each partition.
+    """Returns a copy of `plan` with a payload that runs the command of `plan` once for each chunk.
 
-    `max_concurrent` is the largest number of partitions that run at the same time; None means the number of CPUs of the node.
+    `max_concurrent` is the largest number of chunks that run at the same time; None means the number of CPUs of the node.
     """
     payload = plan.payload
     argv = ["python", _RUNNER[0].name, str(max_concurrent or 0), *payload.argv]
@@ -54,14 +53,15 @@ def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
 
 
 def execute_partitions(
-    context: dg.OpExecutionContext, plan: Plan, backend: Backend, resource: ComputeFields, extras: Any
+    context: dg.OpExecutionContext, plan: Plan, backend: Backend, resource: ComputeFields, extras: Any, chunk: int
 ) -> CompletedRun:
     """Run one payload for all partitions of a step that are not materialized yet, and wait until all partitions have ended.
 
-    `plan` comes from `with_runner`. `extras` are the Pipes extras. Returns the result for the user's asset. Raises RunFailure
+    `plan` comes from `with_runner`. `extras` are the Pipes extras. `chunk` is the largest number of partitions that share a
+    process. Returns the result for the user's asset. Raises RunFailure
     unless all partitions succeeded.
     """
-    results = results_so_far(context, plan, resource)
+    results = results_so_far(context, plan, resource, chunk)
     if not results.missing:
         return nothing_missing(context, results, extras)
     try:

@@ -132,6 +132,38 @@ def test_an_array_that_may_have_been_submitted_is_gone_before_its_partitions_are
     assert "may have been submitted" in scene.logged()
 
 
+CHUNK = pipes_script("""
+import os, pathlib
+home = pathlib.Path({home!r})
+keys = pathlib.Path(os.environ["RAYSLURM_PARTITION_KEYS"]).read_text().splitlines()
+assert pipes.partition_key_range == {{"start": keys[0], "end": keys[-1]}}
+with open(home / "ran", "a") as file:
+    file.write(keys[0] + "\\n")
+for key in keys:
+    if key == "part 05" and len((home / "ran").read_text().splitlines()) <= 3:
+        raise ValueError("bad data in " + key)
+    pipes.report_custom_message({{"partition": key}})
+""")
+
+
+def test_each_element_runs_a_chunk(
+    scene: Scene, script: Callable[..., Path], tmp_path: Path, fake_slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    payload = str(script(CHUNK.format(home=str(tmp_path))))
+    result = scene.run(payload, retries=1, tags=tags(KEYS[:8]), max_concurrent=1, chunk=3, allocation="each")
+    assert result.success, scene.failures
+    [failure] = scene.failures
+    assert "7 of 8 partitions are materialized, 1 failed: 'part 05' (the payload raised ValueError: bad" in str(
+        failure.description
+    )
+    assert (tmp_path / "ran").read_text().splitlines() == ["part 00", "part 03", "part 06", "part 05"]
+    found = scene.materializations()
+    assert sorted(found) == KEYS[:8] and {len(each) for each in found.values()} == {1}
+    assert [found[key][0]["Slurm job ID"] for key in KEYS[3:7]] == ["1_1", "1_1", "4_0", "1_2"]
+    assert "---- partitions part 03 to part 05: exit code 1, " in capfd.readouterr().err
+    assert len(fake_slurm.calls("sbatch")) == 2
+
+
 WAITS = """
 import os, pathlib, time
 home = pathlib.Path({home!r})
@@ -198,24 +230,29 @@ COMPUTE = """ComputeResource(
 
 @pytest.fixture
 def service(tmp_path: Path, fake_slurm: FakeSlurm, request: pytest.FixtureRequest) -> Iterator[Service]:
-    """A Dagster instance with ten partitions; the parameter is `keep_run_dirs` of the resource."""
-    compute = COMPUTE.format(base=str(tmp_path / "base"), keep=getattr(request, "param", "failed"))
-    made = Service(tmp_path, compute, count=10, allocation="each", secret_env={"PASSWORD": "not for others"})
+    """A Dagster instance with ten partitions; the parameter is `keep_run_dirs` of the resource, or arguments of the call."""
+    param = getattr(request, "param", {})
+    keep, arguments = ("failed", param) if isinstance(param, dict) else (param, {})
+    compute = COMPUTE.format(base=str(tmp_path / "base"), keep=keep)
+    made = Service(tmp_path, compute, count=10, allocation="each", secret_env={"PASSWORD": "not for others"}, **arguments)
     yield made
     made.kill()
     made.dagster.dispose()
 
 
 @pytest.mark.thorough
-def test_dagster_is_killed(service: Service, fake_slurm: FakeSlurm) -> None:
+@pytest.mark.parametrize(("service", "size"), [({}, 6), ({"chunk": 3}, 2)], indirect=["service"], ids=["partitions", "chunks"])
+def test_dagster_is_killed(service: Service, size: int, fake_slurm: FakeSlurm) -> None:
     """The retry goes on with the array that runs, and submits the next one: each partition runs and is materialized once."""
-    fake_slurm.set(max_array_size=6)
+    fake_slurm.set(max_array_size=size)
     service.let("3")
     killed = service.start()
     assert wait_until(lambda: len(service.materialized()) == 3 or killed.poll() is not None, 90), service.log
     service.kill()
     again = service.start(service.failed())
-    assert wait_until(lambda: "reattached to Slurm job array 1 of 6 elements" in service.log or again.poll() is not None, 90)
+    assert wait_until(
+        lambda: f"reattached to Slurm job array 1 of {size} elements" in service.log or again.poll() is not None, 90
+    )
     service.let("10")
     assert again.wait(90) == 0, service.log
     keys = [f"p{number:02}" for number in range(10)]

@@ -6,6 +6,7 @@ Each attempt is a whole run in a process of its own, on the fake Slurm.
 import collections
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -56,12 +57,13 @@ SESSION = """ComputeResource(
     )"""
 PAYLOAD = pipes_script("""
     import os, pathlib, time
-    home, key = pathlib.Path({home!r}), pipes.partition_key
-    with open(home / "ran", "a") as file:
-        file.write(key + "\\n")
-    until = time.monotonic() + 60
-    while int(key[1:]) >= int((home / "below").read_text() or 0) and time.monotonic() < until:
-        time.sleep(0.02)
+    home = pathlib.Path({home!r})
+    for key in pathlib.Path(os.environ["RAYSLURM_PARTITION_KEYS"]).read_text().splitlines():
+        with open(home / "ran", "a") as file:
+            file.write(key + "\\n")
+        until = time.monotonic() + 60
+        while int(key[1:]) >= int((home / "below").read_text() or 0) and time.monotonic() < until:
+            time.sleep(0.02)
     pipes.report_asset_materialization(metadata={{"job": os.environ["SLURM_JOB_ID"]}})
 """)
 """Payload of partitions that wait until their number is below the one in a file."""
@@ -72,6 +74,8 @@ class Service:
 
     `compute` is Python for the resource, `shared` a directory that payloads see, and `arguments` are further ones of the call.
     """
+
+    asset = dg.AssetKey("scores")
 
     def __init__(self, home: Path, compute: str, shared: str = "", count: int = COUNT, **arguments: object) -> None:
         self.home, self.count = home, count
@@ -115,7 +119,7 @@ class Service:
 
     def materialized(self) -> list[str]:
         """The keys of all materializations so far."""
-        records = self.dagster.fetch_materializations(dg.AssetKey("scores"), limit=10 * self.count).records
+        records = self.dagster.fetch_materializations(self.asset, limit=10 * self.count).records
         return sorted(str(each.partition_key) for each in records)
 
     def ran(self) -> "collections.Counter[str]":
@@ -129,8 +133,9 @@ class Service:
 
 
 @pytest.fixture
-def service(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Service]:
-    made = Service(tmp_path, SESSION.format(base=str(tmp_path / "base")))
+def service(tmp_path: Path, fake_slurm: FakeSlurm, request: pytest.FixtureRequest) -> Iterator[Service]:
+    """A Dagster instance whose partitions run in a session; the parameter is their number."""
+    made = Service(tmp_path, SESSION.format(base=str(tmp_path / "base")), count=getattr(request, "param", COUNT))
     yield made
     made.kill()
     made.dagster.dispose()
@@ -166,6 +171,33 @@ def test_a_slow_process_that_was_taken_for_dead_materializes_nothing_more(
     assert again.wait(60) == 0, service.log
     assert service.materialized() == [f"p{number:02}" for number in range(COUNT)]
     assert "because this attempt was taken for dead" in service.log
+
+
+@pytest.mark.parametrize("service", [60], indirect=True)
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough), pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("killed", ["dagster", "head node"])
+def test_a_kill_at_any_moment_loses_and_repeats_no_materialized_partition(
+    killed: str, seed: int, service: Service, fake_slurm: FakeSlurm
+) -> None:
+    moment = random.Random(seed).randrange(1, 56)
+    service.let("58")  # The last two wait, so that the kill comes before the end.
+    first = service.start()
+    assert wait_until(lambda: sum(service.ran().values()) >= moment or first.poll() is not None, 60), service.log
+    if killed == "dagster":
+        service.kill()
+    else:
+        fake_slurm.end(1, "NODE_FAIL")
+        assert first.wait(60) == 1
+    run, done, before = service.failed(), service.materialized(), service.ran()
+    service.let("60")
+    assert service.start(run).wait(60) == 0, service.log
+    keys, ran = [f"p{number:02}" for number in range(60)], service.ran()
+    assert service.materialized() == keys and sorted(ran) == keys
+    assert {key: ran[key] for key in done} == dict.fromkeys(done, 1)
+    if killed == "dagster":  # Its payload goes on, so nothing runs twice.
+        assert set(ran.values()) == {1}
+    else:
+        assert all(ran[key] == 1 + (key in before) for key in keys if key not in done), (before, ran)
 
 
 def test_dagster_and_the_head_node_are_killed(service: Service, fake_slurm: FakeSlurm) -> None:

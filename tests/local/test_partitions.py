@@ -133,6 +133,72 @@ def test_each_partition_has_its_own_key_and_time_window_and_is_materialized_once
     assert sorted(scene.materializations("below")) == sorted(found)
 
 
+CHUNK = pipes_script("""
+import os, pathlib
+here = pathlib.Path(__file__).parent
+keys = pathlib.Path(os.environ["RAYSLURM_PARTITION_KEYS"]).read_text().splitlines()
+assert pipes.partition_key_range == {"start": keys[0], "end": keys[-1]}, pipes.partition_key_range
+assert os.environ.get("RAYSLURM_PARTITION_KEY") == (keys[0] if len(keys) == 1 else None)
+with open(here / "calls", "a") as file:
+    file.write(",".join(key[5:] for key in keys) + "\\n")
+for key in keys:
+    if key == "part 08" and len((here / "calls").read_text().splitlines()) <= 4:
+        raise ValueError("bad data in " + key)
+    report = {"partition": key, "metadata": {"square": int(key[5:]) ** 2}, "data_version": "version of " + key}
+    pipes.report_custom_message(report)
+pipes.log.info("scored")
+pipes.report_asset_materialization(metadata={"first": keys[0]})
+""")
+
+
+def test_a_failed_chunk_keeps_the_partitions_that_it_has_reported(
+    scene: Scene, script: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert scene.run(str(script(CHUNK)), retries=1, max_concurrent=1, chunk=6).success, scene.failures
+    [failure] = scene.failures
+    assert str(failure.description).startswith("16 of 20 partitions are materialized, 4 failed: 'part 08' (the payload raised")
+    assert sorted(scene.failed) == KEYS[8:12]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["00,01,02,03,04,05", "06,07,08,09,10,11", "12,13,14,15,16,17", "18,19", "08,09,10,11"]
+    found = scene.materializations()
+    assert sorted(found) == KEYS and {len(each) for each in found.values()} == {1}
+    for key, [each] in found.items():
+        assert each["square"] == int(key[5:]) ** 2 and each["tags"] == {"dagster/data_version": f"version of {key}"}
+    assert [found[key][0].get("first") for key in KEYS[5:9]] == ["part 00", None, None, "part 08"]
+    assert "[part 18 to part 19] scored" in scene.logged() and "'partition':" not in scene.logged()
+    assert "---- partitions part 06 to part 11: exit code 1, " in capfd.readouterr().err
+
+
+def test_chunks_have_time_windows_and_go_over_no_materialized_partition(
+    scene: Scene, script: Callable[..., Path], tmp_path: Path
+) -> None:
+    days = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-08")
+    tags = {"dagster/asset_partition_range_start": "2026-01-01", "dagster/asset_partition_range_end": "2026-01-07"}
+    payload = script(
+        pipes_script("""
+        import os, pathlib
+        here, window = pathlib.Path(__file__).parent, pipes.partition_time_window
+        first, last = (str(window[end])[8:10] for end in ("start", "end"))
+        with open(here / "windows", "a") as file:
+            file.write(f"{first}-{last} ")
+        if len((here / "windows").read_text().split()) == 1:
+            pipes.report_custom_message({"partition": "2026-01-03"})
+            raise ValueError("bad data")
+    """)
+    )
+    assert scene.run(str(payload), days, tags, retries=1, max_concurrent=1, chunk=5).success, scene.failures
+    assert (tmp_path / "windows").read_text().split() == ["01-06", "06-08", "01-03", "04-06"]
+    assert {len(each) for each in scene.materializations().values()} == {1}
+
+
+def test_a_chunk_reports_only_its_own_partitions(scene: Scene, script: Callable[..., Path]) -> None:
+    body = "first = pipes.partition_key_range['start']\n"
+    body += "pipes.report_custom_message({'partition': 'part 00' if first == 'part 03' else first})"
+    assert not scene.run(str(script(pipes_script(body))), tags=FIRST_SIX, chunk=3).success
+    assert sorted(scene.materializations()) == KEYS[:3]
+    assert scene.failed.keys() == set(KEYS[3:6]) and "partition 'part 00', which is not in its chunk" in scene.failed[KEYS[5]]
+
+
 def test_a_partition_is_judged_as_a_payload(scene: Scene, script: Callable[..., Path]) -> None:
     payload = script("""
         import os, signal
@@ -180,6 +246,7 @@ def test_a_lost_payload_keeps_what_has_succeeded(scene: Scene, script: Callable[
     [
         ({}, {"partitions": None, "tags": {}}, "run_partitions: this run has no partitions"),
         ({}, {"max_concurrent": 0}, "max_concurrent: 0 is no number of partitions"),
+        ({}, {"chunk": 0}, "chunk: 0 is no number of partitions"),
         ({}, {"max_concurrent": True}, "max_concurrent: True is no number of partitions"),
         ({}, {"allocation": "each"}, "allocation: 'each' makes job arrays, for which mode 'local' has none; use mode 'slurm'"),
         ({}, {"allocation": "own"}, "allocation: 'own' is neither 'shared' nor 'each'"),

@@ -24,7 +24,7 @@ def start(path: Path, keys: list[str], command: list[str], limit: int = 2, **mor
         "code_version_by_asset_key": {"a": None},
         "provenance_by_asset_key": {"a": None},
     }
-    context |= {"run_id": "run", "job_name": "job", "retry_number": 0, "extras": {}, "partitions": dict.fromkeys(keys)}
+    context |= {"run_id": "run", "job_name": "job", "retry_number": 0, "extras": {}, "partitions": [{key: None} for key in keys]}
     (path / "pipes_context.json").write_text(json.dumps(context))
     (path / "messages").touch()
     messages = encode_param({"path": str(path / "messages")})
@@ -55,7 +55,7 @@ def test_no_more_partitions_run_at_a_time_than_the_limit(tmp_path: Path, script:
     out, err = runner.communicate(timeout=30)
     assert (runner.returncode, out, err) == (0, "", "")
     first, *told, last = messages(tmp_path)
-    assert (first["method"], last["method"]) == ("opened", "closed") and len({each["params"]["key"] for each in told}) == 9
+    assert (first["method"], last["method"]) == ("opened", "closed") and len({each["params"]["keys"][0] for each in told}) == 9
     counts = [json.loads(line) for each in told for line in each["params"]["messages"] if "custom" in line]
     assert max(each["params"]["payload"] for each in counts) == 3
     assert sorted(each.name for each in tmp_path.iterdir()) == ["messages", "payload.py", "pipes_context.json"]
@@ -75,7 +75,11 @@ def test_at_sigterm_no_partition_starts_and_those_that_run_may_end(tmp_path: Pat
     runner.send_signal(signal.SIGTERM)
     runner.communicate(timeout=30)
     assert runner.returncode == 143
-    assert [each["params"].get("key") for each in messages(tmp_path)] == [None, "b", None]  # `a` was ended, and has not failed.
+    assert [each["params"].get("keys") for each in messages(tmp_path)] == [
+        None,
+        ["b"],
+        None,
+    ]  # `a` was ended, and has not failed.
     assert not (tmp_path / "begun c").exists()
 
 

@@ -126,18 +126,19 @@ def test_two_steps_share_a_limit_on_submitted_jobs(slurm_compute: Make, script: 
 
 
 class OnStack(Service):
-    """A Dagster instance of its own, whose payloads see a directory of the cluster."""
+    """A Dagster instance of its own, whose payloads see a directory of the cluster; `arguments` are those of the call."""
 
-    def __init__(self, home: Path, site: Site) -> None:
+    def __init__(self, home: Path, site: Site, mode: str = "slurm", count: int = 6, **arguments: Any) -> None:
         self.site, self.shared = site, f"{site.base}/shared"
         queue = {"partition": "compute", "time_limit": "00:05:00", **SMALL}
         slurm = (
             f"SlurmResource(ssh=SSHConnectionResource(**{site.ssh.model_dump()!r}), remote_base={site.base!r}, poll_interval=1, "
         )
         slurm += f"queue=SlurmQueueConfig(**{queue!r}))"
-        fields = f"pre_deployed_env_path={site.env_path!r}, local_base={str(home / 'base')!r}"
-        compute = f"ComputeResource(mode='slurm', slurm={slurm}, {fields}, default_launcher=BashLauncher(grace_period=3))"
-        super().__init__(home, compute, self.shared, count=6, allocation="each")
+        fields = f"pre_deployed_env_path={site.env_path!r}, local_base={str(home / 'base')!r}, "
+        fields += "session=SessionConfig(idle_timeout=10)"
+        compute = f"ComputeResource(mode={mode!r}, slurm={slurm}, {fields}, default_launcher=BashLauncher(grace_period=3))"
+        super().__init__(home, compute, self.shared, count=count, **arguments)
 
     def let(self, number: str) -> None:
         self.site.connection.make_dir(self.shared)
@@ -149,7 +150,7 @@ class OnStack(Service):
 
 @pytest.fixture
 def service(tmp_path: Path, site: Site) -> Iterator[OnStack]:
-    made = OnStack(tmp_path, site)
+    made = OnStack(tmp_path, site, allocation="each")
     yield made
     made.kill()
     made.dagster.dispose()

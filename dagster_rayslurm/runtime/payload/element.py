@@ -1,7 +1,7 @@
-"""The start records of one element of a job array; each element runs one partition of a step.
+"""The start records of one element of a job array; each element runs one chunk of a step's partitions.
 
-The directory of the array has the start records that all elements share, and the Pipes context with the keys of all partitions,
-in the order of the elements. Each element makes its own start records from these files, so one upload serves all elements.
+The directory of the array has the start records that all elements share, and the Pipes context with the chunks, in the order of
+the elements. Each element makes its own start records from these files, so one upload serves all elements.
 """
 
 from __future__ import annotations
@@ -10,42 +10,41 @@ import contextlib
 import dataclasses
 import json
 import os
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List
 
 from ..protocol.record import CONTEXT, ENDED, PAYLOAD, SECRETS, write_atomically
 from ..protocol.rpc import derive_key
 from ..protocol.spec import PayloadSpec, RuntimeSpec, from_json, read_text, to_json
-from .partition_runner import PARTITIONS, context_of
+from .partition_runner import PARTITIONS, Chunk, context_of, lines_of, variables_of
 
-KEY = "RAYSLURM_PARTITION_KEY"  # Variable with the key of the payload's partition.
+_KEYS = "partition_keys"  # File in the element's run directory with the keys of its partitions, one a line.
 
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """One element of a job array, which runs one partition of a Dagster step.
-
-    `key` is the partition's key. `window` is its time window, a dictionary with start and end, or None for a partition without
-    one.
-    """
+    """One element of a job array, which runs one chunk of the partitions of a Dagster step."""
 
     array_dir: str
     number: int
-    key: str
-    window: Optional[Dict[str, str]]
-    context: Dict[str, Any]  # The Pipes context that all partitions share.
+    chunk: Chunk
+    context: Dict[str, Any]  # The Pipes context that all chunks share.
 
     @property
     def run_dir(self) -> str:
         """Path of the element's own run directory, which the batch script has created."""
         return os.path.join(self.array_dir, str(self.number))
 
+    @property
+    def _variables(self) -> Dict[str, str]:
+        return variables_of(self.chunk, os.path.join(self.run_dir, _KEYS))
+
     def spec(self, spec: RuntimeSpec) -> RuntimeSpec:
         """Returns a copy of `spec`, the start record of the whole array, for the runtime of this element.
 
-        The copy has the element's own cluster id and control key, and the partition key as a variable for Ray workers.
+        The copy has the element's own cluster id and control key, and the variables with the partition keys for Ray workers.
         """
         key = spec.control_key and derive_key(spec.control_key, "element %d" % self.number)
-        worker_env = {**spec.worker_env, KEY: self.key}
+        worker_env = {**spec.worker_env, **self._variables}
         cluster_id = "%s-%d" % (spec.cluster_id, self.number)
         return dataclasses.replace(spec, cluster_id=cluster_id, control_key=key, worker_env=worker_env)
 
@@ -55,10 +54,11 @@ class Element:
         To be called only on the element's first node. Raises OSError if a file cannot be read or written.
         """
         payload = from_json(PayloadSpec, read_text(os.path.join(self.array_dir, PAYLOAD)))
-        env = {**payload.env, KEY: self.key}
+        env = {**payload.env, **self._variables}
         payload = dataclasses.replace(payload, nonce="%s-%d" % (payload.nonce, self.number), env=env)
         self._write(PAYLOAD, to_json(payload))
-        self._write(CONTEXT, json.dumps(context_of(self.context, self.key, self.window)))
+        self._write(CONTEXT, json.dumps(context_of(self.context, self.chunk)))
+        self._write(_KEYS, lines_of(self.chunk))
         with contextlib.suppress(FileNotFoundError):
             self._write(SECRETS, read_text(os.path.join(self.array_dir, SECRETS)))
 
@@ -74,11 +74,11 @@ class Element:
 def find(array_dir: str, number: int) -> Element:
     """Returns the element with the number `number` of the job array whose directory is `array_dir`.
 
-    Reads the array's Pipes context. `number` is SLURM_ARRAY_TASK_ID, which counts the partitions from 0. Raises OSError if the
+    Reads the array's Pipes context. `number` is SLURM_ARRAY_TASK_ID, which counts the chunks from 0. Raises OSError if the
     Pipes context cannot be read, and ValueError if the array has no such element.
     """
     context = json.loads(read_text(os.path.join(array_dir, CONTEXT)))
-    partitions: Tuple[Tuple[str, Optional[Dict[str, str]]], ...] = tuple(context.pop(PARTITIONS).items())
-    if number >= len(partitions):
-        raise ValueError("%s has %d partitions, and none for element %d" % (array_dir, len(partitions), number))
-    return Element(array_dir, number, *partitions[number], context)
+    chunks: List[Chunk] = context.pop(PARTITIONS)
+    if number >= len(chunks):
+        raise ValueError("%s has %d elements, and no element %d" % (array_dir, len(chunks), number))
+    return Element(array_dir, number, chunks[number], context)

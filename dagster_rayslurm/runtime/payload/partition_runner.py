@@ -1,13 +1,12 @@
-"""The program of a payload with partitions: it runs the payload's command once for each partition, several at a time.
+"""The program of a payload with partitions: it runs the payload's command once for each chunk of partitions, several at a time.
 
-The runtime starts the program as `python partition_runner.py LIMIT COMMAND…`. A copy of this file and a copy of `preload_child`
-lie in the same directory, so this program imports nothing else of the package. The keys of the partitions are in the run
-directory's Pipes context. Each partition has a forked process with a Pipes context and messages of its own. When the process of a
-partition has ended, the partition's output is written to this program's stdout and stderr as one section, and one Pipes message
-tells how the process ended.
+A chunk is one partition, or several that follow each other (`run_partitions(chunk=…)`). The runtime starts the program as `python
+partition_runner.py LIMIT COMMAND…`. A copy of this file and a copy of `preload_child` lie in the same directory, so this program
+imports nothing else of the package. The keys of the partitions are in the run directory's Pipes context. Each chunk has a forked
+process with a Pipes context and messages of its own. When the process of a chunk has ended, the chunk's output is written to this
+program's stdout and stderr as one section, and one Pipes message tells how the process ended.
 
-This program exits with 0 although partitions have failed. At SIGTERM the program starts no more partitions, and waits for running
-partitions.
+This program exits with 0 although chunks have failed. At SIGTERM the program starts no more chunks, and waits for running chunks.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ import tempfile
 import time
 import types
 import zlib
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
-PARTITIONS = "partitions"  # Key in the Pipes context of the run directory: time windows, or None, by partition key.
-METHOD = "partition"  # The `method` of the Pipes message that tells how a partition ended.
+Chunk = Dict[str, Optional[Dict[str, str]]]  # By partition key: the time window, or None for a partition without one.
+
+PARTITIONS = "partitions"  # Key in the Pipes context of the run directory: the list of chunks.
+METHOD = "partition"  # The `method` of the Pipes message that tells how the process of a chunk ended.
 
 _CONTEXT = "pipes_context.json"
 _TAIL = 8192  # Most bytes of the end of each output stream in the message, from which Dagster's side explains a failure.
@@ -36,9 +37,9 @@ _STREAMS = (("stdout", 1), ("stderr", 2))
 
 
 class Runner:
-    """Runs `command` once for each partition of one payload, at most `limit` partitions at a time.
+    """Runs `command` once for each chunk of partitions of one payload, at most `limit` chunks at a time.
 
-    The partitions come from the Pipes context in the run directory. The first word "python" of `command` stands for this
+    The chunks come from the Pipes context in the run directory. The first word "python" of `command` stands for this
     interpreter.
     """
 
@@ -47,24 +48,26 @@ class Runner:
         self._limit = limit
         with open(os.path.join(os.environ["RAYSLURM_RUN_DIR"], _CONTEXT), encoding="utf-8") as file:
             self._context: Dict[str, Any] = json.load(file)
-        self._windows: Dict[str, Optional[Dict[str, str]]] = self._context.pop(PARTITIONS)
+        self._chunks: List[Chunk] = self._context.pop(PARTITIONS)
         path = json.loads(zlib.decompress(base64.b64decode(os.environ["DAGSTER_PIPES_MESSAGES"])))["path"]
         self._messages = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._directory = tempfile.mkdtemp(prefix="partitions-", dir=os.path.dirname(path))  # The runtime sweeps that one.
         self._started = 0
-        self._running: Dict[int, Tuple[str, str, float]] = {}  # By process id: the key, the beginning of file names, the start.
+        self._running: Dict[
+            int, Tuple[Chunk, str, float]
+        ] = {}  # By process id: the chunk, the beginning of file names, the start.
         self._stopping = False
 
     def run(self) -> Optional[Dict[str, str]]:
-        """Run all partitions, each in a forked process, and block until all have ended; then return None.
+        """Run all chunks, each in a forked process, and block until all have ended; then return None.
 
-        The method also returns in each forked process, but there with the environment variables for the partition's command,
-        which the caller must then run. After SIGTERM, no more partitions start, and the method returns None when the running ones
+        The method also returns in each forked process, but there with the environment variables for the chunk's command,
+        which the caller must then run. After SIGTERM, no more chunks start, and the method returns None when the running ones
         have ended.
         """
         signal.signal(signal.SIGTERM, self._stop)
         self._send("opened", {"extras": {}})
-        pending = list(self._windows)[::-1]
+        pending = self._chunks[::-1]
         while pending or self._running:
             while pending and len(self._running) < self._limit and not self._stopping:
                 env = self._start(pending.pop())
@@ -89,20 +92,22 @@ class Runner:
         for pid in list(self._running):
             _signal_group(pid, signal.SIGTERM)
 
-    def _start(self, key: str) -> Optional[Dict[str, str]]:
-        """Fork a process for the partition `key`, whose output goes to files.
+    def _start(self, chunk: Chunk) -> Optional[Dict[str, str]]:
+        """Fork a process for a chunk, whose output goes to files.
 
-        Returns None in this process; in the forked process, returns the environment variables for the partition's command.
+        Returns None in this process; in the forked process, returns the environment variables for the chunk's command.
         """
         self._started += 1
         files = os.path.join(self._directory, "%d-" % self._started)
         with open(files + "context", "w", encoding="utf-8") as file:
-            json.dump(context_of(self._context, key, self._windows[key]), file)
+            json.dump(context_of(self._context, chunk), file)
+        with open(files + "keys", "w", encoding="utf-8") as file:
+            file.write(lines_of(chunk))
         # A SIGTERM waits until this process knows of the forked one, and the forked one has the usual handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         pid = os.fork()
         if pid:
-            self._running[pid] = key, files, time.time()
+            self._running[pid] = chunk, files, time.time()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             if self._stopping:
                 _signal_group(pid, signal.SIGTERM)
@@ -114,39 +119,39 @@ class Runner:
             os.dup2(fd, number)
             os.close(fd)
         os.close(self._messages)
-        env = dict(os.environ, RAYSLURM_PARTITION_KEY=key)
+        env = {**os.environ, **variables_of(chunk, files + "keys")}
         env["DAGSTER_PIPES_CONTEXT"] = _parameter({"path": files + "context"})
         env["DAGSTER_PIPES_MESSAGES"] = _parameter({"path": files + "messages"})
         return env
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
-        """Handle the end of a partition's process: write its output to stdout and stderr, and report the end in a Pipes message.
+        """Handle the end of a chunk's process: write its output to stdout and stderr, and report the end in a Pipes message.
 
-        The arguments are the results of `os.wait3` for the process. After SIGTERM, a partition that has not succeeded is not
+        The arguments are the results of `os.wait3` for the process. After SIGTERM, a chunk that has not succeeded is not
         reported, because it was ended and has not failed.
         """
-        key, files, started = self._running.pop(pid)
+        chunk, files, started = self._running.pop(pid)
         _signal_group(pid, signal.SIGKILL)  # What it has left behind.
         ended, by_signal = time.time(), os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         code = None if by_signal else os.WEXITSTATUS(status)
         how = "killed by signal %d" % by_signal if by_signal else "exit code %d" % (code or 0)
         tails = []
         for name, number in _STREAMS:
-            tail = _show(files + name, number, "---- partition %s: %s, %.1f s ----\n" % (key, how, ended - started))
+            tail = _show(files + name, number, title_of(chunk, "%s, %.1f s" % (how, ended - started)))
             if tail:
                 tails.append([name, tail])
         lines = []
         if os.path.exists(files + "messages"):
             with open(files + "messages", encoding="utf-8", errors="replace") as file:
                 lines = [line.rstrip("\n") for line in file]
-        for name in ("messages", "stdout", "stderr", "context"):
+        for name in ("messages", "stdout", "stderr", "context", "keys"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(files + name)
         if self._stopping and code != 0:
             return  # It was ended, and has not failed.
         end = {"reason": "exit", "exit_code": code, "signal": by_signal, "started_at": started, "ended_at": ended}
         figures = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_memory": usage.ru_maxrss * 1024}
-        self._send(METHOD, {"key": key, "end": end, "usage": figures, "messages": lines, "output": tails})
+        self._send(METHOD, {"keys": list(chunk), "end": end, "usage": figures, "messages": lines, "output": tails})
 
     def _send(self, method: str, params: Dict[str, Any]) -> None:
         line = json.dumps({"__dagster_pipes_version": "0.1", "method": method, "params": params})
@@ -155,13 +160,47 @@ class Runner:
             view = view[os.write(self._messages, view) :]
 
 
-def context_of(context: Dict[str, Any], key: str, window: Optional[Dict[str, str]]) -> Dict[str, Any]:
-    """Returns the Pipes context of one partition: `context`, which all partitions share, with the partition's `key` and `window`.
+def context_of(context: Dict[str, Any], chunk: Chunk) -> Dict[str, Any]:
+    """Returns the Pipes context of one chunk: `context`, which all chunks share, with the chunk's range of keys and time window.
 
-    `window` is the time window; None for a partition without one.
+    Only a chunk of one partition has a `partition_key`, as in Dagster.
     """
-    own = {"partition_key": key, "partition_key_range": {"start": key, "end": key}, "partition_time_window": window}
-    return {**context, **own}
+    first, last = _ends(chunk)
+    start, end = chunk[first], chunk[last]
+    return {
+        **context,
+        "partition_key": first if len(chunk) == 1 else None,
+        "partition_key_range": {"start": first, "end": last},
+        "partition_time_window": {"start": start["start"], "end": end["end"]} if start and end else None,
+    }
+
+
+def lines_of(chunk: Iterable[str]) -> str:
+    """Returns the text of the file with a chunk's keys, one a line; Dagster allows no line breaks in keys."""
+    return "".join(key + "\n" for key in chunk)
+
+
+def variables_of(chunk: Chunk, path: str) -> Dict[str, str]:
+    """Returns the environment variables with the keys of a payload's chunk; `path` is the path of the file with the keys."""
+    single = {"RAYSLURM_PARTITION_KEY": next(iter(chunk))} if len(chunk) == 1 else {}
+    return {**single, "RAYSLURM_PARTITION_KEYS": path}
+
+
+def span_of(keys: Iterable[str]) -> str:
+    """Returns the words for the keys of a chunk: "a", or "a to c"."""
+    first, last = _ends(keys)
+    return first if first == last else "%s to %s" % (first, last)
+
+
+def title_of(keys: Iterable[str], how: str) -> str:
+    """Returns the title line of a chunk's output; `how` tells how the chunk ended."""
+    first, last = _ends(keys)
+    return "---- partition%s %s: %s ----\n" % ("" if first == last else "s", span_of(keys), how)
+
+
+def _ends(keys: Iterable[str]) -> Tuple[str, str]:
+    listed = list(keys)
+    return listed[0], listed[-1]
 
 
 def _show(path: str, number: int, title: str) -> str:
@@ -214,7 +253,7 @@ def _parameter(value: Dict[str, Any]) -> str:
 
 
 def become(command: List[str], env: Dict[str, str], parent: int) -> None:
-    """Run a partition's command in this forked process, with the environment variables `env`.
+    """Run a chunk's command in this forked process, with the environment variables `env`.
 
     If `command` is `[this Python, SCRIPT, …]` or `[this Python, "-m", MODULE, …]`, the function tries to run the script or module
     in this process, and then returns at its end. Otherwise the command replaces this process (`exec`), so that the function never
@@ -242,10 +281,10 @@ def become(command: List[str], env: Dict[str, str], parent: int) -> None:
 
 
 def main() -> int:
-    """Run the command of the payload once for each partition, and return the exit code: 0 when all partitions have ended.
+    """Run the command of the payload once for each chunk, and return the exit code: 0 when all chunks have ended.
 
-    It is 0 even if partitions have failed, and 143 after SIGTERM. The function also returns in each forked process, with 0, when
-    the partition's script has ended without an exception.
+    It is 0 even if chunks have failed, and 143 after SIGTERM. The function also returns in each forked process, with 0, when
+    the chunk's script has ended without an exception.
     """
     __import__("preload_child")
     del sys.path[0]  # The directory of this file.
