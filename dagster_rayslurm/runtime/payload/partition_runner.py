@@ -118,7 +118,10 @@ class Runner:
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             os.unlink(files + "context")
-            raise _CannotFork("no process can be forked for it: %s" % error.strerror) from error
+            raise _CannotFork(
+                "no process can be forked for it: %s; request more memory, or raise the limit of processes (ulimit -u)"
+                % error.strerror
+            ) from error
         if pid:
             self._running[pid] = key, files, time.time()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
