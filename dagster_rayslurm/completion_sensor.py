@@ -6,14 +6,20 @@ import json
 import threading
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from .compute import ComputeResource
 from .handle import TAG, RunHandle
 
+if TYPE_CHECKING:
+    from .execution.submitted import EndedRun
+
+Event = dg.AssetMaterialization | dg.AssetObservation | dg.AssetCheckEvaluation
+
 _LOOK_TIMEOUT = 30.0  # Seconds for one look at the cluster; Dagster ends a tick after 60.
+_DATA_VERSION = "dagster/data_version"  # Tag of a materialization.
 _METADATA = "Run"  # Metadata key of the run's name in each event; a repeated tick finds the events of the run by this name.
 _LATEST = 100  # Number of an asset's latest events of each kind among which a repeated tick looks for the events of a run.
 
@@ -32,9 +38,10 @@ def build_completion_sensor(
     Each tick lists all submitted runs and Slurm's queue with one remote call. What the sensor does for a run that has ended
     depends on `job` and `asset_selection`:
 
-    - Without both, the sensor stores an event of the run's asset. For a success this is an `AssetMaterialization` with the
-      metadata that the payload reported, for a failure an `AssetObservation` with a sentence about the failure. Output files are
-      not copied.
+    - Without both, the sensor stores events. For a success, it stores an `AssetMaterialization` of the run's asset and of each
+      further asset that the payload reported, with the reported metadata and data version, and an `AssetCheckEvaluation` for each
+      reported asset check. For a failure, it stores an `AssetObservation` of the run's asset with a sentence about the failure.
+      Output files are not copied.
     - With either, the sensor requests a Dagster run, for a success and a failure alike. The `RunHandle` of the submitted run is
       in a tag of the Dagster run, where `reattach` finds the handle. Write the asset so that it returns
       `compute.reattach(context=context).get_materialize_result()`; this call also copies output files.
@@ -84,7 +91,8 @@ def build_completion_sensor(
         if job is not None or asset_selection is not None:
             requests = [_request(each.handle) for each in ended]
             return dg.SensorResult(run_requests=requests, cursor=cursor)
-        events = [_event(each) for each in ended if each.handle.asset_key and not _is_reported(context, each.handle)]
+        events = [event for each in ended if each.handle.asset_key for event in _events(each)]
+        events = [event for event in events if not _is_reported(context, event)]
         return dg.SensorResult(asset_events=events, cursor=cursor)
 
     return completion
@@ -139,22 +147,60 @@ def _request(handle: RunHandle) -> dg.RunRequest:
     return dg.RunRequest(run_key=handle.run, partition_key=handle.partition_key, tags={TAG: handle.to_json()})
 
 
-def _event(each: Any) -> dg.AssetMaterialization | dg.AssetObservation:
-    key, partition = dg.AssetKey.from_user_string(each.handle.asset_key), each.handle.partition_key
-    if each.verdict.kind is None:
-        return dg.AssetMaterialization(key, description="submitted run succeeded", metadata=each.metadata, partition=partition)
-    metadata = {"Failure kind": each.verdict.kind.value, "Failure": each.verdict.sentence, **each.metadata}
-    return dg.AssetObservation(key, description=each.verdict.sentence, metadata=metadata, partition=partition)
+def _events(each: EndedRun) -> list[Event]:
+    """Returns the events of a submitted run that has ended: of a failure one observation, of a success all that it reported.
 
-
-def _is_reported(context: dg.SensorEvaluationContext, handle: RunHandle) -> bool:
-    """Returns whether an event in Dagster's event log already reports the end of the submitted run of `handle`.
-
-    The function reads the latest `_LATEST` materializations and the latest `_LATEST` observations of the run's asset. Dagster's
-    daemon may have stored such an event in an earlier tick, and died before it stored the sensor's cursor.
+    A success has one materialization of the handle's asset and of each further asset that the payload reported, and its checks.
+    Checks have no partition, because the sensor does not know whether the check is partitioned.
     """
-    key = dg.AssetKey.from_user_string(handle.asset_key or "")
-    found = [*context.instance.fetch_materializations(key, limit=_LATEST).records]
-    found += context.instance.fetch_observations(key, limit=_LATEST).records
-    events = [each.asset_materialization or each.event_log_entry.asset_observation for each in found]
-    return any(event is not None and getattr(event.metadata.get(_METADATA), "value", None) == handle.run for event in events)
+    key, partition = dg.AssetKey.from_user_string(each.handle.asset_key or ""), each.handle.partition_key
+    reported: dict[dg.AssetKey, dict[str, Any]] = {key: {}}
+    versions: dict[dg.AssetKey, str] = {}
+    checks: list[Event] = []
+    for result in each.results:
+        asset, metadata = result.asset_key or key, dict(result.metadata or {})
+        if isinstance(result, dg.AssetCheckResult):
+            evaluation = dg.AssetCheckEvaluation(
+                asset, result.check_name or "", result.passed, {**metadata, **each.metadata}, severity=result.severity
+            )
+            checks.append(evaluation)
+            continue
+        reported.setdefault(asset, {}).update(metadata)
+        if result.data_version is not None:
+            versions[asset] = result.data_version.value
+    if each.verdict.kind is not None:
+        why = {"Failure kind": each.verdict.kind.value, "Failure": each.verdict.sentence}
+        metadata = {**why, **reported[key], **each.metadata}
+        return [dg.AssetObservation(key, description=each.verdict.sentence, metadata=metadata, partition=partition)]
+    materializations = [
+        dg.AssetMaterialization(
+            asset,
+            description="submitted run succeeded",
+            metadata={**metadata, **each.metadata},
+            partition=partition,
+            tags={_DATA_VERSION: versions[asset]} if asset in versions else None,
+        )
+        for asset, metadata in reported.items()
+    ]
+    return [*materializations, *checks]
+
+
+def _is_reported(context: dg.SensorEvaluationContext, event: Event) -> bool:
+    """Returns whether Dagster's event log already has this event of a submitted run, or another event like it of the same run.
+
+    The function reads the latest `_LATEST` events of this kind of the asset or asset check. Dagster's daemon may have stored the
+    event in an earlier tick, and died before it stored the sensor's cursor.
+    """
+    found: Any
+    if isinstance(event, dg.AssetMaterialization):
+        records = context.instance.fetch_materializations(event.asset_key, limit=_LATEST).records
+        found = [each.asset_materialization for each in records]
+    elif isinstance(event, dg.AssetObservation):
+        records = context.instance.fetch_observations(event.asset_key, limit=_LATEST).records
+        found = [each.event_log_entry.asset_observation for each in records]
+    else:
+        storage = context.instance.event_log_storage
+        history = storage.get_asset_check_execution_history(event.asset_check_key, limit=_LATEST)
+        found = [each.event and each.event.asset_check_evaluation for each in history]
+    run = event.metadata[_METADATA].value
+    return any(each is not None and getattr(each.metadata.get(_METADATA), "value", None) == run for each in found)

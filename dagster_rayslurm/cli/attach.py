@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -102,25 +103,34 @@ def _part(ident: str) -> Entry:
 class _Files:
     """The files that one call of `attach` writes into the directory of a run or session; removed at the end of the `with` block.
 
-    The names are unique, because several users of one session may attach at the same time.
+    SIGTERM and SIGHUP end the block by SystemExit, so that the files are removed. The names are unique, because several users of
+    one session may attach at the same time.
     """
 
     def __init__(self, one: Entry) -> None:
         self._one, self._paths = one, list[str]()
+        self._before: dict[int, Any] = {}  # The handlers of the signals outside of the block.
 
     def __enter__(self) -> _Files:
+        self._before = {each: signal.signal(each, _exit) for each in (signal.SIGTERM, signal.SIGHUP)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for path in self._paths:
             with contextlib.suppress(OSError):
                 self._one.connection.remove(path)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def write(self, suffix: str, content: bytes) -> str:
         """Writes a file that only this user can read, and returns its path."""
         self._paths.append(f"{self._one.directory}/attach.{secrets.token_hex(8)}{suffix}")
         self._one.connection.write(self._paths[-1], content)
         return self._paths[-1]
+
+
+def _exit(signum: int, _: object) -> None:
+    sys.exit(128 + signum)
 
 
 def _jupyter(one: Entry, files: _Files) -> int:

@@ -8,7 +8,7 @@ closing, SQLite copies the write-ahead log into the database. Both take most of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -53,25 +53,35 @@ def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
 def _open(storage: Any, run_id: str) -> ExitStack:
     """Make a SQLite event log storage write the events of the Dagster run `run_id` over connections that stay open.
 
-    The caller must close the returned stack, which closes the connections. The storage opens and closes a connection for each
-    event of any other run, as before.
+    The caller must close the returned stack. This waits for the event that another thread is writing, and then closes the
+    connections. The storage opens and closes a connection for each event of any other run, as before.
     """
     lock = threading.Lock()
-    original = storage.run_connection
+    original_run, original_index = storage.run_connection, storage.index_connection
+    engines: dict[str, Engine] = {}  # Empty once the connections are closed.
+
+    def close() -> None:
+        with lock:
+            while engines:
+                engines.popitem()[1].dispose()
+
+    @contextmanager
+    def connection(shard: str, otherwise: Callable[[], AbstractContextManager[Connection]]) -> Iterator[Connection]:
+        with lock:
+            if shard in engines:
+                with engines[shard].begin() as opened:
+                    yield opened
+                return
+        with otherwise() as opened:  # The storage asked for the connection before the connections were closed.
+            yield opened
+
+    def run_connection(which: str | None = None) -> AbstractContextManager[Connection]:
+        return connection(run_id, lambda: original_run(run_id)) if which == run_id else original_run(which)
+
     with ExitStack() as stack:
-        engines = {shard: _engine(storage.conn_string_for_shard(shard)) for shard in (run_id, _INDEX)}
-        for engine in engines.values():
-            stack.callback(engine.dispose)
-
-        @contextmanager
-        def connection(shard: str) -> Iterator[Connection]:
-            with lock, engines[shard].begin() as opened:
-                yield opened
-
-        def run_connection(which: str | None = None) -> AbstractContextManager[Connection]:
-            return connection(run_id) if which == run_id else original(which)
-
-        for name, method in zip(_METHODS, (run_connection, lambda: connection(_INDEX)), strict=True):
+        stack.callback(close)
+        engines.update({shard: _engine(storage.conn_string_for_shard(shard)) for shard in (run_id, _INDEX)})
+        for name, method in zip(_METHODS, (run_connection, lambda: connection(_INDEX, original_index)), strict=True):
             setattr(storage, name, method)
             stack.callback(delattr, storage, name)
         return stack.pop_all()

@@ -17,6 +17,7 @@ from ..compute_fields import ComputeFields
 from ..failures import CompletedRun, RunFailure
 from ..plan import Plan
 from ..runtime.payload import partition_runner, preload_child
+from ..runtime.payload.preload_server import command_problem
 from .event_log import open_event_log
 from .partition_results import NO_MATERIALIZATION, nothing_missing, results_so_far
 from .run import drive, executing
@@ -48,8 +49,13 @@ def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
     `max_concurrent` is the largest number of chunks that run at the same time; None means the number of CPUs of the node.
     """
     payload = plan.payload
+    # Linux counts the memory of a forked process to the peak of the command that replaces it. So the runner has no modules to
+    # preload if the partitions' command cannot use them.
+    preload = [] if command_problem(payload.argv, "python") else payload.preload
     argv = ["python", _RUNNER[0].name, str(max_concurrent or 0), *payload.argv]
-    return replace(plan, payload=replace(payload, argv=argv, extra_files=[*payload.extra_files, *map(str, _RUNNER)]))
+    return replace(
+        plan, payload=replace(payload, argv=argv, preload=preload, extra_files=[*payload.extra_files, *map(str, _RUNNER)])
+    )
 
 
 def execute_partitions(

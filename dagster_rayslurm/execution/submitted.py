@@ -55,9 +55,11 @@ _PAUSE = 1.0  # Seconds between two looks at another process's undecided claim.
 _LATE, _NEVER_SUBMITTED = 60.0, 900.0
 # Seconds after Slurm's word that a job is over within which the record may still get its `end`, or a requeued job may come back.
 _LATE_END, _LATE_REQUEUE = 60.0, 300.0
-# When this process first saw each job over whose record had no final `end`, by run directory, by the monotonic clock.
-_over_since: dict[str, float] = {}
+# When this process first saw each job over, by name of the run, by the monotonic clock. A look at a place, base directory and
+# sensor replaces the entries of the look before, so that a run that goes on, is reported or is removed has none.
+_over_since: dict[tuple[str, str, str], dict[str, float]] = {}
 _CHUNK = 1024 * 1024
+_RESULTS = ("report_asset_materialization", "report_asset_check")  # Pipes messages that become events.
 _SQUEUE_TIMEOUT = 120.0
 _TAIL = 65536  # Bytes of the end of the recorded output that are read for the sentence of a failure.
 
@@ -269,7 +271,8 @@ class EndedRun:
 
     handle: RunHandle
     verdict: Verdict
-    metadata: Metadata  # The metadata that the payload reported for its asset, and the metadata of the run.
+    metadata: Metadata  # The metadata of the run, without what the payload reported.
+    results: Sequence[dg.MaterializeResult | dg.AssetCheckResult]  # What the payload reported, in its order.
 
 
 def look_for_ends(
@@ -293,6 +296,7 @@ def look_for_ends(
     )
     snapshot = listed_snapshot(connection.place, *found["queue"])
     ended, waiting = [], 0
+    place, now, over = (connection.place, base, sensor), time.monotonic(), dict[str, float]()
     for each in found["runs"]:
         if each["known"] or each["reporter"] not in ("", sensor):
             continue
@@ -301,11 +305,17 @@ def look_for_ends(
         if handle is None:
             waiting += 1
             continue
-        evidence, reported = _read_record(connection, run_dir, handle)
-        if not _is_final(evidence, handle, run_dir):
+        evidence, results = _read_record(connection, run_dir, handle)
+        over[each["name"]] = _over_since.get(place, {}).get(each["name"], now)
+        if not _is_final(evidence, handle, now - over[each["name"]]):
             waiting += 1
         elif connection.call(submissions.take_report, run_dir, sensor, repeat=True) == sensor:
-            ended.append(_judged(connection, run_dir, handle, snapshot, resource, evidence, reported))
+            _complete(evidence, connection, run_dir, handle, snapshot)
+            verdict = with_hint(judge(evidence, handle.uses_pipes, resource.require_messages), evidence)
+            metadata: Metadata = {"Slurm job ID": handle.job_id, "Run": handle.run}
+            metadata.update(run_metadata(evidence.end, resource.mode, handle.cluster_id))
+            ended.append(EndedRun(handle, verdict, metadata, results))
+    _over_since[place] = over
     return ended, [each["name"] for each in found["runs"] if each["known"]], waiting
 
 
@@ -327,62 +337,46 @@ def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | 
     return replace(handle, job_id=str(row.job_id)) if all(part.state in TERMINAL for part in parts) else None
 
 
-def _is_final(evidence: Evidence, handle: RunHandle, run_dir: str) -> bool:
-    """Returns whether the record of a run whose job Slurm calls over will not change any more.
+def _is_final(evidence: Evidence, handle: RunHandle, over_for: float) -> bool:
+    """Returns whether the record of a run whose job Slurm has called over for `over_for` seconds will not change any more.
 
     A network file system may show the `end` late, and Slurm may run a requeued job again. The result is therefore False for a
     while if the record has no `end`, or if Slurm may requeue the job and the `end` tells of a signal.
     """
     end = evidence.end
     if not handle.job_id or (end is not None and not (handle.requeue and end.get("reason") == EndReason.TERMINATED)):
-        _over_since.pop(run_dir, None)
         return True
-    since = _over_since.setdefault(run_dir, time.monotonic())
-    return time.monotonic() - since >= (_LATE_REQUEUE if handle.requeue else _LATE_END)
+    return over_for >= (_LATE_REQUEUE if handle.requeue else _LATE_END)
 
 
-def _read_record(connection: Connection, run_dir: str, handle: RunHandle) -> tuple[Evidence, dict[str, Any]]:
-    """Reads the journal of a submitted run; returns the evidence, and the metadata that the payload reported for its asset."""
-    evidence, reader = Evidence(), LineReader()
-    reported: dict[str, Any] = {}
+def _read_record(connection: Connection, run_dir: str, handle: RunHandle) -> tuple[Evidence, list[Any]]:
+    """Reads the journal of a submitted run; returns the evidence, and the results that the payload reported through Pipes.
+
+    A result that Dagster refuses sets `message_error` of the evidence.
+    """
+    reader, nowhere = LineReader(), None  # Dagster's handler needs no step for results.
+    evidence, handler = Evidence(), dg.PipesMessageHandler(nowhere, RecordPipes(nowhere))  # type: ignore[arg-type]
     while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _CHUNK):
         for record in reader.feed(data):
             if record.get("type") == "start":
-                evidence = Evidence()
-                reported = {}
+                evidence, handler = Evidence(), dg.PipesMessageHandler(nowhere, RecordPipes(nowhere))  # type: ignore[arg-type]
             evidence.add_record(record, nonce_of(handle.run))
             if record.get("type") == "pipes":
-                with suppress(ValueError, KeyError, TypeError, AttributeError):
+                try:
                     message = json.loads(record["line"])
-                    params = message.get("params") or {}
-                    evidence.add_message(message["method"], params)
-                    if message["method"] == "report_asset_materialization":
-                        reported |= params.get("metadata") or {}
-    return evidence, reported
+                    evidence.add_message(message["method"], message.get("params") or {})
+                    if message["method"] in _RESULTS:
+                        handler.handle_message(message)
+                except Exception as error:  # noqa: BLE001 - users' messages may be malformed in any way
+                    evidence.message_error = evidence.message_error or f"{type(error).__name__}: {error}"
+    return evidence, list(handler.get_reported_results())
 
 
-def _judged(
-    connection: Connection,
-    run_dir: str,
-    handle: RunHandle,
-    queue: QueueSnapshot,
-    resource: ComputeFields,
-    evidence: Evidence,
-    reported: Mapping[str, Any],
-) -> EndedRun:
-    """Judge a submitted run that has ended, from its run record and, if the record does not explain the end, from Slurm.
+def _complete(evidence: Evidence, connection: Connection, run_dir: str, handle: RunHandle, queue: QueueSnapshot) -> None:
+    """Add to `evidence` the last output of a submitted run that has ended, and if the record does not explain it, Slurm's facts.
 
-    Returns the run with the verdict and metadata. Also removes the secrets from the run directory. If the run has no output files
-    to fetch, the function marks the run directory so that it may be removed when it is old.
-
-    Args:
-        connection: The connection to the cluster.
-        run_dir: The path of the run directory.
-        handle: The handle with the job id; the id is "" if no job was submitted.
-        queue: Slurm's queue after the end of the run.
-        resource: The settings of the run.
-        evidence: What `_read_record` has read. The function adds to the evidence.
-        reported: The metadata that the payload reported.
+    Also removes the secrets from the run directory. If the run has no output files to fetch, the function marks the run directory
+    so that it may be removed when it is old. `queue` is Slurm's queue after the end of the run.
     """
     if evidence.end is not None:
         tail = LineReader(max(0, int(evidence.end.get("stdio_bytes", 0)) - _TAIL))
@@ -395,28 +389,8 @@ def _judged(
     if needs_job_facts(evidence) and handle.job_id:
         with suppress(OSError):
             evidence.job = fetch_job_facts(connection, int(handle.job_id))
-    verdict = with_hint(judge(evidence, handle.uses_pipes, resource.require_messages), evidence)
     # A job that was cancelled while it waited had no runtime to remove the secrets.
     discard(connection, os.path.join(run_dir, SECRETS))
     if not (evidence.end or {}).get("outputs"):
         with suppress(OSError):
             connection.write(os.path.join(run_dir, submissions.FETCHED), b"")
-    own: Metadata = {"Slurm job ID": handle.job_id, "Run": handle.run}
-    return EndedRun(
-        handle, verdict, {**_metadata(reported), **own, **run_metadata(evidence.end, resource.mode, handle.cluster_id)}
-    )
-
-
-def _metadata(reported: Mapping[str, Any]) -> Metadata:
-    """Returns the metadata that a payload reported through Pipes, as Dagster metadata values; {} if a value is malformed."""
-    with suppress(Exception):  # Users' messages may be malformed in any way.
-        return {name: _value(each) for name, each in reported.items()}
-    return {}
-
-
-def _value(each: Any) -> Any:
-    if not isinstance(each, Mapping) or set(each) != {"type", "raw_value"}:
-        return each
-    kind, value = each["type"], each["raw_value"]
-    make: Any = getattr(dg.MetadataValue, kind) if kind in ("url", "path", "md", "json", "text") else lambda value: value
-    return make(value)

@@ -58,14 +58,15 @@ class ReportMerger:
     def _add(self, component: str, message: Message) -> None:
         """Pass a Pipes message on to Dagster at once, or store a result or `closed` message for `hand_over`.
 
-        Raises Dagster's error if the message is invalid; then it is not stored.
+        Raises Dagster's error if the message is invalid, or KeyError if it has no `params`; then it is not stored.
         """
         if message["method"] not in _KEPT:
             self.handler.handle_message(message)
             return
         if message["method"] != "closed":
             self.check(message)
-        self.results.setdefault(component, []).append(message)
+        kept = {key: message[key] for key in ("method", "params")}
+        self.results.setdefault(component, []).append(kept)
 
     def hand_over(self) -> list[tuple[str, Exception]]:
         """Merge the stored results of all components, and pass the merged results to Dagster's handler. Called once, at the end.

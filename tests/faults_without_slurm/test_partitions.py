@@ -1,4 +1,4 @@
-"""Partitions in a session whose Dagster process and head node are killed: each is materialized, and none twice.
+"""Partitions whose Dagster process and head node are killed: each is materialized once, and only those that ran run again.
 
 Each attempt is a whole run in a process of its own, on the fake Slurm.
 """
@@ -221,3 +221,23 @@ def test_dagster_and_the_head_node_are_killed(service: Service, fake_slurm: Fake
     keys = [f"p{number:02}" for number in range(COUNT)]
     assert service.materialized() == keys
     assert service.ran() == {key: 2 if key in ("p25", "p26") else 1 for key in keys}
+
+
+def test_after_a_requeue_only_partitions_without_a_recorded_end_run_again(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    compute = SESSION.replace("slurm-session", "slurm").replace(", session=SessionConfig(idle_timeout=2),", ",")
+    service = Service(tmp_path, compute.format(base=str(tmp_path / "base")), count=20, queue={"requeue": True})
+    service.let("8")
+    running = service.start()
+    try:
+        begun = {f"p{number:02}": 1 for number in range(10)}  # The two last ones wait.
+        assert wait_until(lambda: len(service.materialized()) == 8 or running.poll() is not None, 60), service.log
+        assert wait_until(lambda: service.ran() == begun, 20), service.ran()
+        service.let("20")
+        fake_slurm.end(1, "REQUEUED")
+        assert running.wait(60) == 0, service.log
+    finally:
+        service.kill()
+        service.dagster.dispose()
+    keys = [f"p{number:02}" for number in range(20)]
+    assert service.materialized() == keys
+    assert service.ran() == {key: 2 if key in ("p08", "p09") else 1 for key in keys}

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -27,6 +28,7 @@ from ..conftest import pipes_script, wait_until
 from ..fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)
+VERSION = "dagster/data_version"
 REPORTS = pipes_script("pipes.report_asset_materialization(metadata={'rows': 3}); open('model.txt', 'w').write('x')")
 
 
@@ -186,6 +188,46 @@ def test_each_end_is_reported_once(fake_slurm: FakeSlurm, tmp_path: Path, script
         assert [event.asset_key.to_user_string() for event in tick(sensor, instance)[0].asset_events] == ["other"]
 
 
+SEVERAL = pipes_script("""
+    pipes.report_asset_materialization(metadata={"rows": 3}, data_version="v1")
+    pipes.report_asset_check("not_empty", passed=False, severity="WARN", metadata={"empty": 1})
+    params = {"asset_key": "group/second", "data_version": "v2", "metadata": {"rows": {"raw_value": 4, "type": "int"}}}
+    pipes._write_message("report_asset_materialization", params)
+""")
+
+
+def test_each_result_of_a_success_is_an_event_once(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    compute = resource(tmp_path)
+    handle = compute.submit(payload_path=script(SEVERAL), asset_key="model", partition_key="monday")
+    assert ended(fake_slurm)
+    sensor = build_completion_sensor(compute)
+    with dg.DagsterInstance.ephemeral() as instance:
+        [model, second, check] = tick(sensor, instance)[0].asset_events
+        assert isinstance(model, dg.AssetMaterialization) and isinstance(second, dg.AssetMaterialization)
+        assert (model.asset_key.path, model.metadata["rows"].value, model.tags) == (["model"], 3, {VERSION: "v1"})
+        assert (second.asset_key.path, second.metadata["rows"].value, second.tags) == (["group", "second"], 4, {VERSION: "v2"})
+        assert (model.partition, second.partition, second.metadata["Run"].value) == ("monday", "monday", handle.run)
+        assert isinstance(check, dg.AssetCheckEvaluation) and check.asset_key.path == ["model"]
+        assert (check.check_name, check.passed, check.severity.value) == ("not_empty", False, "WARN")
+        assert check.metadata["empty"].value == 1
+        # The daemon died after it had stored some of the events, and before the cursor.
+        instance.report_runless_asset_event(model)
+        assert tick(sensor, instance)[0].asset_events == [second, check]
+        instance.report_runless_asset_event(check)
+        assert tick(sensor, instance)[0].asset_events == [second]
+
+
+def test_a_result_that_dagster_refuses_fails_the_run(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
+    params = {"asset_key": "model", "check_name": "c", "passed": "maybe", "severity": "WARN", "metadata": None}
+    text = pipes_script(f"pipes._write_message('report_asset_check', {params!r})")
+    compute = resource(tmp_path)
+    compute.submit(payload_path=script(text), asset_key="model")
+    assert ended(fake_slurm)
+    with dg.DagsterInstance.ephemeral() as instance:
+        [event] = tick(build_completion_sensor(compute), instance)[0].asset_events
+    assert isinstance(event, dg.AssetObservation) and event.metadata["Failure kind"].value == "pipes"
+
+
 def test_a_run_is_requested_that_follows_the_handle(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:
     compute = resource(tmp_path)
     handle = compute.submit(payload_path=script(REPORTS), asset_key="model", outputs=["model.txt"])
@@ -246,6 +288,24 @@ def test_a_record_that_lags_behind_slurm_is_waited_for(
     with dg.DagsterInstance.ephemeral() as instance:
         events = {event.asset_key.to_user_string(): event for event in tick(sensor, instance)[0].asset_events}
         assert isinstance(events["lost"], dg.AssetObservation)
+
+
+def test_a_job_that_goes_on_is_waited_for_anew_when_it_is_over_again(
+    fake_slurm: FakeSlurm, tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(submitted, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep))
+    fake_slurm.set(starts=False)
+    compute = resource(tmp_path)
+    job_id = int(compute.submit(payload_path=script(""), asset_key="model").job_id)
+    sensor = build_completion_sensor(compute)
+    with dg.DagsterInstance.ephemeral() as instance:
+        for state in ("NODE_FAIL", "PENDING", "NODE_FAIL"):
+            fake_slurm.job(job_id, state=state)
+            assert tick(sensor, instance)[0].skip_message == "1 submitted runs have not ended", state
+            now[0] += 100.0
+        [event] = tick(sensor, instance)[0].asset_events
+    assert isinstance(event, dg.AssetObservation)
 
 
 def test_a_slow_sbatch_is_no_lost_submission(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:

@@ -6,13 +6,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 from dagster_pipes import encode_param
 
+from dagster_rayslurm import RayLauncher
+from dagster_rayslurm.execution.partitions import with_runner
+from dagster_rayslurm.follow import Evidence
+from dagster_rayslurm.outcome import judge
+from dagster_rayslurm.plan import make_plan
 from dagster_rayslurm.runtime.payload import partition_runner
+from dagster_rayslurm.runtime.protocol.record import encode
 
 from ..conftest import pipes_script, wait_until
 
@@ -135,3 +142,71 @@ def test_without_a_limit_as_many_run_as_cpus_are_granted(tmp_path: Path) -> None
     assert partition_runner.granted_cpus(str(tmp_path)) == cpus + 2
     (tmp_path / "payload.json").write_text(json.dumps({"want_cpus": None}))
     assert partition_runner.granted_cpus(str(tmp_path)) == cpus
+
+
+def refusing(path: Path, *numbers: int) -> str:
+    """PYTHONPATH with which a process gets EAGAIN for its forks with these numbers, beginning with 1."""
+    path.mkdir()
+    (path / "sitecustomize.py").write_text(
+        f"""import errno, itertools, os
+fork, count = os.fork, itertools.count(1)
+def refuse():
+    if next(count) in {numbers}:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+os.fork = refuse
+"""
+    )
+    return str(path)
+
+
+def test_a_partition_that_cannot_be_forked_is_tried_again_when_a_running_one_has_ended(tmp_path: Path) -> None:
+    runner = start(tmp_path, ["a", "b", "c"], ["true"], PYTHONPATH=refusing(tmp_path / "site", 2))
+    _, err = runner.communicate(timeout=30)
+    assert (runner.returncode, err) == (0, "")
+    ends = {each["params"]["key"]: each["params"]["end"]["exit_code"] for each in messages(tmp_path)[1:-1]}
+    assert ends == {"a": 0, "b": 0, "c": 0}
+
+
+def test_a_partition_fails_if_it_cannot_be_forked_and_none_runs(tmp_path: Path) -> None:
+    runner = start(tmp_path, ["a", "b"], ["true"], PYTHONPATH=refusing(tmp_path / "site", 1))
+    runner.communicate(timeout=30)
+    _, failed, good, _ = messages(tmp_path)
+    assert (runner.returncode, failed["params"]["key"], good["params"]["end"]["exit_code"]) == (0, "a", 0)
+    verdict = judge(Evidence(end=failed["params"]["end"]), uses_pipes=False, require_messages=False)
+    why = "the payload did not start: no process can be forked for it: Resource temporarily unavailable; request more memory"
+    assert verdict.sentence.startswith(why)
+
+
+def test_partitions_that_exited_before_a_requeue_are_not_run_again(tmp_path: Path) -> None:
+    def told(key: str, code: Any) -> dict[str, Any]:
+        message = {"method": "partition", "params": {"key": key, "end": {"exit_code": code}}}
+        return {"type": "pipes", "line": json.dumps(message)}
+
+    damaged = encode(told("d", 0)).replace(b"partition", b"pArtition")
+    lines = [encode({"type": "start"}), encode(told("a", 0)), encode(told("b", 3)), encode(told("c", None)), damaged]
+    (tmp_path / "journal.jsonl").write_bytes(b"".join(lines) + encode(told("e", 0))[:-9])
+    runner = start(tmp_path, list("abcdef"), ["true"], limit=1)
+    runner.communicate(timeout=30)
+    assert [each["params"].get("key") for each in messages(tmp_path)[1:-1]] == ["c", "d", "e", "f"]
+
+
+def test_the_figures_of_a_partition_are_its_own(tmp_path: Path) -> None:
+    """They include the children for which it waited, and nothing of other partitions."""
+    big = "x = bytearray(300 << 20).count(1)"
+    busy = "import time\nwhile time.process_time() < 0.5: pass"
+    command = ["sh", "-c", f'case $RAYSLURM_PARTITION_KEY in a) "$0" -c "{big}";; b) "$0" -c "{busy}";; esac; :', sys.executable]
+    runner = start(tmp_path, ["a", "b", "c"], command, limit=1)
+    runner.communicate(timeout=30)
+    usage = {each["params"]["key"]: each["params"]["usage"] for each in messages(tmp_path)[1:-1]}
+    assert usage["a"]["peak_memory"] >= 300 << 20 > 100 << 20 > usage["c"]["peak_memory"]
+    assert usage["b"]["cpu_seconds"] >= 0.5 > usage["c"]["cpu_seconds"]
+
+
+def test_commands_other_than_python_are_not_forked_from_preloaded_modules() -> None:
+    """Their peak memory would be at least that of the preload process."""
+    launcher = RayLauncher(preload=["ray"])
+    plan = make_plan(payload_path=["python", "m.py"], launcher=launcher, nonce="n", max_output_bytes=1, max_stdio_bytes=1)
+    assert with_runner(plan, 1).payload.preload == ["ray"]
+    other = replace(plan, payload=replace(plan.payload, argv=["sh", "model.sh"]))
+    assert with_runner(other, 1).payload.preload == []

@@ -1,14 +1,16 @@
 """Dagster's SQLite event log, held open: events are written as before, over connections that stay open."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, text
 from sqlalchemy.engine import Engine
+from sqlalchemy.pool import Pool
 
 from dagster_rayslurm.execution.event_log import open_event_log
 
@@ -70,6 +72,47 @@ def test_events_are_in_sight_of_other_processes_at_once_and_few_connections_are_
 
     in_step(instance, body)
     assert len(instance.fetch_materializations(dg.AssetKey("other"), limit=1000).records) == 3 * COUNT
+
+
+def insert(connection: Any, name: str) -> None:
+    connection.execute(text("INSERT INTO asset_keys (asset_key) VALUES (:name)"), {"name": name})
+
+
+def keys(storage: Any) -> list[str]:
+    with storage.index_connection() as connection:
+        return sorted(row[0] for row in connection.execute(text("SELECT asset_key FROM asset_keys")))
+
+
+def test_the_end_of_the_block_waits_for_an_event_that_another_thread_writes(instance: dg.DagsterInstance) -> None:
+    storage: Any = instance.event_log_storage
+    block = contextlib.ExitStack()
+    block.enter_context(open_event_log(storage, "run"))
+    closing = threading.Thread(target=block.close)
+    with storage.index_connection() as connection:
+        insert(connection, "first")
+        closing.start()
+        closing.join(0.5)
+        insert(connection, "second")
+    closing.join(30)
+    assert not closing.is_alive() and keys(storage) == ["first", "second"]
+
+
+def test_an_event_whose_connection_was_asked_for_in_the_block_is_written_after_it(instance: dg.DagsterInstance) -> None:
+    storage: Any = instance.event_log_storage
+    closed: list[Any] = []
+
+    def note(*connection: Any) -> None:
+        closed.append(connection)
+
+    event.listen(Pool, "close", note)
+    with opened() as connections:
+        with open_event_log(storage, "run"):
+            late = storage.index_connection()
+        with late as connection:
+            insert(connection, "late")
+    event.remove(Pool, "close", note)
+    assert len(closed) == len(connections)
+    assert keys(storage) == ["late"]
 
 
 def test_events_of_other_runs_are_written_to_their_own_file(instance: dg.DagsterInstance) -> None:

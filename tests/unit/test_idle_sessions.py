@@ -8,6 +8,8 @@ import pytest
 
 from dagster_rayslurm.backends.sessions import listing as idle
 from dagster_rayslurm.backends.sessions.listing import IdleSessions
+from dagster_rayslurm.backends.sessions.request import Unreachable
+from dagster_rayslurm.runtime.protocol.rpc import AnswerLost
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -106,6 +108,29 @@ def test_a_session_that_got_a_payload_meanwhile_is_asked_again_later(scene: Scen
     for _ in range(2):
         scene.wait("Resources", SESSION)
     assert len(scene.requests) == 2 and scene.log.lines == []
+
+
+@pytest.mark.parametrize("lost", [Unreachable("it is away"), AnswerLost("it may have been asked")])
+def test_a_session_that_does_not_answer_keeps_no_other_from_being_asked(
+    lost: OSError, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = scene.directory.parents[1] / "second-0123456789ab" / "1"
+    second.mkdir(parents=True)
+    (second / "job_id").write_text("13\n")
+    (second / "session.json").write_text(json.dumps({**ANNOUNCED, "job_id": "13"}))
+    monkeypatch.setattr(idle, "_START_TIMEOUT", 0.0)
+    asked: list[str] = []
+
+    def ask(_: Any, generation: Any, request: Any) -> Any:
+        asked.append(generation.key)
+        if generation.key == KEY:
+            raise lost
+        return {"ok": True}
+
+    monkeypatch.setattr(idle, "send_request", ask)
+    for _ in range(2):
+        scene.wait("Resources", SESSION, row(13, "RUNNING", nodes="c[3-4]", name=SESSION.name))
+    assert asked[:2] == [KEY, "second-0123456789ab"] and KEY not in asked[2:]
 
 
 def test_a_session_that_does_not_yield_is_reported_once(scene: Scene) -> None:

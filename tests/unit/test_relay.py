@@ -94,6 +94,17 @@ def test_a_port_where_nothing_listens_ends_its_connection_only() -> None:
     with_relay(work)
 
 
+def test_the_task_that_closes_a_connection_ends_the_waits_of_others() -> None:
+    async def work(multiplexer: relay.Multiplexer, port: int) -> None:
+        stream = await multiplexer.open(port)
+        waiting = [asyncio.ensure_future(stream.read()), asyncio.ensure_future(stream.until_reset())]
+        await asyncio.sleep(0)  # Both wait now.
+        await stream.close()
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 10) == [b"", None]
+
+    with_relay(work)
+
+
 def test_the_end_of_the_stream_ends_all_connections() -> None:
     async def work(multiplexer: relay.Multiplexer, port: int) -> None:
         stream = await multiplexer.open(port)

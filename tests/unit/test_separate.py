@@ -597,6 +597,13 @@ def test_a_malformed_report_is_refused_at_once_for_its_component(wrong: dict[str
     assert reports.hand_over() == []
 
 
+def test_a_closed_message_without_params_is_refused_at_once_for_its_component() -> None:
+    reports = ReportMerger(Handler(), ["cpu", "gpu"], dagsters)
+    with pytest.raises(KeyError, match="params"):
+        reports.of("cpu").handle_message({"method": "closed"})
+    assert reports.hand_over() == []
+
+
 def test_a_refused_closed_message_is_returned() -> None:
     reports = ReportMerger(Handler(), ["cpu", "gpu"], dagsters)
     reports.of("cpu").handle_message({"method": "closed", "params": {"exception": "no exception"}})

@@ -366,7 +366,14 @@ def test_a_command_runs_in_the_environment_of_a_run(rayslurm: Rayslurm, fake_slu
     a, directory, pipes, _ = said.split("|")
     assert a == "it's\ttwo" and directory.endswith(f"{name}/work") and pipes == ""
     assert rayslurm("attach", name, "--", "sh", "-c", "kill -TERM $$").exit_code == 128 + signal.SIGTERM
-    assert not [*(Path(runs(rayslurm)[0]["directory"])).glob("attach.*")]
+    written = Path(runs(rayslurm)[0]["directory"]).glob
+    assert not [*written("attach.*")]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        command = [sys.executable, "-m", "dagster_rayslurm.cli", "attach", name, "--", "sh", "-c", "echo there; exec cat"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "there\n" and [*written("attach.*")]
+            process.send_signal(number)
+            assert process.wait(30) == 128 + number and not [*written("attach.*")]
     rayslurm("cancel", name, "--now")
 
 

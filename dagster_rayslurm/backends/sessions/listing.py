@@ -80,12 +80,13 @@ class IdleSessions:
     log: Any
     _next_check: float = 0.0
     _keep: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have refused to yield.
+    _silent: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have not answered; asked last.
 
     def __call__(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
         """Look at most every few seconds for an idle session on nodes that the job could use, and ask one such session to end.
 
-        `snapshot` is Slurm's queue, and `waiting` are the rows of the waiting job in it. Raises OSError if a session cannot be
-        asked.
+        `snapshot` is Slurm's queue, and `waiting` are the rows of the waiting job in it. If a session cannot be reached, the next
+        one is asked. Raises OSError if the cluster is out of reach.
         """
         now = time.monotonic()
         wanted = {name for row in waiting if row.reason in _WAITS_FOR_NODES for name in row.partition.split(",")}
@@ -96,7 +97,8 @@ class IdleSessions:
         for row in snapshot.rows:
             if row.name.startswith(_SESSION_JOBS) and row.state == "RUNNING" and row.partition in wanted:
                 nodes.setdefault(row.leader_label, []).append(row.nodes)
-        for each in list_generations(self.connection, self.base) if nodes else ():
+        found = list_generations(self.connection, self.base) if nodes else ()
+        for each in sorted(found, key=lambda each: each.job_id in self._silent):
             said, held = each.announcement, nodes.get(str(each.job_id))
             idle = said is not None and said.idle and said.closing is None
             if held and idle and each.job_id not in self._keep and self._yields(each, ",".join(held)):
@@ -107,9 +109,14 @@ class IdleSessions:
         """Ask an idle session to end; returns True if it agrees, and False if it refuses.
 
         A session refuses, for instance, if a payload has come in the meantime. `nodes` names the nodes of the session, for
-        messages. Raises OSError if the session does not answer.
+        messages. A session whose answer is lost counts as one that agrees, because it may end; one that cannot be reached counts
+        as one that refuses. Raises OSError if the cluster is out of reach.
         """
-        answer = send_request(self.connection, generation, {"op": Operation.YIELD})
+        try:
+            answer = send_request(self.connection, generation, {"op": Operation.YIELD})
+        except (Unreachable, AnswerLost) as error:
+            self._silent.add(generation.job_id)
+            return isinstance(error, AnswerLost)
         if answer.get("ok"):
             self.log.info(f"[rayslurm] session {generation.key} was idle and held {nodes}: it ends, so that this job can start")
             return True

@@ -6,7 +6,12 @@ imports nothing else of the package. The keys of the partitions are in the run d
 process with a Pipes context and messages of its own. When the process of a chunk has ended, the chunk's output is written to this
 program's stdout and stderr as one section, and one Pipes message tells how the process ended.
 
+<<<<<<< HEAD
 This program exits with 0 although chunks have failed. At SIGTERM the program starts no more chunks, and waits for running chunks.
+=======
+This program exits with 0 although partitions have failed. At SIGTERM the program starts no more partitions, and waits for running
+partitions. If Slurm has requeued the job, the program runs only those partitions of which the run record has no exit code.
+>>>>>>> h1
 """
 
 from __future__ import annotations
@@ -24,16 +29,24 @@ import tempfile
 import time
 import types
 import zlib
+<<<<<<< HEAD
 from typing import Any, Dict, Iterable, List, Optional, Tuple
+=======
+from typing import Any, Dict, List, Optional, Set, Tuple
+>>>>>>> h1
 
 Chunk = Dict[str, Optional[Dict[str, str]]]  # By partition key: the time window, or None for a partition without one.
 
 PARTITIONS = "partitions"  # Key in the Pipes context of the run directory: the list of chunks.
 METHOD = "partition"  # The `method` of the Pipes message that tells how the process of a chunk ended.
 
-_CONTEXT = "pipes_context.json"
+_CONTEXT, _JOURNAL = "pipes_context.json", "journal.jsonl"  # Files in the run directory.
 _TAIL = 8192  # Most bytes of the end of each output stream in the message, from which Dagster's side explains a failure.
 _STREAMS = (("stdout", 1), ("stderr", 2))
+
+
+class _CannotFork(Exception):
+    """Raised in the runner's process if the system refuses another process."""
 
 
 class Runner:
@@ -67,12 +80,24 @@ class Runner:
         """
         signal.signal(signal.SIGTERM, self._stop)
         self._send("opened", {"extras": {}})
+<<<<<<< HEAD
         pending = self._chunks[::-1]
+=======
+        recorded = recorded_keys(os.environ["RAYSLURM_RUN_DIR"])
+        pending = [key for key in self._windows if key not in recorded][::-1]
+>>>>>>> h1
         while pending or self._running:
             while pending and len(self._running) < self._limit and not self._stopping:
-                env = self._start(pending.pop())
+                try:
+                    env = self._start(pending[-1])
+                except _CannotFork as error:
+                    if self._running:
+                        break  # The partition is tried again when a running one has ended.
+                    self._not_started(pending.pop(), str(error))
+                    continue
                 if env is not None:
                     return env
+                pending.pop()
             if not self._running:
                 break
             pid, status, usage = os.wait3(0)
@@ -95,7 +120,12 @@ class Runner:
     def _start(self, chunk: Chunk) -> Optional[Dict[str, str]]:
         """Fork a process for a chunk, whose output goes to files.
 
+<<<<<<< HEAD
         Returns None in this process; in the forked process, returns the environment variables for the chunk's command.
+=======
+        Returns None in this process; in the forked process, returns the environment variables for the partition's command. Raises
+        _CannotFork, in this process only, if the system refuses the process.
+>>>>>>> h1
         """
         self._started += 1
         files = os.path.join(self._directory, "%d-" % self._started)
@@ -105,7 +135,15 @@ class Runner:
             file.write(lines_of(chunk))
         # A SIGTERM waits until this process knows of the forked one, and the forked one has the usual handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            os.unlink(files + "context")
+            raise _CannotFork(
+                "no process can be forked for it: %s; request more memory, or raise the limit of processes (ulimit -u)"
+                % error.strerror
+            ) from error
         if pid:
             self._running[pid] = chunk, files, time.time()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -123,6 +161,12 @@ class Runner:
         env["DAGSTER_PIPES_CONTEXT"] = _parameter({"path": files + "context"})
         env["DAGSTER_PIPES_MESSAGES"] = _parameter({"path": files + "messages"})
         return env
+
+    def _not_started(self, key: str, why: str) -> None:
+        now = time.time()
+        end = {"reason": "spawn", "message": why, "exit_code": None, "signal": None, "started_at": now, "ended_at": now}
+        figures = {"cpu_seconds": 0.0, "peak_memory": 0}
+        self._send(METHOD, {"key": key, "end": end, "usage": figures, "messages": [], "output": []})
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
         """Handle the end of a chunk's process: write its output to stdout and stderr, and report the end in a Pipes message.
@@ -149,9 +193,14 @@ class Runner:
                 os.unlink(files + name)
         if self._stopping and code != 0:
             return  # It was ended, and has not failed.
-        end = {"reason": "exit", "exit_code": code, "signal": by_signal, "started_at": started, "ended_at": ended}
+        # Both figures include the children for which the partition's process has waited (wait4(2) in the kernel: RUSAGE_BOTH).
         figures = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_memory": usage.ru_maxrss * 1024}
+<<<<<<< HEAD
         self._send(METHOD, {"keys": list(chunk), "end": end, "usage": figures, "messages": lines, "output": tails})
+=======
+        end = {"reason": "exit", "exit_code": code, "signal": by_signal, "started_at": started, "ended_at": ended}
+        self._send(METHOD, {"key": key, "end": end, "usage": figures, "messages": lines, "output": tails})
+>>>>>>> h1
 
     def _send(self, method: str, params: Dict[str, Any]) -> None:
         line = json.dumps({"__dagster_pipes_version": "0.1", "method": method, "params": params})
@@ -201,6 +250,25 @@ def title_of(keys: Iterable[str], how: str) -> str:
 def _ends(keys: Iterable[str]) -> Tuple[str, str]:
     listed = list(keys)
     return listed[0], listed[-1]
+
+
+def recorded_keys(directory: str) -> Set[str]:
+    """Returns the keys of the partitions that have exited before Slurm requeued the job, from the run record in `directory`.
+
+    A partition that a signal killed is not among them, because the signal may have come from the end of the job. Damaged lines
+    do not count, because Dagster's side drops them, too.
+    """
+    keys = set()
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, _JOURNAL), "rb") as file:
+        for line in file:
+            body, _, checksum = line.rpartition(b',"crc":"')
+            if checksum != b'%08x"}\n' % zlib.crc32(body):
+                continue
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                message = json.loads(json.loads((body + b"}").decode("utf-8", "surrogatepass"))["line"])
+                if message["method"] == METHOD and message["params"]["end"]["exit_code"] is not None:
+                    keys.add(message["params"]["key"])
+    return keys
 
 
 def _show(path: str, number: int, title: str) -> str:

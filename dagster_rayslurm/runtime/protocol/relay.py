@@ -101,6 +101,7 @@ class Stream:
         """
         if not self._broken:
             self._broken = self._ended = True
+            self._changed.set()  # Other tasks may wait for this connection.
             await self._multiplexer.send(self._number, Kind.RESET)
         self._multiplexer.streams.pop(self._number, None)
 
