@@ -164,7 +164,7 @@ def test_a_partition_that_cannot_be_forked_is_tried_again_when_a_running_one_has
     runner = start(tmp_path, ["a", "b", "c"], ["true"], PYTHONPATH=refusing(tmp_path / "site", 2))
     _, err = runner.communicate(timeout=30)
     assert (runner.returncode, err) == (0, "")
-    ends = {each["params"]["key"]: each["params"]["end"]["exit_code"] for each in messages(tmp_path)[1:-1]}
+    ends = {each["params"]["keys"][0]: each["params"]["end"]["exit_code"] for each in messages(tmp_path)[1:-1]}
     assert ends == {"a": 0, "b": 0, "c": 0}
 
 
@@ -172,7 +172,7 @@ def test_a_partition_fails_if_it_cannot_be_forked_and_none_runs(tmp_path: Path) 
     runner = start(tmp_path, ["a", "b"], ["true"], PYTHONPATH=refusing(tmp_path / "site", 1))
     runner.communicate(timeout=30)
     _, failed, good, _ = messages(tmp_path)
-    assert (runner.returncode, failed["params"]["key"], good["params"]["end"]["exit_code"]) == (0, "a", 0)
+    assert (runner.returncode, failed["params"]["keys"], good["params"]["end"]["exit_code"]) == (0, ["a"], 0)
     verdict = judge(Evidence(end=failed["params"]["end"]), uses_pipes=False, require_messages=False)
     why = "the payload did not start: no process can be forked for it: Resource temporarily unavailable; request more memory"
     assert verdict.sentence.startswith(why)
@@ -180,7 +180,7 @@ def test_a_partition_fails_if_it_cannot_be_forked_and_none_runs(tmp_path: Path) 
 
 def test_partitions_that_exited_before_a_requeue_are_not_run_again(tmp_path: Path) -> None:
     def told(key: str, code: Any) -> dict[str, Any]:
-        message = {"method": "partition", "params": {"key": key, "end": {"exit_code": code}}}
+        message = {"method": "partition", "params": {"keys": [key], "end": {"exit_code": code}}}
         return {"type": "pipes", "line": json.dumps(message)}
 
     damaged = encode(told("d", 0)).replace(b"partition", b"pArtition")
@@ -188,7 +188,7 @@ def test_partitions_that_exited_before_a_requeue_are_not_run_again(tmp_path: Pat
     (tmp_path / "journal.jsonl").write_bytes(b"".join(lines) + encode(told("e", 0))[:-9])
     runner = start(tmp_path, list("abcdef"), ["true"], limit=1)
     runner.communicate(timeout=30)
-    assert [each["params"].get("key") for each in messages(tmp_path)[1:-1]] == ["c", "d", "e", "f"]
+    assert [each["params"].get("keys") for each in messages(tmp_path)[1:-1]] == [["c"], ["d"], ["e"], ["f"]]
 
 
 def test_the_figures_of_a_partition_are_its_own(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_the_figures_of_a_partition_are_its_own(tmp_path: Path) -> None:
     command = ["sh", "-c", f'case $RAYSLURM_PARTITION_KEY in a) "$0" -c "{big}";; b) "$0" -c "{busy}";; esac; :', sys.executable]
     runner = start(tmp_path, ["a", "b", "c"], command, limit=1)
     runner.communicate(timeout=30)
-    usage = {each["params"]["key"]: each["params"]["usage"] for each in messages(tmp_path)[1:-1]}
+    usage = {each["params"]["keys"][0]: each["params"]["usage"] for each in messages(tmp_path)[1:-1]}
     assert usage["a"]["peak_memory"] >= 300 << 20 > 100 << 20 > usage["c"]["peak_memory"]
     assert usage["b"]["cpu_seconds"] >= 0.5 > usage["c"]["cpu_seconds"]
 

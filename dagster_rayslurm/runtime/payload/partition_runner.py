@@ -6,12 +6,8 @@ imports nothing else of the package. The keys of the partitions are in the run d
 process with a Pipes context and messages of its own. When the process of a chunk has ended, the chunk's output is written to this
 program's stdout and stderr as one section, and one Pipes message tells how the process ended.
 
-<<<<<<< HEAD
 This program exits with 0 although chunks have failed. At SIGTERM the program starts no more chunks, and waits for running chunks.
-=======
-This program exits with 0 although partitions have failed. At SIGTERM the program starts no more partitions, and waits for running
-partitions. If Slurm has requeued the job, the program runs only those partitions of which the run record has no exit code.
->>>>>>> h1
+If Slurm has requeued the job, the program runs only those chunks of which the run record has no exit code.
 """
 
 from __future__ import annotations
@@ -29,11 +25,7 @@ import tempfile
 import time
 import types
 import zlib
-<<<<<<< HEAD
-from typing import Any, Dict, Iterable, List, Optional, Tuple
-=======
-from typing import Any, Dict, List, Optional, Set, Tuple
->>>>>>> h1
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 Chunk = Dict[str, Optional[Dict[str, str]]]  # By partition key: the time window, or None for a partition without one.
 
@@ -66,9 +58,8 @@ class Runner:
         self._messages = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._directory = tempfile.mkdtemp(prefix="partitions-", dir=os.path.dirname(path))  # The runtime sweeps that one.
         self._started = 0
-        self._running: Dict[
-            int, Tuple[Chunk, str, float]
-        ] = {}  # By process id: the chunk, the beginning of file names, the start.
+        # By process id: the chunk, the beginning of file names, the start.
+        self._running: Dict[int, Tuple[Chunk, str, float]] = {}
         self._stopping = False
 
     def run(self) -> Optional[Dict[str, str]]:
@@ -80,19 +71,15 @@ class Runner:
         """
         signal.signal(signal.SIGTERM, self._stop)
         self._send("opened", {"extras": {}})
-<<<<<<< HEAD
-        pending = self._chunks[::-1]
-=======
         recorded = recorded_keys(os.environ["RAYSLURM_RUN_DIR"])
-        pending = [key for key in self._windows if key not in recorded][::-1]
->>>>>>> h1
+        pending = [chunk for chunk in self._chunks if recorded.isdisjoint(chunk)][::-1]
         while pending or self._running:
             while pending and len(self._running) < self._limit and not self._stopping:
                 try:
                     env = self._start(pending[-1])
                 except _CannotFork as error:
                     if self._running:
-                        break  # The partition is tried again when a running one has ended.
+                        break  # The chunk is tried again when a running one has ended.
                     self._not_started(pending.pop(), str(error))
                     continue
                 if env is not None:
@@ -120,12 +107,8 @@ class Runner:
     def _start(self, chunk: Chunk) -> Optional[Dict[str, str]]:
         """Fork a process for a chunk, whose output goes to files.
 
-<<<<<<< HEAD
-        Returns None in this process; in the forked process, returns the environment variables for the chunk's command.
-=======
-        Returns None in this process; in the forked process, returns the environment variables for the partition's command. Raises
+        Returns None in this process; in the forked process, returns the environment variables for the chunk's command. Raises
         _CannotFork, in this process only, if the system refuses the process.
->>>>>>> h1
         """
         self._started += 1
         files = os.path.join(self._directory, "%d-" % self._started)
@@ -140,6 +123,7 @@ class Runner:
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             os.unlink(files + "context")
+            os.unlink(files + "keys")
             raise _CannotFork(
                 "no process can be forked for it: %s; request more memory, or raise the limit of processes (ulimit -u)"
                 % error.strerror
@@ -162,11 +146,11 @@ class Runner:
         env["DAGSTER_PIPES_MESSAGES"] = _parameter({"path": files + "messages"})
         return env
 
-    def _not_started(self, key: str, why: str) -> None:
+    def _not_started(self, chunk: Chunk, why: str) -> None:
         now = time.time()
         end = {"reason": "spawn", "message": why, "exit_code": None, "signal": None, "started_at": now, "ended_at": now}
         figures = {"cpu_seconds": 0.0, "peak_memory": 0}
-        self._send(METHOD, {"key": key, "end": end, "usage": figures, "messages": [], "output": []})
+        self._send(METHOD, {"keys": list(chunk), "end": end, "usage": figures, "messages": [], "output": []})
 
     def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
         """Handle the end of a chunk's process: write its output to stdout and stderr, and report the end in a Pipes message.
@@ -193,14 +177,10 @@ class Runner:
                 os.unlink(files + name)
         if self._stopping and code != 0:
             return  # It was ended, and has not failed.
-        # Both figures include the children for which the partition's process has waited (wait4(2) in the kernel: RUSAGE_BOTH).
+        # Both figures include the children for which the chunk's process has waited (wait4(2) in the kernel: RUSAGE_BOTH).
         figures = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_memory": usage.ru_maxrss * 1024}
-<<<<<<< HEAD
-        self._send(METHOD, {"keys": list(chunk), "end": end, "usage": figures, "messages": lines, "output": tails})
-=======
         end = {"reason": "exit", "exit_code": code, "signal": by_signal, "started_at": started, "ended_at": ended}
-        self._send(METHOD, {"key": key, "end": end, "usage": figures, "messages": lines, "output": tails})
->>>>>>> h1
+        self._send(METHOD, {"keys": list(chunk), "end": end, "usage": figures, "messages": lines, "output": tails})
 
     def _send(self, method: str, params: Dict[str, Any]) -> None:
         line = json.dumps({"__dagster_pipes_version": "0.1", "method": method, "params": params})
@@ -267,7 +247,7 @@ def recorded_keys(directory: str) -> Set[str]:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 message = json.loads(json.loads((body + b"}").decode("utf-8", "surrogatepass"))["line"])
                 if message["method"] == METHOD and message["params"]["end"]["exit_code"] is not None:
-                    keys.add(message["params"]["key"])
+                    keys.update(message["params"]["keys"])
     return keys
 
 
