@@ -55,12 +55,13 @@ class Found:
 def choose(ident: str, entries: Sequence[Entry]) -> Found:
     """Returns the only running Ray cluster to which the user's text `ident` refers. Pure.
 
-    `entries` are runs, sessions and Slurm jobs, some with a running cluster. `ident` refers to the clusters of an entry if it is:
+    `entries` are runs, sessions and Slurm jobs, some with a running cluster. `ident` is one of these texts. The function looks for
+    each kind of text in turn, until an entry matches:
 
-    - the entry's name (of the run directory, session or job), its job id or its cluster id,
-    - the run's Dagster run id, step or asset,
-    - the beginning of the entry's name or Dagster run id,
-    - RUN/COMPONENT for one component of a run whose components each have a cluster; RUN is one of the texts above.
+    1. The name of the run directory, session or job, the job id, or the cluster id.
+    2. The Dagster run id, the step or an asset of a run.
+    3. The beginning of such a name or of a Dagster run id, with at least 4 characters.
+    4. RUN/COMPONENT, for one component of a run whose components each have a cluster; RUN is a text as in 1 to 3.
 
     Raises NoClusterNow if entries match, and none of them has a running cluster. Raises NoCluster if no entry matches, if several
     clusters match, or if the cluster has no dashboard.

@@ -101,9 +101,8 @@ def _components(run: Entry) -> list[str | None]:
 def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: bool) -> Follower:
     """Returns an object that reads the record of a run while it grows, and prints the output; messages go to `log`.
 
-    If `component` is not None, the object reads the record of this component of the run.
-
-    `own_job` is True if the run has a Slurm job of its own, which Slurm may requeue.
+    If `component` is not None, the object reads the record of this component of the run. `own_job` is True if the run has a Slurm
+    job of its own, which Slurm may start again (requeue).
     """
     directory, pipes = _record_dir(run, component), TerminalPipes(log)
     return Follower(run.connection, directory, nonce_of(run.name), pipes, log, _CADENCE, requeue=own_job, component=component)
@@ -218,8 +217,8 @@ def _record_dir(run: Entry, component: str | None) -> str:
 def _ends(run: Entry, timeout: float) -> bool:
     """Waits until each journal of a run has an `end` record, or the run's job or process is gone, and returns True.
 
-    Returns False after `timeout` seconds. Returns False at once if a journal is missing, because each element of a job array has
-    a journal of its own, and no runtime reads the cancel request of the whole run.
+    Returns False after `timeout` seconds. Returns False at once if a journal is missing, as in the run directory of job arrays:
+    each element has a journal of its own there, and no runtime reads the cancel request of the whole run.
     """
     records = [_EndOfRecord(run, component) for component in _components(run)]
     if not all(each.exists() for each in records):

@@ -226,8 +226,7 @@ def _find(ident: str, found: list[Session], alive: bool = False) -> Session:
     """Returns the session in `found` whose cluster id, job id, name or beginning of the name is `ident`.
 
     If several allocations (generations) of one session match, returns the newest. Sessions that have ended count only if no
-    other session matches; if `alive` is True, they never count.
-    Raises ClickException if no session, or several sessions, match.
+    other session matches; if `alive` is True, they never count. Raises ClickException if no session, or several sessions, match.
     """
     over = [each for each in found if each.row["state"] in _OVER]
     for candidates in ([each for each in found if each not in over], [] if alive else over):

@@ -101,8 +101,7 @@ def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequ
     """Returns the request for the probe's job on `nodes` nodes: with the user's partition, account and so on, but few resources.
 
     The job requests the least CPUs, memory and time, so that it starts soon. `nonce` is a random text, which becomes a part of
-    the job's name. Slurm itself removes the job from the queue if the job cannot end within `patience` seconds plus
-    ten minutes.
+    the job's name. Slurm itself removes the job from the queue if the job cannot end within `patience` seconds plus ten minutes.
     """
     queue = wanted.queue.having(
         num_nodes=nodes,

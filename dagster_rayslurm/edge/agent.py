@@ -36,7 +36,7 @@ _BOOT = (
 
 
 def command_line(python: str, word: str) -> str:
-    """Return the command that starts the agent in a login shell with the Python `python`.
+    """Return the command by which a login shell starts the agent with the Python `python`.
 
     The agent prints a hello line with the text `word` twice, and then reads the result of `program` from standard input. The
     command has no newline, exclamation mark, backslash or quote that sh, csh or fish would interpret.

@@ -317,9 +317,10 @@ class _Sweep:
                 self._retire(session, str(number))
 
     def _is_over(self, directory: str) -> bool:
-        """Return True if the job of the generation in `directory` has ended or has no id; False if the job may still run.
+        """Return True if the job of one allocation of a session has ended or has no id; False if the job may still run.
 
-        Without an answer of Slurm, only a file `exit` shows that a job has ended.
+        `directory` is the numbered directory of the allocation. Without an answer of Slurm, only a file `exit` shows that a job
+        has ended.
         """
         if _text(os.path.join(directory, "exit")):
             return True

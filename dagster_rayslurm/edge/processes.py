@@ -146,7 +146,7 @@ def _kill_session(session: int, signum: int) -> None:
 
 
 def end(name: str) -> None:
-    """Kill, without waiting, the command that the thread called `name` runs now or starts later."""
+    """Kill the command that the thread called `name` runs now, or will start later; returns at once."""
     _ended.add(name)
     process = _running.get(name)
     if process is not None:

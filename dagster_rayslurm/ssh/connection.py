@@ -71,8 +71,8 @@ class Transport(Protocol):
 
         Each item of the iterator is a new attempt to start the command. The caller takes a second item only if the server has
         refused the first attempt, and so on. For a further attempt, an implementation opens a further connection to the server;
-        without such a connection, the iterator ends. Raises `Refused` if the server refuses the command, and `ConnectionFailed`
-        for another failure.
+        without such a connection, the iterator ends. Raises `Refused` if the server refuses the command at once, and
+        `ConnectionFailed` for another failure. A later refusal shows in `Stream.failure`.
         """
         ...
 
@@ -168,9 +168,9 @@ class AgentClient:
     def submit(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         """Start a call of a function of `edge`, and return a function that waits for the call's result.
 
-        The returned function waits until a few seconds after `deadline`, a value of `time.monotonic()`, and then raises
-        `TimeoutError`. If `deadline` is None, the returned function waits without a limit. `submit` raises `ConnectionGone` if
-        the agent had ended before the call.
+        The returned function returns the result, or raises the exception of the call. The returned function waits until a few
+        seconds after `deadline`, a value of `time.monotonic()`, and then raises `TimeoutError`; None for no limit. `submit`
+        raises `ConnectionGone` if the agent had ended before the call.
         """
         number, answer = next(self._numbers), Answer()
         self._waiting[number] = answer
@@ -290,7 +290,7 @@ def _pump(client: socket.socket, channel: Stream) -> None:
 
 
 class SSHConnection(Connection):
-    """Files and commands of an edge node, by SSH. All threads share one login and one agent.
+    """Access to the files and commands of an edge node, by SSH. All threads share one login and one agent.
 
     `log_in` is the function of an SSH client that logs in to a server; `log_in` raises `ConnectionFailed` if the login fails.
     """
@@ -340,8 +340,8 @@ class SSHConnection(Connection):
     def _named(self, error: OSError, doing: str) -> OSError:
         """Returns a copy of an error from the edge node, with a message that names the node and what failed.
 
-        What failed is `doing`, such as "reading /a/b" or, if `doing` is "", the file that the error names. A timeout of this
-        process is returned unchanged.
+        What failed is `doing`, such as "reading /a/b" or, if `doing` is "", the file that the error names. A `TimeoutError` that
+        this process has raised, because no answer came in time, is returned unchanged.
         """
         if isinstance(error, TimeoutError) and error.errno is None:
             return error

@@ -117,7 +117,7 @@ def unknown_host(ssh: SSHLogin, detail: str = "") -> ConnectionFailed:  # noqa: 
 
 
 def not_started(ssh: SSHLogin, code: int, said: str) -> ConnectionFailed:
-    """Returns the exception for a login shell that ended before the agent ran (the program that runs `edge` on the server).
+    """Returns the exception for a login shell that ended before the agent, the program of `edge` on the server, began to run.
 
     `code` is the exit code of the login shell, and `said` is its output.
     """

@@ -63,9 +63,10 @@ def asks_password(prompt: str) -> bool:
 class Prompts:
     """Answers the prompts of SSH servers for passwords, and the prompts of `ssh` for passphrases, with the configured secrets.
 
-    Each secret is given only once, because repeated wrong secrets lock accounts. A prompt for a password must name one of
-    `servers`, as in "dev@edge's password: " or "(dev@edge) Password: ". OpenSSH before 8.5 does not name the server in some
-    prompts. Such a prompt is answered only if `servers` has a single server. `unanswered` is the first prompt that got no answer.
+    `servers` are the servers whose prompts may come: the server to log in to, and perhaps its jump hosts. Each secret is given
+    only once, because repeated wrong secrets lock accounts. A prompt for a password must name one of `servers`, as in "dev@edge's
+    password: " or "(dev@edge) Password: ". OpenSSH before 8.5 does not name the server in some prompts. Such a prompt is answered
+    only if `servers` has a single server. `unanswered` is the first prompt that got no answer; "" if all got one.
     """
 
     servers: Sequence[SSHLogin]

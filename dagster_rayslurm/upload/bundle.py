@@ -121,7 +121,7 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Ma
 
 
 def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
-    """Return True if a fixed rule, the .gitignore files or the .rayignore files exclude the entry `name`.
+    """Return True if `_LEFT_OUT`, the .gitignore files or the .rayignore files exclude the entry `name`, or if it is a .pyc file.
 
     `rules` are the ignore files that count for the entry's directory. If several .gitignore files have a pattern for the entry,
     the file in the deepest directory decides; the same holds for .rayignore files. `is_dir` is True also for a link to a
