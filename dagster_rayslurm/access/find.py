@@ -55,8 +55,8 @@ class Found:
 def choose(ident: str, entries: Sequence[Entry]) -> Found:
     """Returns the only running Ray cluster to which the user's text `ident` refers. Pure.
 
-    `entries` are runs, sessions and Slurm jobs, some with a running cluster. `ident` is one of these texts. The function looks for
-    each kind of text in turn, until an entry matches:
+    `entries` are runs, sessions and Slurm jobs, some with a running cluster. `ident` is one of these texts. The function looks
+    for each kind of text in turn, until an entry matches:
 
     1. The name of the run directory, session or job, the job id, or the cluster id.
     2. The Dagster run id, the step or an asset of a run.
