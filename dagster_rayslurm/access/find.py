@@ -19,7 +19,7 @@ _MOST_NAMES = 8
 
 
 class NoCluster(ValueError):
-    """Raised when no running Ray cluster has the given name, when several have it, or when the cluster has no dashboard.
+    """Raised when no running Ray cluster or more than one has the given name, or when the cluster has no dashboard.
 
     The message is one sentence.
     """
@@ -53,11 +53,18 @@ class Found:
 
 
 def choose(ident: str, entries: Sequence[Entry]) -> Found:
-    """Returns the only running cluster with the name `ident` among `entries`. Pure.
+    """Returns the only running Ray cluster to which the user's text `ident` refers. Pure.
 
-    `ident` is the name or an id of a run, session or job, a step, an asset, or the beginning of a name or of a Dagster run id. If
-    each component of a run has a cluster of its own, RUN/COMPONENT names the cluster of one component. Raises NoCluster if no
-    cluster has the name, if several clusters have the name, or if the cluster has no dashboard.
+    `entries` are runs, sessions and Slurm jobs, some with a running cluster. `ident` is one of these texts. The function looks
+    for each kind of text in turn, until an entry matches:
+
+    1. The name of the run directory, session or job, the job id, or the cluster id.
+    2. The Dagster run id, the step or an asset of a run.
+    3. The beginning of such a name or of a Dagster run id, with at least 4 characters.
+    4. RUN/COMPONENT, for one component of a run whose components each have a cluster; RUN is a text as in 1 to 3.
+
+    Raises NoClusterNow if entries match, and none of them has a running cluster. Raises NoCluster if no entry matches, if several
+    clusters match, or if the cluster has no dashboard.
     """
     matching, component = named(ident, entries), ""
     if not matching:
@@ -86,20 +93,20 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
 
 
 def cluster_name(entry: Entry, path: str) -> str:
-    """Returns the name of the cluster of `entry`: the entry's name, with "/COMPONENT" behind it for the cluster of one component.
+    """Returns the name of a cluster of `entry`: the entry's name, or ENTRY/COMPONENT for the cluster of one component of a run.
 
-    `path` is the path of the file that says how to reach the cluster. The directory of the file tells the component.
+    `path` is the path of the file that says how to reach the cluster. The directory of this file is named after the component.
     """
     directory = os.path.dirname(path)
     return entry.name if directory == entry.directory else f"{entry.name}/{os.path.basename(directory)}"
 
 
 def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
-    """Returns a function that reads from the cluster's file again how to reach the cluster, and returns the result.
+    """Returns a function that reads again how to reach the cluster `found`, from the file `found.path`.
 
-    The function raises ClusterEnded if the cluster has ended. The argument of the function is True if the head node does not
-    answer. The function then also checks whether the Slurm job of the cluster still runs. Without a Slurm job, the function
-    checks whether the process of the cluster still runs.
+    The function returns the content of the file, and raises ClusterEnded if the cluster has ended. The function has one argument:
+    True if the head node does not answer. The function then also checks that the Slurm job of the cluster still runs or, without
+    a Slurm job, that the process of the cluster still runs.
     """
     connection = found.connection
 
@@ -131,4 +138,5 @@ def _is_gone(connection: Connection, access: ClusterAccess) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Returns the first `_MOST_NAMES` names, separated by commas, with "…" at the end if there are more names."""
     return ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")

@@ -44,9 +44,10 @@ class ClusterEnded(Exception):
 def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:
     """Opens a stream to a new relay, a process on the head node of a job that connects the stream to ports of the node.
 
-    The function tries TCP and `srun` in parallel, and takes the first stream. Returns the stream, and True if srun carries the
-    stream, False for TCP. srun carries the data as encoded lines. Raises ConnectionFailed if the edge node cannot be reached, and
-    another OSError if only the head node cannot be reached.
+    `access` says how to reach the head node. The function tries TCP and `srun` in parallel, and takes the first stream. Returns
+    the stream, and True if the relay runs under srun, False for TCP. Under srun, the data on the stream are encoded as lines (see
+    `relay.read_lines`). Raises ConnectionFailed if the edge node cannot be reached, and another OSError if only the head node
+    cannot be reached.
     """
     connection.home()  # A login that fails says why.
     answers: queue.Queue[tuple[socket.socket, bool] | OSError] = queue.Queue()
@@ -88,6 +89,10 @@ def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.so
 
 
 def _by_tcp(connection: Connection, access: ClusterAccess, host: str) -> socket.socket:
+    """Asks the runtime on the head node for a relay, by TCP to the name or address `host`; returns the stream to the relay.
+
+    Raises OSError if the runtime cannot be reached, or refuses.
+    """
     stream = connection.connect(host, access.port, _TCP_TIMEOUT)
     try:
         answer = call(stream, access.key, {"op": Operation.RELAY}, _TCP_TIMEOUT)
@@ -101,6 +106,7 @@ def _by_tcp(connection: Connection, access: ClusterAccess, host: str) -> socket.
 
 
 def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
+    """Starts a relay on the head node by `srun --overlap`; returns the stream to the relay, and raises OSError if srun fails."""
     command = [*step_on_head(str(access.job_id), access.heterogeneous, access.hosts[0]), "--chdir=/", *access.relay]
     stream = connection.stream(connection.call(slurm.command_line, command, repeat=True, timeout=_SRUN_TIMEOUT))
     stream.settimeout(_SRUN_TIMEOUT)
@@ -122,9 +128,9 @@ def _by_srun(connection: Connection, access: ClusterAccess) -> socket.socket:
 class Head:
     """A stream to the head node of one Ray cluster; the stream carries many connections to the port `port` of the head node.
 
-    A lost stream is opened again. `find` returns how to reach the cluster, and raises ClusterEnded when the cluster has ended;
-    the argument of `find` is True if the head node cannot be reached. `say` is called with a sentence when the stream cannot be
-    opened, and when the stream is open again.
+    A lost stream is opened again. `access` says how to reach the cluster at first; `find` returns the same information later, and
+    raises ClusterEnded when the cluster has ended. The argument of `find` is True if the head node cannot be reached (see
+    `find.look_again`). `say` is called with a sentence when the stream cannot be opened, and when the stream is open again.
     """
 
     def __init__(
@@ -152,9 +158,9 @@ class Head:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _check(self) -> None:
-        """Update `access` every few seconds, and never return; raises ClusterEnded when the cluster has ended.
+        """Updates `access` every few seconds, for ever; raises ClusterEnded when the cluster has ended.
 
-        Errors of the connection are ignored.
+        Errors of the connection to the edge node are ignored.
         """
         while True:
             await asyncio.sleep(_CHECK)
@@ -162,6 +168,7 @@ class Head:
                 self.access = await _in_thread(self._find, False)
 
     async def _stay_connected(self) -> None:
+        """Opens the stream, and opens a lost stream again; raises ClusterEnded if the cluster has ended or stays out of reach."""
         outage, short, said = Backoff(), Backoff(), False
         while True:
             try:
@@ -193,11 +200,11 @@ class Head:
         await asyncio.wait_for(self._ready.wait(), timeout)
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends the bytes `first` to the port, then copies data both ways between the port and a client.
+        """Sends the request `first` to the port of the head node, then copies data both ways between the port and a client.
 
-        `reader` and `writer` are the streams of the client. Returns True at the end of the copying: when the server has closed
-        the connection, or when a connection is reset. Returns True also if the client leaves while a GET or HEAD request waits
-        for the answer.
+        `first` is the head of an HTTP request. `reader` and `writer` are the streams of the client. Returns True at the end of
+        the copying: when the server has closed the connection, or when a connection is reset. Returns True also if the client
+        leaves while a GET or HEAD request waits for the answer.
 
         Returns False, with nothing sent to the client, if `first` could not be sent, or if `first` is a GET or HEAD request
         without a body to which the server gave no answer. The caller may then call `forward` with `first` again. Any other
@@ -230,6 +237,10 @@ class Head:
         return True
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Opens the stream to a new relay on the head node; returns the two directions of the stream.
+
+        For a cluster on this machine, the relay is a task of this event loop. Raises OSError if the stream cannot be opened.
+        """
         if self.access.job_id is not None:
             stream, lines = await _in_thread(open_relay, self._connection, self.access)
             received, writer = await asyncio.open_connection(sock=stream, limit=relay.LONGEST_LINE)
@@ -246,7 +257,7 @@ class Head:
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forwards the connections of all clients over the stream to the head node, until the stream ends.
 
-        `reader` and `writer` are the two directions of the stream.
+        `reader` and `writer` are the two directions of the stream to the head node.
         """
         self._multiplexer = relay.Multiplexer(reader, writer)
         self._ready.set()

@@ -1,4 +1,4 @@
-"""Finds which user of this machine opened a connection on the loopback address (proc(5), /proc/net/tcp)."""
+"""Finds which user of this machine opened a connection on the loopback address, by /proc/net/tcp (see proc(5))."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def owner(peer: Address, here: Address, rows: Iterable[str]) -> int | None:
 
 
 def _hex(address: Address) -> str:
+    """Returns an IPv4 address and port as in /proc/net/tcp, such as "0100007F:1F90" for 127.0.0.1 and port 8080."""
     packed = int.from_bytes(socket.inet_aton(address[0]), "little" if _LITTLE else "big")
     return f"{packed:08X}:{address[1]:04X}"
 
@@ -45,6 +46,7 @@ _LITTLE = int.from_bytes(b"\1\0", "little") == memoryview(b"\1\0").cast("H")[0]
 
 
 def _rows() -> Iterable[str]:
+    """Yields the lines of /proc/net/tcp and /proc/net/tcp6; leaves out a file that cannot be read."""
     for table in _TABLES:
         try:
             with open(table, encoding="ascii") as file:

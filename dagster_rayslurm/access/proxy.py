@@ -35,10 +35,10 @@ class Unanswered(Exception):
 
 
 class Upstream(Protocol):
-    """The methods of `head.Head` that the proxy calls."""
+    """The methods of `head.Head`, the stream to the head node, that the proxy calls."""
 
     async def until_ready(self, timeout: float) -> None:
-        """Waits until `forward` can be called; raises asyncio.TimeoutError after `timeout` seconds."""
+        """Waits until `forward` may be called; raises asyncio.TimeoutError if this takes longer than `timeout` seconds."""
 
     async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Sends the request `first` to the service, then copies data both ways between the service and a client.
@@ -84,7 +84,7 @@ def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = Tr
         secret: The secret that the client must know.
         token: The token that the service expects in the new head; "" for a service without a token.
         port: The port of the service on the head node, for the new head.
-        strips: True to remove the secret from the path; False for a service that expects the secret in the path.
+        strips: True to remove the secret from the path; False for a service whose own paths begin with the secret.
     """
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     request = _REQUEST.fullmatch(first)
@@ -145,8 +145,8 @@ class Proxy:
     def link(self) -> str:
         """Returns a new URL that works once, and redirects to the service.
 
-        Other users can see the arguments of a program, such as of one that opens a browser. The link does not tell them the
-        secret, and is of no use to them once the browser has used it.
+        The link is meant for the command line of a browser. Other users can see the arguments of commands, but the link does not
+        contain the proxy's secret, and does not work again after the browser has used it.
         """
         self._link = f"/{secrets.token_urlsafe(24)}"
         return self.url.rpartition("/")[0] + self._link
@@ -157,6 +157,7 @@ class Proxy:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection of a client: answers one request, and closes the connection."""
         try:
             answer = await self._answer(reader, writer)
             if answer is not None:
@@ -168,9 +169,9 @@ class Proxy:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer | None:
-        """Serves one request of a client; returns None if no response is left to send.
+        """Serves one request of a client; returns None if the service has answered the client.
 
-        Otherwise returns the response that the proxy itself must send, such as a refusal or an error.
+        Otherwise returns the response that the caller must send to the client, such as a refusal or an error.
         """
         if not is_own(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
             return _FORBIDDEN

@@ -22,7 +22,7 @@ _FIRST_TIMEOUT = 90.0  # Seconds in which the first stream to the head must come
 class Service:
     """An HTTP server on the loopback address of the head node: the port, and the token that requests need ("" for none).
 
-    `secret` is the first part of all paths; None if the paths have no such part.
+    `secret` is the first part of all paths of the server, as in /SECRET/lab; None if the paths have no such part.
     """
 
     port: int
@@ -39,11 +39,11 @@ def dashboard_of(access: ClusterAccess) -> Service:
 async def serve(
     found: Found, say: Callable[[str], None], ready: Callable[[Proxy], Any], port: int = 0, service: Service | None = None
 ) -> None:
-    """Serves a service of a cluster at a URL of this machine until the cluster ends; then raises ClusterEnded.
+    """Makes a service of a cluster reachable at a URL of this machine until the cluster ends; then raises ClusterEnded.
 
-    If `service` is None, serves the Ray dashboard. The proxy listens on `port` of this machine, or on any free port if `port` is
-    0. `ready` is called with the proxy once the cluster is reached. `say` is called with a sentence when the connection is lost
-    or restored. Raises ClusterEnded also if the cluster cannot be reached in time, and OSError if the port is taken.
+    If `service` is None, the service is the Ray dashboard. The proxy listens on `port` of this machine, or on any free port if
+    `port` is 0. `ready` is called with the proxy once the cluster is reached. `say` is called with a sentence when the connection
+    is lost or restored. Raises ClusterEnded also if the cluster cannot be reached in time, and OSError if the port is taken.
     """
     service = service or dashboard_of(found.access)
     head = Head(found.connection, found.access, look_again(found), say, service.port)
@@ -71,10 +71,10 @@ async def serve(
 
 @contextlib.contextmanager
 def served(found: Found, say: Callable[[str], None], service: Service | None = None) -> Iterator[str]:
-    """Context manager that serves a service of a cluster at a URL of this machine, and yields the URL.
+    """Context manager that makes a service of a cluster reachable at a URL of this machine, and yields the URL.
 
-    If `service` is None, serves the Ray dashboard. Raises ClusterEnded if the cluster cannot be reached. `say` is called with a
-    sentence when the connection is lost or restored, and when the cluster ends.
+    If `service` is None, the service is the Ray dashboard. Raises ClusterEnded if the cluster cannot be reached. `say` is called
+    with a sentence when the connection is lost or restored, and when the cluster ends.
     """
     url: Future[str] = Future()
     began: Future[tuple[asyncio.AbstractEventLoop, Any]] = Future()

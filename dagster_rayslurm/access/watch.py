@@ -22,9 +22,9 @@ QUERIES = {
     "jobs": "/api/jobs/",
 }
 _MOST_NAMES = 3
-_LISTS = {"pending": "tasks that wait for a node", "groups": "placement groups"}  # Queries with a limit, and what they list.
+_LISTS = {"pending": "tasks that wait for a node", "groups": "placement groups"}  # Queries with a limit: their rows.
 
-Counts = Mapping[str, Mapping[str, int]]  # Numbers by name of a task or class, and by state.
+Counts = Mapping[str, Mapping[str, int]]  # Numbers of tasks or actors, by the name of the task or class, and by the state.
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Gpu:
 class Node:
     """One node of a Ray cluster; amounts of memory are in bytes.
 
-    `resources`, and the totals of `memory` and of the object store (`store`), are the amounts that Ray may use on the node.
+    `resources` are the amounts that Ray may use on the node, and so are the totals of `memory` and of `store`, the object store.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Node:
     head: bool
     cpu: float  # Percent of the machine.
     memory: tuple[float, float]  # Used, and total.
-    store: tuple[float, float]
+    store: tuple[float, float]  # Used, and total.
     gpus: tuple[Gpu, ...]
     resources: Mapping[str, float]  # Total, by Ray's name of the resource in camel case, as the dashboard writes it.
 
 
 @dataclass(frozen=True)
 class Group:
-    """One placement group that waits for its bundles.
+    """One placement group that waits for its bundles; a bundle maps names of resources to the amounts that the group needs.
 
     `infeasible` is Ray's own verdict, which respects the group's strategy and labels; the dashboard does not tell the strategy.
     """
@@ -69,9 +69,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The known state of a Ray cluster; each field holds the latest answer to one query.
+    """The known state of a Ray cluster. Each field holds the latest answer of the dashboard to the query of this name.
 
-    The dashboard answers the queries. A session answers the query for `payloads`.
+    The field `payloads` holds the answer of the session to which the cluster belongs, and stays empty without a session.
     """
 
     nodes: tuple[Node, ...] = ()
@@ -80,8 +80,8 @@ class Snapshot:
     jobs: tuple[Mapping[str, Any], ...] = ()
     pending: tuple[tuple[str, Mapping[str, float]], ...] = ()  # Name and resources of each task that waits for a node.
     groups: tuple[Group, ...] = ()
-    unlisted: Mapping[str, int] = field(default_factory=dict)  # Number of rows beyond the limit of an answer, by query.
-    payloads: tuple[Mapping[str, Any], ...] = ()  # Of a session, in the order of the queue.
+    unlisted: Mapping[str, int] = field(default_factory=dict)  # By query: number of rows that the answer lacks.
+    payloads: tuple[Mapping[str, Any], ...] = ()  # In the order of the session's queue.
 
     def with_answer(self, query: str, answer: Any) -> Snapshot:
         """Returns a copy in which the field `query` has the content of `answer`, the dashboard's parsed JSON answer.
@@ -154,6 +154,7 @@ def state_counts(counts: Counts) -> Counter[str]:
 
 
 def _nodes(answer: Any) -> tuple[Node, ...]:
+    """Returns the nodes in the answer to the query "nodes": the head node first, then living nodes, then dead nodes."""
     found = []
     for row in answer["data"]["summary"]:
         raylet = row.get("raylet") or {}
@@ -178,27 +179,31 @@ def _nodes(answer: Any) -> tuple[Node, ...]:
 
 
 def _gpu(row: Mapping[str, Any]) -> Gpu:
+    """Returns a GPU from its entry in the answer to the query "nodes"."""
     percent = float(row.get("utilizationGpu") or 0)
     return Gpu(str(row.get("name") or "GPU"), percent, float(row.get("memoryUsed") or 0), float(row.get("memoryTotal") or 0))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a sort key for a name; the key puts "node10" after "node9"."""
+    """Returns a key that sorts names with numbers, so that "node10" comes after "node9"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def _counts(answer: Any) -> Counts:
+    """Returns the numbers in the answer to the query "tasks" or "actors"."""
     summary = answer["data"]["result"]["result"]["node_id_to_summary"]["cluster"]["summary"]
     return {str(name): {str(state): int(n) for state, n in row["state_counts"].items()} for name, row in summary.items()}
 
 
 def _pending(answer: Any) -> tuple[tuple[str, Mapping[str, float]], ...]:
+    """Returns the name and the resources of each task in the answer to the query "pending", except tasks in placement groups."""
     # A task within a placement group waits for the group, and the group has an entry of its own.
     rows = [row for row in answer["data"]["result"]["result"] if not row.get("placement_group_id")]
     return tuple((str(row["name"]), _amounts(row.get("required_resources") or {})) for row in rows)
 
 
 def _groups(answer: Any) -> tuple[Group, ...]:
+    """Returns the placement groups in the answer to the query "groups"."""
     return tuple(
         Group(
             str(row.get("name") or row["placement_group_id"][:12]),
@@ -220,23 +225,28 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _amount(node: Node, name: str) -> float:
+    """Returns how much of the resource `name` Ray may use on a node; 0.0 if the node has no such resource."""
     return node.resources.get(name, node.resources.get(_camel(name), 0.0))
 
 
 def _fits(wanted: Mapping[str, float], nodes: Iterable[feasibility.Node]) -> bool:
+    """Returns True if at least one node could hold the resources `wanted`, as if nothing else ran there."""
     return any(feasibility.fits(Bundle(wanted), node) for node in nodes)
 
 
 def _camel(name: str) -> str:
+    """Returns a name such as "object_store_memory" in camel case, as the dashboard writes it: "objectStoreMemory"."""
     first, *rest = name.split("_")
     return first + "".join(part[:1].upper() + part[1:] for part in rest)
 
 
 def _words(wanted: Mapping[str, float]) -> str:
+    """Returns resources as text, such as "CPU 4, GPU 1"."""
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(wanted.items())) or "nothing"
 
 
 def _names(names: Iterable[str]) -> str:
+    """Returns the most frequent names as text, each with its number if it is not 1, such as "12 train, load"."""
     counted = Counter(names)
     words = [name if number == 1 else f"{number} {name}" for name, number in counted.most_common(_MOST_NAMES)]
     return ", ".join(words) + (", …" if len(counted) > _MOST_NAMES else "")

@@ -1,4 +1,7 @@
-"""`rayslurm attach` opens a shell on the head node of a run, session or job, in the payload's environment."""
+"""`rayslurm attach` opens a shell on the head node of a run, session or job, in the payload's environment.
+
+In this module, `one` is the entry of the run, session or job that the user has named.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) ->
 
 
 def _part(ident: str) -> Entry:
-    """Returns the run, session or job `ident`, or the component of a run if `ident` is RUN/COMPONENT.
+    """Returns the entry of the run, session or job `ident`, or of one component of a run if `ident` is RUN/COMPONENT.
 
     The entry of a component has the component's own directory, job and Ray cluster. Raises ValueError if each component of the
     run has a Ray cluster of its own, and `ident` names no component.
@@ -123,7 +126,7 @@ class _Files:
             signal.signal(number, handler)
 
     def write(self, suffix: str, content: bytes) -> str:
-        """Writes a file that only this user can read, and returns its path."""
+        """Writes a file that only this user can read, and whose name ends with `suffix`; returns the path of the file."""
         self._paths.append(f"{self._one.directory}/attach.{secrets.token_hex(8)}{suffix}")
         self._one.connection.write(self._paths[-1], content)
         return self._paths[-1]
@@ -136,8 +139,8 @@ def _exit(signum: int, _: object) -> None:
 def _jupyter(one: Entry, files: _Files) -> int:
     """Runs JupyterLab on the head node of `one`, prints a URL of this machine that leads there, and returns the exit code.
 
-    Jupyter's token and the secret of the URL are in a file, because other users can see the arguments of processes. Raises
-    ValueError if `one` has no Ray cluster, if the head node cannot be reached, or if JupyterLab is not installed.
+    `files` writes a file with Jupyter's token and the secret of the URL, because other users can see the arguments of processes.
+    Raises ValueError if `one` has no Ray cluster, if the head node cannot be reached, or if JupyterLab is not installed.
     """
     if not one.clusters:
         raise ValueError(f"{one.name} has no Ray cluster, through which JupyterLab would be reached; it is {one.state}")
@@ -166,8 +169,8 @@ def _jupyter(one: Entry, files: _Files) -> int:
 def _shell(one: Entry, words: Sequence[str], files: _Files) -> list[str]:
     """Returns the command to run on the head node: `words`, or an interactive bash if `words` is empty.
 
-    For a run or session, the returned command first sources a script with the text from `_environment`, which the function writes
-    by `files`. For a Slurm job without a run or session, no environment is set.
+    For a run or session, the returned command first sources a script with the text from `_environment`. The function writes this
+    script by `files`. For a Slurm job without a run or session, the command sets no environment variables.
     """
     if one.kind == Kind.JOB:
         return list(words) or ["bash", "-i"]
@@ -230,7 +233,7 @@ def _step(one: Entry) -> list[str]:
 
 
 def _head(one: Entry) -> tuple[str | None, bool]:
-    """Returns Slurm's name of the head node (None if the name is unknown), and whether the Slurm job is heterogeneous."""
+    """Returns Slurm's name of the head node of `one` (None if it is unknown), and whether the Slurm job is heterogeneous."""
     if one.generation is not None and one.generation.announcement is not None:
         said = one.generation.announcement
         return said.hosts[0], said.heterogeneous
@@ -242,6 +245,7 @@ def _head(one: Entry) -> tuple[str | None, bool]:
 
 
 def _json(connection: Connection, path: str) -> Mapping[str, Any]:
+    """Returns the JSON object in a file on the cluster; {} if the file is missing or contains anything else."""
     try:
         found = json.loads(connection.read(path, 0, 1024 * 1024))
     except ValueError:

@@ -41,9 +41,9 @@ class Cluster:
     """The configuration of a Slurm cluster; references to environment variables in `ssh` and `remote_base` are resolved."""
 
     ssh: SSHLogin | None  # None if `sbatch` is on this machine.
-    remote_base: str
-    source: str  # The origin of the configuration, in words.
-    make: Callable[[Cluster], ComputeResource]  # Makes the resource of a cluster; raises ValueError if a field is wrong.
+    remote_base: str  # The base directory on the cluster, as the user wrote it.
+    source: str  # The origin of the configuration for error messages, such as "cluster 'a' in rayslurm.toml".
+    make: Callable[[Cluster], ComputeResource]  # Makes the resource of this cluster; raises ValueError if a field is wrong.
 
     @cached_property
     def resource(self) -> ComputeResource:
@@ -65,7 +65,7 @@ class Cluster:
     def base(self) -> str:
         """The absolute path of the base directory on the cluster.
 
-        To find the home directory of a path with "~", dagster-rayslurm logs in. Raises OSError if the login fails.
+        If `remote_base` begins with "~", the property logs in to find the home directory, and raises OSError if the login fails.
         """
         return absolute(self.connection, self.remote_base)
 
@@ -102,6 +102,7 @@ def find_cluster() -> Cluster | None:
 
 
 def _prefix() -> str:
+    """Returns the prefix of the environment variables that describe the edge node, with an underscore at the end."""
     return (given("prefix") or "SLURM_EDGE_NODE_").rstrip("_") + "_"
 
 
@@ -131,6 +132,8 @@ def _found() -> Cluster | None:
 
 
 def _from_environment(prefix: str) -> Cluster:
+    """Returns the cluster that the environment variables with the prefix `prefix` describe; raises ValueError if one is wrong."""
+
     def read(variable: str, field: str, integer: bool) -> Any:
         return read_variable(variable, f"SSHConnectionResource.{field}", integer)
 
@@ -140,6 +143,7 @@ def _from_environment(prefix: str) -> Cluster:
 
 
 def _resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResource:
+    """Returns the `ComputeResource` of `cluster`; `fields` are its other fields, as in a `rayslurm.toml`."""
     from .resource import make_resource
 
     return make_resource(fields, cluster.ssh, cluster.remote_base, cluster.source)
@@ -196,6 +200,10 @@ def from_file(path: Path, name: str | None) -> Cluster:
 
 
 def _table(fields: Mapping[Any, Any], name: str, path: str) -> dict[str, Any]:
+    """Returns the table `name` in `fields`, {} if it is missing; raises `ValueError` if the value is no table.
+
+    `path` is the name of the table in the file, such as "slurm.ssh", for the error message.
+    """
     found = fields.get(name, {})
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no table; write {path} = {{ … }}, with the fields of its class")

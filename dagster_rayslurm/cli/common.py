@@ -51,8 +51,8 @@ def _run_failure() -> tuple[type[RunFailure], ...]:
 def see_troubles(kind: str = "") -> str:
     """Returns a line break and a line with the URL of the troubleshooting page, to append to an error message.
 
-    If `kind` is not "", the URL leads to the section about failures of this kind. Returns "" if standard error is not a terminal,
-    because a program that reads the message expects one line.
+    `kind` is a failure kind; if it is not "", the URL leads to the section about failures of this kind. Returns "" if standard
+    error is not a terminal, because a program that reads the message expects one line.
     """
     return f"\nSee {TROUBLES}{kind and f'#{kind}'}" if os.isatty(2) else ""
 
@@ -91,7 +91,7 @@ def value_text(value: Any) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Returns seconds as D-HH:MM:SS, H:MM:SS or M:SS; "" for None."""
+    """Returns a number of seconds as text in the form D-HH:MM:SS, H:MM:SS or M:SS; "" for None."""
     if seconds is None:
         return ""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)

@@ -84,12 +84,14 @@ def check(env: str | None, as_json: bool, **queue: Any) -> None:
 
 
 def _print_json(report: Report) -> None:
+    """Prints a report as one JSON object."""
     partitions = [dict(zip(COLUMNS, each.cells(), strict=True)) for each in report.partitions]
     lines = [{**asdict(line), "verdict": line.verdict.value} for line in report.lines]
     print_json({"lines": lines, "partitions": partitions, "resource": report.resource})
 
 
 def _print(report: Report) -> None:
+    """Prints a report: the lines, a table of the partitions, the totals, and the code of the resource."""
     _print_lines(report.lines)
     click.echo()
     if report.partitions:
@@ -100,6 +102,7 @@ def _print(report: Report) -> None:
 
 
 def _print_lines(lines: list[Line]) -> None:
+    """Prints report lines with their verdicts and remedies."""
     from rich.console import Console
     from rich.text import Text
 
@@ -112,5 +115,6 @@ def _print_lines(lines: list[Line]) -> None:
 
 
 def _summary(lines: list[Line]) -> str:
+    """Returns the number of lines with each verdict as text, such as "12 ok, 1 warning"."""
     counts = [(sum(line.verdict is verdict for line in lines), verdict.value) for verdict in Verdict]
     return ", ".join(f"{count} {word}" for count, word in counts if count)

@@ -45,10 +45,12 @@ def env() -> None:
 
 
 def _site() -> EnvironmentSite:
+    """Returns the environment of the chosen cluster's resource, with the connection and directories to create it."""
     return environment_site(the_cluster().resource)
 
 
 def _sent(site: EnvironmentSite) -> Environment:
+    """Returns the environment of `site`; raises ValueError if dagster-rayslurm does not create environments of this class."""
     if not isinstance(site.environment, SentEnvironment):
         raise ValueError(
             f"the resource's environment is {type(site.environment).__name__}, which is not sent; give it a UvEnvironment or "

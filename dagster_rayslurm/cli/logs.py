@@ -99,26 +99,27 @@ def _components(run: Entry) -> list[str | None]:
 
 
 def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: bool) -> Follower:
-    """Returns a follower of a run, or of the component `component` of a run; the follower writes to `log`.
+    """Returns an object that reads the record of a run while it grows, and prints the output; messages go to `log`.
 
-    `own_job` is True if the run has a Slurm job of its own, which Slurm may requeue.
+    If `component` is not None, the object reads the record of this component of the run. `own_job` is True if the run has a Slurm
+    job of its own, which Slurm may start again (requeue).
     """
     directory, pipes = _record_dir(run, component), TerminalPipes(log)
     return Follower(run.connection, directory, nonce_of(run.name), pipes, log, _CADENCE, requeue=own_job, component=component)
 
 
 class _Job:
-    """The Slurm job or process of a run; checks from time to time whether the job or process still exists."""
+    """The Slurm job of a run (without Slurm, the process of the run's runtime); checks at times whether it still exists."""
 
     def __init__(self, run: Entry) -> None:
         self._run, self._asked_at = run, time.monotonic()
         self._over = "it has ended" if run.over else None
 
     def exit(self, ended: bool) -> str | None:
-        """Returns a phrase that says how the runtime ended; None if the runtime still ran at the last check.
+        """Returns a phrase that says how the job or process ended; None if it still existed at the last check.
 
         `ended` is True if the journal of the run has an `end` record. The checks are then more frequent, because only Slurm knows
-        whether the job is requeued.
+        whether it will start the job again (requeue).
         """
         interval = _CADENCE.idle if ended else _ASK_INTERVAL
         if self._over is None and time.monotonic() - self._asked_at > interval:
@@ -127,6 +128,7 @@ class _Job:
         return self._over
 
     def _look(self) -> str | None:
+        """Makes a check, and returns the result as `exit` does."""
         run = self._run
         if run.job_id is None:
             base = os.path.dirname(os.path.dirname(run.directory))
@@ -139,6 +141,7 @@ class _Job:
 
 
 def _runtime_exit(job: _Job, evidence: Evidence) -> str | None:
+    """Returns the result of `job.exit` for a run with the known facts `evidence`; None if the connection is lost."""
     try:
         return job.exit(evidence.end is not None)
     except OSError:  # A lost link says nothing about the job; the follower reports it.
@@ -197,7 +200,10 @@ def _end(one: Entry, now: bool) -> None:
 
 
 def _grace_period(run: Entry) -> float:
-    """Returns the longest grace period of a run's payloads in seconds; the default for a payload without a readable record."""
+    """Returns the longest grace period of a run's payloads, in seconds.
+
+    A payload without a readable file `payload.json` counts with the default grace period.
+    """
     paths = [f"{_record_dir(run, component)}/{PAYLOAD}" for component in _components(run)]
     specs = [json_object(run.connection.read(path, 0, _CHUNK)) for path in paths]
     return max(float(spec.get("grace_period", PayloadSpec.grace_period)) for spec in specs)
@@ -211,8 +217,8 @@ def _record_dir(run: Entry, component: str | None) -> str:
 def _ends(run: Entry, timeout: float) -> bool:
     """Waits until each journal of a run has an `end` record, or the run's job or process is gone, and returns True.
 
-    Returns False after `timeout` seconds. Returns False at once if a journal is missing, because each element of a job array has
-    a journal of its own, and no runtime reads the cancel request of the whole run.
+    Returns False after `timeout` seconds. Returns False at once if a journal is missing, as in the run directory of job arrays:
+    each element has a journal of its own there, and no runtime reads the cancel request of the whole run.
     """
     records = [_EndOfRecord(run, component) for component in _components(run)]
     if not all(each.exists() for each in records):
@@ -237,7 +243,7 @@ class _EndOfRecord:
         return self._connection.modified(self._path) is not None
 
     def seen(self) -> bool:
-        """Reads new records of the journal, and returns whether an `end` record is the end of the last start."""
+        """Reads new records of the journal; returns True if an `end` record follows the last `start` record."""
         while data := self._connection.read(self._path, self._reader.next_read, _CHUNK):
             for record in self._reader.feed(data):
                 if record.get("type") in ("start", "end"):  # After a requeue, a further start follows.

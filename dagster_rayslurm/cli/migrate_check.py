@@ -16,12 +16,15 @@ from ..fields import explain
 from .common import json_option, print_json, see_troubles
 
 _THEIRS, _OURS = "dagster_slurm", "dagster_rayslurm"
+# Classes of dagster-slurm that have another name here.
 _RENAMED = {"ComputeLauncher": "Launcher", "SlurmSessionResource": "SessionConfig"}
+# Methods of dagster-slurm that are missing here, with the class that had them.
 _METHODS = {
     **dict.fromkeys(("cleanup_deferred_run_dir", "get_pipes_client", "register_cluster", "run_hetjob"), "ComputeResource"),
     **dict.fromkeys(("from_env_slurm", "set_auth_provider"), "SlurmResource"),
 }
 _AS_ARGUMENT = "this asset metadata has no effect here; give run() the argument"
+# Keys of asset metadata of dagster-slurm, with advice.
 _TEXTS = {
     "force_slurm_env_push": f"{_AS_ARGUMENT} environment=",
     "skip_slurm_payload_upload": f"{_AS_ARGUMENT} payload_path=",
@@ -64,7 +67,7 @@ def migrate_check(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _findings(tree: ast.Module) -> Iterator[Finding]:
-    """Yields a finding (line number, text in the file, advice) for each use of a name of dagster-slurm in the file `tree`."""
+    """Yields a finding (line, text in the file, advice) for each use of a name of dagster-slurm in the parsed file `tree`."""
     names: dict[str, str] = {}  # By name in the file, the name in dagster_slurm; "" for the module itself.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

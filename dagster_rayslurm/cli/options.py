@@ -20,12 +20,13 @@ _VARIABLES = {"cluster": "RAYSLURM_CLUSTER", "source": "RAYSLURM_FROM", "remote_
 
 
 def _remember(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Stores the value of an option in click's context, which nested commands share; `cluster_option` returns the value."""
+    """Stores the value of an option in click's context, where `cluster_option` finds the value; does nothing for None."""
     if value is not None:
         context.meta[_KEY + str(parameter.name)] = value
 
 
 def _option(*names: str, **more: Any) -> Callable[[F], F]:
+    """Decorator that adds an option whose value only `cluster_option` returns, and which is no argument of the command."""
     return click.option(*names, expose_value=False, callback=_remember, **more)
 
 

@@ -85,6 +85,7 @@ def ps(layout: Layout, everything: bool, here: bool, as_json: bool) -> None:
 
 
 def _cells(entry: Entry) -> list[str]:
+    """Returns the cells of an entry's row in the table, in the order of `_COLUMNS`."""
     state = str(entry.state) + (f" ({entry.exit_code})" if entry.exit_code is not None else "")
     since = duration(time.time() - entry.at) if entry.at else ""
     return [entry.name, entry.kind.value, state, entry.job_id or "", entry.node or "", since, entry.says]

@@ -125,6 +125,7 @@ def job() -> None:
 
 
 def _job_command(name: str, help_text: str) -> None:
+    """Adds the subcommand `rayslurm job NAME`, which runs `ray job NAME` for a cluster; `help_text` begins its help."""
     settings = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
 
     @job.command(name, help=f"{help_text}\n\n{_TARGET} All further arguments go to `ray job {name}`.", context_settings=settings)

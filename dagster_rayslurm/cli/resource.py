@@ -53,6 +53,7 @@ def at_base(resource: ComputeResource) -> ComputeResource:
 
 
 def _ssh_resource(login: SSHLogin | None) -> SSHConnectionResource | None:
+    """Returns the Dagster resource with the fields of `login`; None if `login` is None."""
     if login is None:
         return None
     fields = {name: getattr(login, name) for name in login.model_fields_set}

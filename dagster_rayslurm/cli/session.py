@@ -41,19 +41,19 @@ _COLUMNS = ("session", "state", "job", "node", "run", "wait", "served", "idle", 
 
 @dataclass
 class Session:
-    """A session of this machine or of the Slurm cluster; `row` holds the values that `list` prints, by column or JSON key."""
+    """A session of this machine or of the Slurm cluster, for the commands that list or show sessions."""
 
     connection: Connection
-    generation: Generation
-    row: dict[str, Any]
+    generation: Generation  # The allocation (Slurm job) of the session.
+    row: dict[str, Any]  # The values that `list` prints, by column or JSON key; see `_row`.
     description: Mapping[str, Any] = field(default_factory=dict)  # The session's answer about itself; empty before `refresh`.
     here: bool = False  # Whether the session is a process of this machine, without Slurm.
 
     def refresh(self) -> None:
         """Asks the session about itself, and updates `description` and `row` with the answer.
 
-        Does nothing if the session is not up. If the session does not answer, `row` gets the state SILENT and the error as the
-        reason.
+        Does nothing if the state in `row` is neither UP nor DRAINING. If the session does not answer, `row` gets the state SILENT
+        and the error as the reason; if the session has just ended, `row` gets the state ENDED.
         """
         if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
             return
@@ -200,10 +200,10 @@ def _sessions(layout: Layout) -> list[Session]:
 
 
 def _row(connection: Connection, generation: Generation, state: SessionState, job: QueueRow | None = None) -> dict[str, Any]:
-    """Returns the values of a session that `list` prints, by column or JSON key.
+    """Returns the values that `list` prints for one allocation of a session, by column or JSON key.
 
-    `job` is the session's job in the queue; None if there is no job. The values that only the session itself knows, and the
-    partition, are None.
+    `state` is the state of the allocation. `job` is the session's job in the queue; None if there is no job. The values that
+    only the session itself knows, and the partition, are None.
     """
     announced = generation.announcement
     return {
@@ -225,8 +225,8 @@ def _row(connection: Connection, generation: Generation, state: SessionState, jo
 def _find(ident: str, found: list[Session], alive: bool = False) -> Session:
     """Returns the session in `found` whose cluster id, job id, name or beginning of the name is `ident`.
 
-    Of several generations of a session, returns the newest generation. If `alive` is True, sessions that have ended do not count.
-    Raises ClickException if no session, or several sessions, match.
+    If several allocations (generations) of one session match, returns the newest. Sessions that have ended count only if no
+    other session matches; if `alive` is True, they never count. Raises ClickException if no session, or several sessions, match.
     """
     over = [each for each in found if each.row["state"] in _OVER]
     for candidates in ([each for each in found if each not in over], [] if alive else over):

@@ -47,7 +47,7 @@ _SEVERAL: dict[str, Any] = {"multiple": True, "default": ()}
 
 
 def allocation_options(command: F) -> F:
-    """Decorator that adds options to a command: for Slurm's allocation, and `--load-env` for shell commands that run first."""
+    """Decorator that adds options to a command: for the job's allocation, and `--load-env` for shell commands that run first."""
     options = (
         click.option("--nodes", "--num-nodes", "-n", "nodes", type=click.IntRange(1), help="Number of nodes."),
         click.option("--gpus", "--num-gpus", "gpus", type=click.IntRange(0), help="GPUs on each node."),
@@ -211,7 +211,7 @@ class _Job:
 
 
 def loaded(resource: ComputeResource, commands: Sequence[str]) -> Environment | None:
-    """Returns an environment that runs `commands` and then activates the resource's environment; None if `commands` is empty.
+    """Returns an environment that runs shell commands and then activates the resource's environment; None without `commands`.
 
     Raises `ValueError` in local mode, and for an environment that shell commands cannot activate, such as a `UvEnvironment`.
     """
@@ -270,6 +270,7 @@ def _resource(cluster: Cluster | None, mode: str | None) -> ComputeResource:
 
 
 def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments for a `BashLauncher`: those of a `RayLauncher`, without "_per_node" at the end of the names."""
     return {name.removesuffix("_per_node"): value for name, value in given.items()}
 
 
@@ -289,10 +290,11 @@ def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str |
 
 
 def _payload(words: Sequence[str], directory: str | None) -> Payload:
-    """Returns the payload for the command line `words`: a list of words, or a string for a Python script outside `directory`.
+    """Returns the payload for the command line `words`, as `ComputeResource.run` takes it: a list of words, or a string.
 
-    `directory` is the working directory that is sent; None if none is sent. The string is a command line with the absolute path
-    of the script on this machine. For a string, the run sends the script by itself.
+    `directory` is the working directory that is sent; None if none is sent. If the command is a Python script of this machine
+    outside of `directory`, the result is a string: a command line with the absolute path of the script, which the run then sends.
+    Otherwise, the result is a list of words.
     """
     python = words[0] in _PYTHONS and len(words) > 1
     script = words[1] if python else words[0]
@@ -311,6 +313,10 @@ def _program(words: Sequence[str]) -> str:
 
 
 def _variable(text: str) -> tuple[str, str]:
+    """Returns the name and the value of the environment variable `text`: NAME=VALUE, or NAME for a variable of this shell.
+
+    Raises `ValueError` if this shell has no such variable.
+    """
     name, equals, value = text.partition("=")
     if not equals and name not in os.environ:
         raise ValueError(f"{name}: this shell has no such variable; write {name}=VALUE, or export it")
@@ -325,6 +331,7 @@ def _where() -> str:
 
 
 def _tell_failure(failure: RunFailure) -> None:
+    """Prints the description and the run directory of a failed run on standard error."""
     click.echo(f"Error: {failure.description}{see_troubles(failure.kind)}", err=True)
     directory = failure.metadata.get("Run directory")
     if directory is not None:

@@ -40,12 +40,12 @@ KEYS = "j k: move   Enter: details   Tab: next view   t: tasks   q: quit"
 
 @dataclass(frozen=True)
 class Screen:
-    """The user's choices: the view, the row, whether details of the row are shown, and whether the user has quit. Immutable."""
+    """The user's choices on the screen. Immutable."""
 
-    view: str = "nodes"
-    row: int = 0
-    details: bool = False
-    over: bool = False
+    view: str = "nodes"  # One of `VIEWS`.
+    row: int = 0  # The chosen row; -1 for no row.
+    details: bool = False  # Whether the screen shows details of the chosen row.
+    over: bool = False  # Whether the user has quit.
 
     def after(self, key: str, rows: int) -> Screen:
         """Returns the screen after the user has pressed `key` in a view of `rows` rows; an unknown key changes nothing.
@@ -67,11 +67,11 @@ class Screen:
 class Watch:
     """The data of a cluster that the screen shows; `run`, called by a separate thread, fetches the data."""
 
-    url: str
+    url: str  # The URL of the Ray dashboard on this machine.
     payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks the session for the payloads; None without a session.
     snapshot: Snapshot = field(default_factory=Snapshot)
-    problem: str = ""  # Why the last request failed.
-    over: threading.Event = field(default_factory=threading.Event)
+    problem: str = ""  # Why the last request failed; "" if it did not fail.
+    over: threading.Event = field(default_factory=threading.Event)  # Set to end `run`.
 
     def ask(self, query: str) -> None:
         """Sends one query to the dashboard or session, and stores the answer in `snapshot`, or an error text in `problem`.
@@ -89,7 +89,10 @@ class Watch:
             self.problem = f"{query}: {error}"
 
     def run(self) -> None:
-        """Sends one query per second until the event `over` is set; until nodes are known, the query for nodes each time."""
+        """Sends one query after another, one per second, until the event `over` is set.
+
+        As long as no nodes are known, each query is that for the nodes.
+        """
         queries = cycle([*QUERIES, *(["payloads"] if self.payloads else [])])
         while True:
             self.ask(next(queries) if self.snapshot.nodes else "nodes")
@@ -137,6 +140,7 @@ def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
 
 
 def _print_once(watch: Watch, title: str, as_json: bool) -> None:
+    """Asks all queries, and prints the answers as tables, or as one JSON object; `title` names the run or session."""
     from rich.console import Console
 
     for query in (*QUERIES, "payloads"):
@@ -155,6 +159,10 @@ def _print_once(watch: Watch, title: str, as_json: bool) -> None:
 
 
 def _live(watch: Watch, title: str, ended: Sequence[str]) -> None:
+    """Shows the cluster in the terminal until the user quits or the cluster ends.
+
+    `title` names the run or session. Another thread appends sentences about the connection and the cluster's end to `ended`.
+    """
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -290,11 +298,13 @@ def details(node: Node) -> list[str]:
 
 
 def _node_row(node: Node) -> list[str]:
+    """Returns the cells of a node in the view "nodes"."""
     busy = " ".join(f"{gpu.percent:.0f}%" for gpu in node.gpus)
     state = ("head" if node.head else "alive") if node.alive else "dead"
     return [node.name, state, f"{node.cpu:.0f}", _of(*node.memory), _of(*node.store), busy or "-"]
 
 
 def _of(used: float, total: float) -> str:
+    """Returns two numbers of bytes as text, such as "1.5/8.0 GiB"."""
     unit, name = (_GIB, "GiB") if total >= _GIB else (_MIB, "MiB")
     return f"{used / unit:.1f}/{total / unit:.1f} {name}"

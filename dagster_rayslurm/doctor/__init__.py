@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The configuration to examine: a Slurm cluster, the payloads' environment on the cluster, and the payloads' launcher."""
+    """The configuration to examine: a Slurm cluster, the environment of payloads there, and the launcher of payloads."""
 
     slurm: SlurmResource
     environment: Environment
@@ -69,7 +69,10 @@ def failure(name: str, text: str, remedy: str) -> Line:
 
 
 def failed(name: str, error: object, remedy: str) -> Line:
-    """Returns a failure whose text is the message of `error` up to the first "; "; the rest, or else `remedy`, is the remedy."""
+    """Returns a line about a failed check, whose text is the message of `error` up to the first "; ".
+
+    The rest of the message is the remedy of the line; if there is no rest, `remedy` is.
+    """
     sentence, _, advice = str(error).partition("; ")
     return failure(name, sentence or "no answer in time", advice or remedy)  # A `TimeoutError` has no message.
 

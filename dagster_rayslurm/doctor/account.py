@@ -1,4 +1,7 @@
-"""Parses the user's associations and QOS (quality of service) in Slurm's accounting, and compares the limits with a job. Pure."""
+"""Parses the associations and the QOS (quality of service) in Slurm's accounting, and compares the limits with a job. Pure.
+
+An association says that a user may charge an account on a cluster, and with which limits.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ _ASSOCIATION = (
 )
 _QOS = ("name", "maxwall", "maxtres", "maxtrespu", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmit", "grptres")
 _LIST = "sacctmgr --noheader --parsable2 show"
+# Command that lists the associations of this user. The columns are `_ASSOCIATION`, separated by "|".
 ASSOCIATIONS = (
     "sh",
     "-c",
     f'exec {_LIST} associations user="$(id -un)" format={",".join(_ASSOCIATION)}',
 )
+# Command that lists all QOS. The columns are `_QOS`, separated by "|".
 QOS = (*_LIST.split(), "qos", f"format={','.join(_QOS)}")
 SHOW = "`sacctmgr show associations user=$USER` and `sacctmgr show qos` show the limits"
 
@@ -35,22 +40,22 @@ class Row:
 
 
 def parse_associations(text: str, cluster: str) -> list[Row]:
-    """Returns this user's associations from the output `text` of sacctmgr.
+    """Returns the associations in `text`, the output of the command `ASSOCIATIONS`, which lists only those of this user.
 
-    Returns only the associations on `cluster`, or the associations on all clusters if `cluster` is "".
+    Returns only the associations on the cluster `cluster`; if `cluster` is "", returns the associations on all clusters.
     """
     rows = [Row("", dict(zip(_ASSOCIATION, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
     return [Row(f"account {row['account']}", row.columns) for row in rows if not cluster or row["cluster"] == cluster]
 
 
 def parse_qos(text: str) -> list[Row]:
-    """Returns all QOS in the output `text` of sacctmgr."""
+    """Returns all QOS in `text`, the output of the command `QOS`, which lists the QOS of all users."""
     rows = [dict(zip(_QOS, line.split("|"), strict=False)) for line in text.splitlines() if "|" in line]
     return [Row(f"QOS {row['name']}", row) for row in rows]
 
 
 def qos_of(row: Row) -> list[str]:
-    """Returns the names of the QOS that an association allows."""
+    """Returns the names of the QOS that the association `row` allows."""
     return [name.lstrip("+-") for name in row["qos"].split(",") if name]
 
 
@@ -75,6 +80,7 @@ def forbids(row: Row, queue: SlurmQueueConfig, seconds: float | None) -> list[st
 
 
 def _amounts(tres: str) -> Sequence[tuple[str, int]]:
+    """Returns the resources and amounts in a limit of Slurm such as "cpu=64,gres/gpu=4"; leaves out amounts with a unit."""
     pairs = (each.partition("=") for each in tres.split(",") if each)
     return [(kind, int(count)) for kind, _, count in pairs if count.isdigit()]
 

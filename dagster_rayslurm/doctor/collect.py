@@ -29,9 +29,9 @@ _MARGIN = 120.0  # Further seconds for the whole call on the edge node, for the 
 
 @dataclass
 class Report:
-    """The result of an examination: report lines, the partitions for a table, and Python code of a resource to paste.
+    """The result of an examination: report lines, the partitions for a table, and Python code to paste into definitions.
 
-    The code `resource` is "" if Slurm showed no partitions.
+    The code `resource` constructs a `SlurmResource` for the cluster; it is "" if Slurm showed no partitions.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -44,8 +44,8 @@ def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[st
 
     If `probe_nodes` is not 0, a job examines `probe_nodes` compute nodes as well, unless the report has a failure already. The
     job may wait `patience` seconds in the queue; after that, the job is cancelled, and the report has a warning. `say` is called
-    with a sentence about why the job waits. If the connection is lost or the edge node raises an error, the report ends with a
-    failure that says so.
+    with a sentence about why the job waits. If the connection is lost, or a call on the edge node fails, the report ends with a
+    failure that names the error.
     """
     report = Report()
     try:
@@ -56,7 +56,7 @@ def examine(wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[st
 
 
 def _examine(report: Report, wanted: Wanted, probe_nodes: int, patience: float, say: Callable[[str], None]) -> None:
-    """Does the work of `examine`, and adds each finding to `report` as soon as it is known."""
+    """Examines the cluster as `examine` does, and adds each line to `report` at once; raises OSError if a call fails."""
     login = log_in(wanted.slurm.ssh)
     if isinstance(login, list):
         report.lines += login
@@ -90,12 +90,14 @@ def _examine(report: Report, wanted: Wanted, probe_nodes: int, patience: float, 
 
 
 def _questions(wanted: Wanted) -> dict[str, list[Any]]:
+    """Returns the commands of Slurm for the edge node to run, by name, as `slurm_lines.questions` describes them."""
     request = make_request(wanted.queue, RayLauncher().footprint(), job_name="rayslurm-doctor", comment="rayslurm doctor")
     # Which partition "auto" means is known only from the answers.
     return questions("" if wanted.queue.partition == AUTO else _script(request), request.login_variables)
 
 
 def _script(request: JobRequest) -> str:
+    """Returns the batch script for a test submission of the job `request`."""
     return render_script(request, ["true"], "/tmp", {})
 
 

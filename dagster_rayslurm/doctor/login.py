@@ -36,7 +36,10 @@ class Login:
 
 
 def log_in(ssh: SSHConnectionResource | None) -> Login | list[Line]:
-    """Logs in to the edge node, or to this machine if `ssh` is None; returns only report lines if the login fails."""
+    """Logs in to the edge node; if `ssh` is None, this machine takes the place of the edge node, and no login is necessary.
+
+    Returns only the report lines if the login fails.
+    """
     connection, began = connection_to(ssh), time.perf_counter()
     try:
         connection.call(slurm.now, repeat=True)
@@ -53,12 +56,13 @@ def log_in(ssh: SSHConnectionResource | None) -> Login | list[Line]:
 
 
 def _failed(error: ConnectionFailed) -> list[Line]:
-    """Returns report lines for a failed login: OK for each part that passed, and a failure for the part that failed."""
+    """Returns report lines for a failed login: OK for each part of the login that passed, and a failure for the next part."""
     passed = _PARTS[: _PARTS.index(error.subject)]
     return [*(ok(name, "passed") for name in passed), failed(error.subject, error, "try again later")]
 
 
 def _lines(ssh: SSHConnectionResource | None, connection: Connection, seconds: float, command: float) -> list[Line]:
+    """Returns the lines about a successful login, which took `seconds` seconds; a command takes `command` seconds."""
     if ssh is None:
         return [ok("login", "this machine, without SSH")]
     text = f"{connection.place} with {ssh.client} in {seconds:.2f} s; a command takes {1000 * command:.0f} ms"
@@ -68,6 +72,7 @@ def _lines(ssh: SSHConnectionResource | None, connection: Connection, seconds: f
 
 
 def _host_keys(ssh: SSHConnectionResource) -> list[Line]:
+    """Returns a line that says whether the host keys of the server and its jump hosts are checked."""
     unchecked = [hop.host for hop in ssh.hops() if hop.host_key_checking == "off" and not hop.host_key]
     if unchecked:
         what = f"the key of {', '.join(unchecked)} is not checked (host_key_checking=off), so anybody could be listening"

@@ -1,4 +1,8 @@
-"""Report lines about one machine, the edge node or a compute node, from the facts that `edge.machine.look` collects. Pure."""
+"""Report lines about one machine, the edge node or a compute node, from the facts that `edge.machine.look` collects. Pure.
+
+In all functions, `machine` has the facts of the machine. `where` is the beginning of the names of the lines: "" for the edge
+node, and "NODE: " for a compute node.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +60,7 @@ def node_lines(machine: Mapping[str, Any], skew: float, margin: float, node: str
 
 
 def _shell(shell: Mapping[str, Any]) -> Iterator[Line]:
+    """Yields a line about the login shell: whether its start-up files are slow or print text. `shell` is from `edge.site`."""
     name, said = "login shell", (shell["out"] + shell["error"]).strip()
     if shell["code"] is None or shell["seconds"] > 5:
         what = f"the start-up files of {shell['path']} take {shell['seconds']:.0f} s, at each login"
@@ -68,6 +73,10 @@ def _shell(shell: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _clock(name: str, machine: str, other: str, skew: float, margin: float) -> Line:
+    """Returns a line, called `name`, that says whether the clocks of `machine` and `other` agree; both are names of machines.
+
+    The clock of `machine` is `skew` seconds ahead, with an error of at most `margin` seconds.
+    """
     certain = max(0.0, abs(skew) - margin)
     ahead = f"{machine} is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} {other}"
     remedy = "set the clock that is wrong (chronyc tracking, timedatectl); of the cluster's, tell the site"
@@ -81,10 +90,9 @@ def _clock(name: str, machine: str, other: str, skew: float, margin: float) -> L
 def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]:
     """Yields lines about the base directory: who can write there, the free space, the file server's clock, and the mount options.
 
-    `machine` has the facts of the examined machine. The name of each line begins with `where`, which is "" for the edge node.
-    `skew` is the number of seconds by which the clock of the examined machine is ahead. The reference is this machine's clock for
-    the edge node, and the edge node's clock for a compute node. New files seem `skew` seconds old on such a machine, although the
-    file server's clock is right.
+    `skew` is the number of seconds by which the clock of the examined machine is ahead: for the edge node, ahead of this
+    machine's clock; for a compute node, ahead of the edge node's clock. With such a clock, new files seem `skew` seconds old even
+    if the file server's clock is right. The line about the file server's clock takes this into account.
     """
     name, base = f"{where}base directory", machine["directories"]["base"]
     path, choose = base["path"], "choose another SlurmResource.remote_base, of your own and shared with the compute nodes"
@@ -124,6 +132,7 @@ def _space(base: Mapping[str, Any]) -> str | None:
 
 
 def _scratch(tmp: Mapping[str, Any], where: str) -> Iterator[Line]:
+    """Yields a line that says whether /tmp can be used: free space and mount options. `tmp` is from `edge.machine.directory`."""
     name, remedy = f"{where}/tmp", "tell the site; or have SlurmResource.site set TMPDIR to a short path on a local disk"
     if "error" in tmp or tmp["free"] < _LEAST_FREE:
         yield failure(name, tmp.get("error") or f"only {size(tmp['free'])} are free", remedy)
@@ -137,6 +146,7 @@ def _scratch(tmp: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _shared_memory(shm: Mapping[str, Any], where: str) -> Iterator[Line]:
+    """Yields a line that says whether /dev/shm is large enough. `shm` is from `edge.machine.directory`."""
     name = f"{where}/dev/shm"
     if "error" in shm or not shm["exists"]:
         what = f"it cannot be written ({shm.get('error', 'it does not exist')}); Ray keeps its objects there"
@@ -149,6 +159,7 @@ def _shared_memory(shm: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _limits(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
+    """Yields a line that says whether the hard limits (`ulimit -H`) are large enough for Ray."""
     name = f"{where}ulimits"
     bad: list[str] = []
     poor: list[str] = []
@@ -167,10 +178,7 @@ def _limits(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _variables(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
-    """Yields a warning about the user's environment variables that change how programs run; yields nothing if none is set.
-
-    `machine` has the facts of the examined machine. The name of the warning begins with `where`, which is "" for the edge node.
-    """
+    """Yields a warning about the user's environment variables that change how programs run; yields nothing if none is set."""
     set_there, found = machine["variables"], []
     if where:  # In a job Slurm sets variables of its own.
         set_there = {key: value for key, value in set_there.items() if "_" not in key or key.startswith(("RAY_", "LD_"))}
@@ -201,6 +209,7 @@ _COUNTING = tuple(f"SBATCH_{name}" for name in ("PARTITION", "ACCOUNT", "QOS", "
 
 
 def _programs(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
+    """Yields lines about the Python, the container runtimes and the environment modules of a machine."""
     python = ".".join(map(str, machine["python"]))
     yield ok(f"{where}Python", f"{python}, {machine['executable']}")
     rootless = [name for name in machine["containers"] if name in ("podman", "enroot", "ch-run")]
@@ -215,6 +224,7 @@ def _programs(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _name(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
+    """Yields a warning if a machine's host name does not lead to an address that other machines can reach."""
     address = machine["address"]
     if address is None or address.startswith("127.") or address == "::1":
         leads = "leads nowhere" if address is None else f"leads to {address}"

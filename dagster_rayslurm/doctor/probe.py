@@ -35,7 +35,8 @@ _LAG_PATIENCE = 60.0  # Seconds until a change of a file must be seen by the oth
 _OWN_END = 3.0  # Seconds that the job has to end by itself when its work is done, before it is cancelled.
 _SHOWN = 2000  # Most bytes of a log that explain a failure.
 _PROGRAM, _OPTIONS = "machine.py", "options.json"
-# Starts the program by the first Python there is: an old one will do. {run_dir} is the shell's $1.
+# Shell command that starts the program by the first Python that exists, even an old one. $1 is the run directory, and $2 is the
+# environment's Python ("" if there is no environment).
 _START = (
     'for python in python3 /usr/libexec/platform-python "$2"; do command -v "$python" >/dev/null 2>&1 && '
     f'exec "$python" "$1/{_PROGRAM}" "$1/{_OPTIONS}"; done; exit {NO_PYTHON}'
@@ -88,7 +89,7 @@ def run_probe(
 
 
 def _cancel(connection: Connection, job_id: int) -> list[Line]:
-    """Cancels the job if it is not over; returns a warning that names the job if Slurm does not confirm the job's end."""
+    """Cancels the probe's job if it has not ended; returns a warning if Slurm does not confirm the end, and [] otherwise."""
     with deferred_interrupts():
         if wait_until_gone(connection, job_id):
             return []
@@ -97,10 +98,10 @@ def _cancel(connection: Connection, job_id: int) -> list[Line]:
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
-    """Returns the request for a job on `nodes` nodes with the user's options of the queue, but the least CPUs, memory and time.
+    """Returns the request for the probe's job on `nodes` nodes: with the user's partition, account and so on, but few resources.
 
-    Such a job starts soon. `nonce` becomes a part of the job's name. Slurm itself removes the job if the job has not started
-    about ten minutes after `patience` seconds.
+    The job requests the least CPUs, memory and time, so that it starts soon. `nonce` is a random text, which becomes a part of
+    the job's name. Slurm itself removes the job from the queue if the job cannot end within `patience` seconds plus ten minutes.
     """
     queue = wanted.queue.having(
         num_nodes=nodes,
@@ -123,9 +124,9 @@ def _files(
 ) -> dict[str, bytes]:
     """Returns the contents of the files of the run directory `run_dir`, by name: the job script, a program and its options.
 
-    The nodes run the program. `base` is the path of the base directory, and `nodes` is the number of nodes. `interpreter` is the
-    command that starts the environment's Python; None leaves the environment unexamined. Files that the nodes will write exist
-    from the start and are empty, because NFS remembers for a while that a name is missing.
+    The program is `edge.machine`, which each node runs. `base` is the path of the base directory, and `nodes` is the number of
+    nodes. `interpreter` is the command that starts the environment's Python; None leaves the environment unexamined. Files that
+    the nodes will write exist from the start and are empty, because NFS remembers for a while that a name is missing.
     """
     python = interpreter[0] if interpreter else ""
     command = ["sh", "-c", _START, "rayslurm", run_dir, python]
@@ -154,7 +155,8 @@ def _follow(
     """Waits until the nodes have written facts, then examines the nodes from the edge node, and returns the report lines.
 
     Returns one warning or failure instead if the job cannot start, if the job waits longer than `patience` seconds, if the job
-    ends early, or if squeue does not show the job. `began` is the time of the submission by `time.monotonic()`.
+    ends early, or if squeue does not show the job. `began` is the time of the submission by `time.monotonic()`. `say` is called
+    with a sentence about why the job waits.
     """
     nodes, pause, waiting, started, heard = request.queue.num_nodes, 0.2, "", None, time.monotonic()
     while True:
@@ -195,6 +197,7 @@ def _follow(
 
 
 def _rows(connection: Connection, job_id: int) -> list[QueueRow]:
+    """Returns the rows of a job in the queue; [] if squeue does not show the job, or does not answer."""
     try:
         return list(fetch_queue(connection).components(job_id))
     except SlurmUnanswered:

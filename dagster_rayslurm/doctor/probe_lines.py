@@ -1,4 +1,4 @@
-"""Report lines about compute nodes, from the facts that the job of a probe collected on the nodes. Pure."""
+"""Report lines about compute nodes, from the facts that a probe (a job of `rayslurm doctor`) collected on the nodes. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ _REMOTE_BASE = "choose a SlurmResource.remote_base on a file system that the edg
 def ended_lines(end: Mapping[str, Any]) -> list[Line]:
     """Returns one failure that explains why a probe's job has not written facts for all nodes.
 
-    `end` describes the job. For a running job, `end` has `state` ("RUNNING"), `facts` (the number of nodes with facts) and
-    `nodes` (the number of nodes). For an ended job, `end` has `state`, `nodes` (the names), `signal` and `exit` (the exit code of
-    srun), both None if unknown, and `log` (the text).
+    `end` describes the job. For a running job, `end` has `state` ("RUNNING"), `facts` (the number of nodes that have written
+    facts) and `nodes` (the number of all nodes). For an ended job, `end` has these keys:
+        state: Slurm's name of the job's state, or "unknown".
+        nodes: the names of the nodes, separated by commas; "" if unknown.
+        signal: the number of the signal that ended the job; None if there was none, or if it is unknown.
+        exit: the exit code of srun; None if it is unknown.
+        log: the text of the job's logs.
     """
     where, log = end.get("nodes") or "a compute node", end.get("log", "")
     last = next((line for line in reversed(log.splitlines()) if "error" in line.lower()), "")[:300]
@@ -64,6 +68,7 @@ def probe_lines(nodes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any],
 
 
 def _environment(node: Mapping[str, Any], wanted: Wanted) -> Iterator[Line]:
+    """Yields a line that says whether the environment works on a node; yields nothing if the probe did not examine it."""
     found, name = node["environment"], f"{node['host']}: environment"
     if found is None:
         return
@@ -85,6 +90,10 @@ def _environment(node: Mapping[str, Any], wanted: Wanted) -> Iterator[Line]:
 
 
 def _lag(lag: float | None, where: str) -> Line:
+    """Returns a line about the seconds until a node saw a change of a file and answered; `lag` is None if no answer came.
+
+    `where` is the name of the node.
+    """
     name = f"{where}: visibility"
     remedy = "choose a remote_base on a file system with less caching (NFS: actimeo), or expect output to come that late"
     if lag is None:
@@ -94,7 +103,7 @@ def _lag(lag: float | None, where: str) -> Line:
 
 
 def _ports(node: Mapping[str, Any], port_range: str | None) -> Line:
-    """Returns a line that says whether the runtime and Ray can listen on their ports; `port_range` is that of the launcher."""
+    """Returns a line that says whether the runtime and Ray can listen on their ports; `port_range` is Ray's range, or None."""
     name, ports = f"{node['host']}: ports", node["ports"]
     low, high = ports["range"]
     first, last = ports["ephemeral"] or (65536, 65536)
@@ -111,6 +120,10 @@ def _ports(node: Mapping[str, Any], port_range: str | None) -> Line:
 
 
 def _reached(reached: Mapping[str, Any], ports: Sequence[int], where: str) -> Line:
+    """Returns a line that says whether the edge node can connect to the node `where`; `reached` is the result of `machine.reach`.
+
+    `ports` are the first and the last port on which the node may have listened.
+    """
     name = f"{where}: from the edge node"
     if "error" in reached:
         what = (
@@ -122,6 +135,7 @@ def _reached(reached: Mapping[str, Any], ports: Sequence[int], where: str) -> Li
 
 
 def _peer(peer: Mapping[str, Any], where: str, other: str) -> Line:
+    """Returns a line that says whether node `where` can connect to node `other`; `peer` is the result of `machine.reach`."""
     name = f"{where}: from node to node"
     if "error" in peer:
         what = f"{where} cannot connect to port {peer['port']} of {other} ({peer['error']}), so that no Ray cluster can span them"

@@ -16,7 +16,7 @@ _SECRETS = ("password", "key_passphrase")
 def resource_text(wanted: Wanted, slurm: Slurm) -> str:
     """Returns Python code that constructs the examined `SlurmResource` with the partition, account and QOS that a job would get.
 
-    If the requested partitions do not exist, the code has an existing partition instead.
+    `slurm` has the answers of Slurm. If the requested partitions do not exist, the code has an existing partition instead.
     """
     partitions = slurm.chosen()
     if not partitions:

@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any]]:
-    """Returns the commands that the edge node is to run, by name.
+    """Returns the commands of Slurm that the edge node is to run, by name, as `edge.site.survey` takes them.
 
     Each value is a list of three items: the words of the command, the text for the standard input, and the names of the
     `SBATCH_*` variables that the command may see. `script` is the batch script of a job for a test submission; "" leaves the test
@@ -62,13 +62,13 @@ def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any
 
 @dataclass(frozen=True)
 class Slurm:
-    """The facts about the edge node with the answers of Slurm's programs (`facts`), and the user's configuration (`wanted`)."""
+    """The result of `edge.site.survey` (`facts`), which has the answers of Slurm's programs, and the configuration (`wanted`)."""
 
     facts: Mapping[str, Any]
     wanted: Wanted
 
     def answer(self, name: str) -> Answer:
-        """Returns the result of the command `name`, which is one of the names that `questions` returns."""
+        """Returns the result of the command `name`: a name that `questions` returns, or "version" for `sbatch --version`."""
         return Answer(*self.facts["answers"][name])
 
     @property
@@ -94,7 +94,10 @@ class Slurm:
 
 
 def slurm_lines(facts: Mapping[str, Any], wanted: Wanted) -> list[Line]:
-    """Returns the lines about Slurm; checks that need slurmctld are left out if slurmctld does not answer."""
+    """Returns the lines about Slurm. If slurmctld does not answer, the checks that need an answer are left out.
+
+    `facts` is the result of `edge.site.survey`.
+    """
     slurm = Slurm(facts, wanted)
     lines = [_programs(slurm), *_controller(slurm)]
     if has_failure(lines):
@@ -111,6 +114,7 @@ def chosen_partition(slurm: Slurm) -> str:
 
 
 def _programs(slurm: Slurm) -> Line:
+    """Returns a line that says whether the edge node has all of Slurm's programs that runs need."""
     name, programs = "Slurm programs", slurm.facts["programs"]
     missing = [each for each in _NEEDED if not programs[each]]
     if missing:
@@ -120,6 +124,7 @@ def _programs(slurm: Slurm) -> Line:
 
 
 def _controller(slurm: Slurm) -> Iterator[Line]:
+    """Yields a line that says whether slurmctld answers, or why not; yields nothing if scontrol is missing."""
     ping, config = slurm.answer("ping"), slurm.answer("config")
     said = ping.error + ping.out + config.error
     if config.code == 127:
@@ -139,6 +144,7 @@ def _controller(slurm: Slurm) -> Iterator[Line]:
 
 
 def _version(slurm: Slurm) -> Iterator[Line]:
+    """Yields a line about the version of Slurm; yields nothing if the version is unknown."""
     controller, programs = slurm.config.get("SLURM_VERSION", ""), slurm.answer("version").out.rpartition(" ")[2].strip()
     parts = [re.findall(r"\d+", text)[:2] for text in (programs, controller)]
     if [] in parts:
@@ -156,6 +162,7 @@ def _version(slurm: Slurm) -> Iterator[Line]:
 
 
 def _accounting(slurm: Slurm) -> Iterator[Line]:
+    """Yields lines about Slurm's accounting, and about the user's account and limits if Slurm enforces them."""
     name, config = "accounting", slurm.config
     answer = slurm.answer("associations")
     if not config.get("AccountingStorageType", "").endswith("slurmdbd"):
@@ -182,7 +189,10 @@ def _accounting(slurm: Slurm) -> Iterator[Line]:
 
 
 def _account(slurm: Slurm, rows: Sequence[Row]) -> Iterator[Line]:
-    """Yields lines that say whether the user may charge the account, may use the QOS, and stays within the limits."""
+    """Yields lines that say whether the user may charge the account and use the QOS, and whether a job stays within the limits.
+
+    `rows` are the associations of the user.
+    """
     account, qos, name = slurm.value("account"), slurm.value("qos"), "account"
     accounts = sorted({row["account"] for row in rows})
     mine = [row for row in rows if row["account"] == account] if account else rows
@@ -212,6 +222,7 @@ def _account(slurm: Slurm, rows: Sequence[Row]) -> Iterator[Line]:
 
 
 def _job_age(slurm: Slurm) -> Iterator[Line]:
+    """Yields a warning if slurmctld forgets ended jobs early; yields nothing otherwise."""
     age = re.match(r"\d+", slurm.config.get("MinJobAge", ""))
     if age and 0 < int(age[0]) < _LEAST_JOB_AGE:
         what = f"slurmctld forgets a job {age[0]} s after its end (MinJobAge)"
@@ -261,7 +272,7 @@ def _objections(partition: Partition, slurm: Slurm) -> Iterator[str]:
 
 
 def _nodes(slurm: Slurm, nodes: Sequence[Node]) -> Iterator[Line]:
-    """Yields lines that say whether enough nodes work, and whether the nodes are as large as the job requests."""
+    """Yields lines that say whether enough of `nodes`, the nodes of the job's partitions, work and are as large as requested."""
     name, queue, config = "nodes", slurm.wanted.queue, slurm.config
     if not nodes:
         hidden = "nodes" in config.get("PrivateData", "")
@@ -289,12 +300,14 @@ def _nodes(slurm: Slurm, nodes: Sequence[Node]) -> Iterator[Line]:
 
 
 def _fits(node: Node, slurm: Slurm) -> bool:
+    """Returns True if a node has as many CPUs and as much memory as the job requests on each node."""
     queue = slurm.wanted.queue
     memory = mebibytes(queue.mem) if queue.mem else 0.0
     return (queue.cpus_per_node or 1) <= node.cpus and memory <= node.memory
 
 
 def _gpus(slurm: Slurm, nodes: Sequence[Node]) -> Line | None:
+    """Returns a line that says whether enough of `nodes` have the requested GPUs; None if the job requests no GPUs."""
     queue = slurm.wanted.queue
     if not queue.gpus_per_node:
         return None

@@ -36,7 +36,7 @@ _BOOT = (
 
 
 def command_line(python: str, word: str) -> str:
-    """Return the command that starts the agent in a login shell with the Python `python`.
+    """Return the command by which a login shell starts the agent with the Python `python`.
 
     The agent prints a hello line with the text `word` twice, and then reads the result of `program` from standard input. The
     command has no newline, exclamation mark, backslash or quote that sh, csh or fish would interpret.
@@ -78,6 +78,7 @@ def frames(header: "dict[str, Any]", values: "list[Any]") -> "Iterator[bytes]":
 
 
 def _frame(header: "dict[str, Any]", body: memoryview) -> bytes:
+    """Return the bytes of one frame: the two lengths, the header as JSON, and the body."""
     text = json.dumps(header).encode()
     return b"".join((_LENGTHS.pack(len(text), len(body)), text, body))
 
@@ -153,7 +154,7 @@ class Sender:
 
 
 class _Modules:
-    """Import hook that loads the modules of this package from source texts."""
+    """Import hook that loads the modules of this package from `texts`, the source texts by full module name."""
 
     def __init__(self, texts: "dict[str, str]") -> None:
         self._texts = texts
@@ -169,12 +170,14 @@ class _Modules:
 
 
 def serve(texts: "dict[str, str]", stdin: "Any") -> None:
-    """Answer the messages on `stdin`; at the end of `stdin`, kill all running commands and end this process.
+    """Answer the client's messages on the binary file `stdin`; at the end of `stdin`, kill all commands and end this process.
 
-    A message names a function of this package and has the arguments of the function as values. Each function runs in a thread of
-    its own. The results and errors are written to standard output. A message can also cancel the command of an earlier message.
-    `stdin` is a binary file. `texts` are the source texts of the other modules of this package, by full module name. The program
-    that the client sends calls `serve`.
+    A message contains the name of a function of this package, and the function's arguments. `serve` calls the function in a new
+    thread, and writes the result or the error to standard output. Some functions, such as `processes.run`, start a command.
+    Another message with the same `id` can cancel this command.
+
+    `texts` are the source texts of the other modules of this package, by full module name. `serve` imports the modules from these
+    texts, because the edge node has no files of this package. The program that the client sends (see `program`) calls `serve`.
     """
     sys.meta_path.insert(0, _Modules(texts))
     with open("/proc/self/environ", "rb") as file:
@@ -201,12 +204,17 @@ def serve(texts: "dict[str, str]", stdin: "Any") -> None:
 
 
 def _write_all(fd: int, data: bytes) -> None:
+    """Write all bytes of `data` to the file descriptor `fd`."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def _answer(sender: Sender, header: "dict[str, Any]", values: "list[Any]") -> None:
+    """Call the function that a message names, with the message's `values` as arguments, and send the result or the error.
+
+    `header` is the header of the message: `id`, and as `call` the function, such as "files.read".
+    """
     reply = {"id": header["id"]}
     try:
         module, function = header["call"].split(".")

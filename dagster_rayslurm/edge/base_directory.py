@@ -42,10 +42,10 @@ def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]
 
     If `owner` or `open` is not "", the other three parts are empty. If there is no base directory, all four parts are empty.
 
-    The function sets the modification times of `found` to now, because the sweep keeps recently used files. The function closes
-    the directories of `_OURS` to the group, because project file systems open new directories by umask or default ACL. The base
+    The function sets the modification times of `found` to now, because `sweep` keeps recently used files. The function closes the
+    directories of `_OURS` to the group, because project file systems open new directories by umask or default ACL. The base
     directory stays open to the group, because the base directory may hold files of other programs. The owner matters because the
-    names in `places` are predictable: another user of a shared file system could put a runtime there.
+    names in `places` are predictable: another user of a shared file system could put a program of theirs there.
     """
     user, group, found = os.geteuid(), "", []
     for name in ("", *_OURS):
@@ -75,6 +75,10 @@ def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]
 
 
 def _name(entry: "object", number: int) -> str:
+    """Return the name of the user or group with the id `number`; the id itself if there is no name.
+
+    `entry` is `pwd.getpwuid` for a user, `grp.getgrgid` for a group.
+    """
     try:
         return str(entry(number)[0])  # type: ignore[operator]
     except KeyError:
@@ -143,7 +147,7 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
 
     Returns the removed paths, relative to `base`. Removes nothing and returns [] if a process on any machine began a sweep less
     than `every` seconds ago, or if there is no base directory. `jobs` are the ids of the jobs that Slurm knows; None if Slurm
-    does not answer. A session keeps each generation whose job may still run.
+    does not answer. The directories of session jobs that may still run always stay.
     """
     swept = os.path.join(base, SWEPT)
     if not os.path.isdir(base) or (_is_recent(swept, every) and not _is_recent(swept, -every)):
@@ -155,17 +159,18 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
 def sweep_runs(base: str, age: float) -> "list[str]":
     """Remove the entries of `runs` and `outputs` in the directory `base` that were not used for `age` seconds.
 
-    The entries are run directories, directories of fetched output files, and files with the suffix `BOOKMARK`. A submitted run
-    whose outputs nobody has fetched stays. Returns the removed paths, relative to `base`.
+    The entries are run directories, directories of fetched output files, and files with the suffix `BOOKMARK`, which note how
+    much of an output was shown. The directory of a run from `ComputeResource.submit` stays until its outputs are fetched. Returns
+    the removed paths, relative to `base`.
     """
     return _Sweep(base, age, None).runs()
 
 
 def sweep_environments(base: str, age: float) -> "list[str]":
-    """Remove prefixes of environments, and files that were sent for prefixes, that were not used for `age` seconds.
+    """Remove the environments below the base directory `base`, and the files for building them, not used for `age` seconds.
 
-    A prefix or file stays if a file of a run or session in the base directory `base` mentions the prefix or file. Returns the
-    removed paths, relative to `base`.
+    An environment or file stays if a file of a run or session below `base` mentions its path. Returns the removed paths, relative
+    to `base`.
     """
     return _Sweep(base, age, None).unused(("prefixes", "files"))
 
@@ -189,12 +194,15 @@ def _below(path: str, depth: int = 1) -> "list[str]":
 
 
 def _text(path: str) -> str:
+    """Return the text of a file; "" if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         return file.read()
     return ""
 
 
 class _Sweep:
+    """Removes files below the base directory `base` that were not used for `age` seconds; for `jobs` see `sweep`."""
+
     def __init__(self, base: str, age: float, jobs: "Sequence[int] | None") -> None:
         self._base = base
         self._age = age
@@ -203,6 +211,7 @@ class _Sweep:
         self._removed = []  # type: list[str]
 
     def runs(self) -> "list[str]":
+        """Remove old entries of `runs` and `outputs`, as `sweep_runs` does; returns all paths that this object has removed."""
         for place in ("runs", "outputs"):
             for name in self._names(place, _RUN, directory=True):
                 inside = [path for path in _below(self._path(place, name)) if ".json" in os.path.basename(path)]
@@ -217,10 +226,11 @@ class _Sweep:
 
     @staticmethod
     def _awaits(path: str) -> bool:
-        """Return True for the directory of a submitted run whose outputs nobody has fetched. The run's job may wait for weeks."""
+        """Return True if `path` is the directory of a run from `ComputeResource.submit` whose outputs nobody has fetched yet."""
         return os.path.exists(os.path.join(path, HANDLE)) and not os.path.exists(os.path.join(path, FETCHED))
 
     def run(self) -> "list[str]":
+        """Remove all old files of this package, and temporary files of killed processes; returns the removed paths."""
         self.runs()
         for name in self._names("submissions", "[0-9a-f]{32}", directory=True):
             if self._is_old("submissions", name) and not any(
@@ -246,6 +256,10 @@ class _Sweep:
         return self._removed
 
     def unused(self, places: "Sequence[str]") -> "list[str]":
+        """Remove the old entries of the directories `places` that no run, session or environment uses; returns the removed paths.
+
+        `places` are names in `_NAMED`. The returned list has all paths that this object has removed.
+        """
         for place in places:
             old = [name for name in self._names(place, dict(_NAMED)[place]) if self._is_old(place, name)]
             used = self._used() if old else set()
@@ -275,11 +289,12 @@ class _Sweep:
         return found
 
     def _is_old(self, place: str, name: str) -> bool:
+        """Return True if the entry `name` of the directory `place` was not used for `age` seconds (see `sweep`)."""
         path = self._path(place, name)
         return not any(_is_recent(each, self._age) for each in [path, *(_below(path) if place == "files" else ())])
 
     def _sweep_session(self, session: str) -> None:
-        """Remove the old generations of a session. A generation is a numbered directory for one job of the session.
+        """Remove the old generations of a session: the numbered directories, each for one Slurm job of the session.
 
         `session` is the session's directory, relative to the base directory. A generation is old if the job has ended and no file
         of the generation was used for `age` seconds (see `sweep`). The newest generation stays, because the highest number
@@ -302,9 +317,10 @@ class _Sweep:
                 self._retire(session, str(number))
 
     def _is_over(self, directory: str) -> bool:
-        """Return True if the job of the generation in `directory` has ended or has no id; False if the job may still run.
+        """Return True if the job of one allocation of a session has ended or has no id; False if the job may still run.
 
-        Without an answer of Slurm, only a file `exit` shows that a job has ended.
+        `directory` is the numbered directory of the allocation. Without an answer of Slurm, only a file `exit` shows that a job
+        has ended.
         """
         if _text(os.path.join(directory, "exit")):
             return True

@@ -1,4 +1,8 @@
-"""Reads the run directories of many elements of job arrays in one call. Paths are absolute."""
+"""Reads the run directories of many elements of job arrays in one call. Paths are absolute.
+
+An element is one task of a Slurm job array; the number of the element is Slurm's array task id. Each element runs one Dagster
+partition.
+"""
 
 import contextlib
 import json
@@ -21,10 +25,10 @@ _MOST_LOG = 16 * 1024
 
 
 def arrays(run_dir: str) -> "list[dict[str, Any]]":
-    """Return the job arrays in the run directory of a step, by ascending number.
+    """Return the job arrays of a step, in the order of their numbers. `run_dir` is the run directory of the step.
 
-    An array is a dict with `number`, `job_id` ("" if the id is not written) and `chunks`, the lists of the partition keys of the
-    elements ([] if the file with the keys is missing or damaged).
+    An array is a dict with `number` (N if its directory is `array-N`), `job_id` ("" if the file with the id is missing) and
+    `chunks`, the lists of the elements' partition keys by element number ([] if the file with the keys is missing or damaged).
     """
     found = []
     for name in os.listdir(run_dir):
@@ -42,7 +46,7 @@ def arrays(run_dir: str) -> "list[dict[str, Any]]":
 def ended(
     run_dir: str, wanted: "dict[str, list[list[int]]]", over: "dict[str, list[int]]", limit: int
 ) -> "tuple[list[str], list[list[int]], bytes]":
-    """Return the journals, outputs and logs of elements of job arrays that have ended.
+    """Return the journals (files of events, see `runtime.protocol.record`), outputs and logs of array elements that have ended.
 
     Args:
         run_dir: the run directory of the step. The directory `array-N` there belongs to the array with the number N.
@@ -88,6 +92,10 @@ def touch(path: str) -> None:
 
 
 def _within(numbers: "Sequence[int]", spans: "Sequence[Sequence[int]]") -> "list[int]":
+    """Return the items of `numbers` that lie in one of `spans`. A span is a pair of the first and the last number.
+
+    Both arguments are in ascending order.
+    """
     """Return the numbers that lie in a range of `spans`; a range is a pair of the first and the last number.
 
     Numbers and ranges must be sorted.

@@ -1,4 +1,7 @@
-"""Python environments on the cluster: finds the Python and the versions in an environment, and builds sent environments."""
+"""Python environments on the cluster: finds the Python and the versions in an environment, and builds environments from a recipe.
+
+The prefix of an environment is its directory. A recipe lists the commands that build an environment.
+"""
 
 import contextlib
 import fcntl
@@ -69,7 +72,7 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
         python, activate: the paths; `activate` is "" if there is no `activate.sh`.
         container: the content of container.json; None if the environment is not in a container.
         facts: the facts that `PROBE` reports, and `unimportable`, the reason why one of `imports` cannot be imported, or "". For
-            Pyxis `facts` is None, because only a job can look into the image.
+            a container that Pyxis (a plugin of srun) starts, `facts` is None, because only a job can look into the image.
         cached: True if the facts come from `cache`.
         problem: only if the environment cannot be used: the key of a message in `environments.check`.
         code, error: only if `activate.sh` or Python fails: the exit code, and the end of the error output.
@@ -155,7 +158,7 @@ def _container(prefix: str) -> "dict[str, Any] | None":
 
 
 def _look_at_pyxis(container: "dict[str, Any]", timeout: float) -> "dict[str, Any]":
-    """Check that srun has the options of Pyxis, and that the image exists if the image is a path.
+    """Check that srun has the options of Pyxis, srun's plugin for containers, and that the image exists if the image is a path.
 
     `container` is the content of container.json. srun may take `timeout` seconds. Returns a dict with a `problem` if a check
     fails. Otherwise, the dict has `facts`, which are None because only a job can look into the image, and `cached`, which is
@@ -203,11 +206,15 @@ _LOGIN_CHOICES = ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RE
 
 
 def _environ(runner: "Sequence[str]") -> "dict[str, str]":
+    """Return the environment variables for a command that begins with the words `runner`, such as srun and its options.
+
+    If `runner` is empty, the command runs on this machine. Otherwise, the variables include those in `_LOGIN_CHOICES`.
+    """
     return slurm.environment(_LOGIN_CHOICES) if runner else slurm.without_options(slurm.login_environment())
 
 
 def platform(python: str, runner: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Return a dict that describes a machine, or that has only a `problem`.
+    """Return a dict that describes the edge node or a compute node; after a failure, the dict has only the key `problem`.
 
     Args:
         python: the path or name of the Python to describe; "" for each Python with a usual name on the PATH.
@@ -288,7 +295,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
 
 
 def _recipe(prefix: str) -> "dict[str, Any]":
-    """Return the recipe that `make` wrote into a prefix; {} if `make` did not create the prefix."""
+    """Return the recipe by which `make` has built the environment in the directory `prefix`; {} if `make` has not built it."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(prefix, _RECIPE), encoding="utf-8") as file:
         recipe = json.load(file)
         return recipe if isinstance(recipe, dict) else {}
@@ -296,10 +303,10 @@ def _recipe(prefix: str) -> "dict[str, Any]":
 
 
 def made(base: str) -> "list[dict[str, Any]]":
-    """Return a dict for each prefix that `make` has built below the base directory `base`.
+    """Return a dict for each environment that `make` has built below the base directory `base`.
 
-    The dict has the `path`, the `title` (one line about the environment, or ""), the time of the last use as `used`, in seconds
-    of the epoch, and the disk space as `bytes`.
+    The dict has the `path`, the `title` (one line about the environment, or ""), the time of the last use as `used` (in seconds
+    since the epoch), and the disk space as `bytes`.
     """
     found = []
     directory = os.path.join(base, "prefixes")

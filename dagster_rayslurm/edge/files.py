@@ -11,7 +11,7 @@ def home() -> str:
 
 
 def modified(path: str) -> "float | None":
-    """Return the time of the last change of a file, in seconds of the epoch; None if the path does not exist."""
+    """Return the time of the last change of a file or directory, in seconds since the epoch; None if the path does not exist."""
     try:
         return os.stat(path).st_mtime
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def open_read(path: str, version: "list[int]", offset: int, limit: int) -> "tupl
     """Open a file and read up to `limit` bytes from `offset` on, or from 0 if the file's version is not `version`.
 
     Returns the descriptor, the file's version (size, time of the last change, and inode), the offset that was used, and the
-    bytes.
+    bytes. `version` is the version that an earlier call returned; [] at the first call.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -130,7 +130,7 @@ def read_at(fd: int, offset: int, limit: int) -> bytes:
 def open_write(path: str, offset: int) -> "tuple[int, int]":
     """Open a file for writing, and create a missing file; returns the descriptor and the offset at which to write.
 
-    The returned offset is `offset`, or 0 if the file has fewer than `offset` bytes.
+    The returned offset is `offset`, the number of bytes that were written before, or 0 if the file has fewer bytes.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if os.fstat(fd).st_size < offset:  # The host name may lead to another edge node now.

@@ -1,7 +1,8 @@
 """Collects facts of one machine for `rayslurm doctor`: clock, limits, directories, programs, network.
 
-The agent calls `look` on the edge node. On a compute node this file is a program without the rest of the package. The program
-writes the node's facts into the probe's directory, and then answers the edge node and the other nodes for a while.
+The agent calls `look` on the edge node. A Slurm job of `rayslurm doctor`, the probe, runs this file on compute nodes as a program
+without the rest of the package. The program writes the node's facts into the probe's directory, and then answers the edge node
+and the other nodes for a while.
 """
 
 import contextlib
@@ -73,6 +74,7 @@ def look(base: str) -> "dict[str, Any]":
 
 
 def _directories(base: str) -> "dict[str, str]":
+    """Return the paths of the directories to examine, by the names "base", "tmp", "shm" and, if TMPDIR is set, "tmpdir"."""
     found = {"base": base, "tmp": "/tmp", "shm": "/dev/shm"}
     if os.environ.get("TMPDIR"):
         found["tmpdir"] = os.environ["TMPDIR"]
@@ -138,6 +140,7 @@ def _limit(kind: int) -> "list[int | None]":
 
 
 def _user() -> str:
+    """Return the name of this user; the number if the user has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -186,7 +189,7 @@ def main(
         rank: the number of this node in the job, from 0.
         nodes: the number of nodes of the job.
         seconds: the time for which the function answers.
-        probe: the source text of the program that reports facts about the environment.
+        probe: the source text of the program that reports facts about the environment (`edge.environment.PROBE`).
         environment: the command that starts the environment's Python, which runs `probe`; an empty command if there is no
             environment.
         port_range: the first and the last port that Ray may use; None for any ports.
@@ -254,6 +257,7 @@ def _ephemeral_range() -> "list[int] | None":
 
 
 def _greet(server: socket.socket) -> None:
+    """Send `GREETING` to each client of `server`."""
     with contextlib.suppress(OSError):
         while True:
             stream, _ = server.accept()

@@ -33,9 +33,10 @@ def run(
 ) -> "tuple[int | None, bytes, bytes]":
     """Run a command until the command ends; returns the exit code, the output, and the error output.
 
-    The code is 128 + N if signal N ended the command, 127 if the program does not exist, 126 if the program cannot be started for
-    another reason, and None if the command took over `timeout` seconds and was killed, or would have begun after `end_all`.
-    Background processes that the command leaves behind are not waited for, and the output of such processes is dropped.
+    The code is 128 + N if signal N ended the command, 127 if the program does not exist, and 126 if the program cannot be started
+    for another reason. The code is None if the command took over `timeout` seconds and was killed, or if `end_all` was called
+    before the command began. The function does not wait for background processes that the command leaves behind, and drops the
+    output of such processes.
 
     `stdin` is the input of the command. Without a `timeout`, the command may take any time. `environ` are the environment
     variables of the command; None for the variables of this process. `directory` is the command's working directory; "" for the
@@ -121,7 +122,7 @@ def _communicate(process: "subprocess.Popen[bytes]", stdin: bytes, deadline: "fl
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the processes of a command's Unix session. Processes that have started another session survive."""
+    """Kill all processes of a command's Unix session: by SIGTERM, and two seconds later by SIGKILL."""
     _kill_session(process.pid, signal.SIGTERM)
     _wait(process, time.monotonic() + _GRACE)
     _kill_session(process.pid, signal.SIGKILL)
@@ -129,11 +130,13 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _wait(process: "subprocess.Popen[bytes]", deadline: "float | None") -> None:
+    """Wait until `process` ends, or until `deadline`, a value of `time.monotonic()`; None for no deadline."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(None if deadline is None else deadline - time.monotonic())
 
 
 def _kill_session(session: int, signum: int) -> None:
+    """Send the signal `signum` to all processes of the Unix session `session`."""
     for name in os.listdir("/proc"):
         try:
             if name.isdigit() and os.getsid(int(name)) == session:
@@ -143,7 +146,7 @@ def _kill_session(session: int, signum: int) -> None:
 
 
 def end(name: str) -> None:
-    """Kill, without waiting, the command that the thread called `name` runs now or starts later."""
+    """Kill the command that the thread called `name` runs now, or will start later; returns at once."""
     _ended.add(name)
     process = _running.get(name)
     if process is not None:

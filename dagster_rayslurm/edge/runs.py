@@ -17,10 +17,14 @@ _MOST_BYTES = 1024 * 1024
 
 
 def listing(base: str, squeue: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Return a dict of the `runs` and `sessions` below `base`, and of the result of the command `squeue` as `queue`.
+    """List the runs and sessions below the base directory `base`, and run the squeue command `squeue`.
 
-    `queue` has the exit code, the output and the error output of the command, which may take `timeout` seconds. Raises
-    PermissionError if a directory of sessions belongs to another user.
+    The command may take `timeout` seconds. Returns a dict with three keys:
+        runs: the result of `runs`.
+        sessions: the result of `sessions.generations` for all sessions.
+        queue: the exit code, the output and the error output of the command.
+
+    Raises PermissionError if a directory of sessions belongs to another user.
     """
     code, out, error = slurm.run(list(squeue), b"", timeout, [])
     return {
@@ -33,9 +37,13 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float) -> "dict[str, An
 def runs(directory: str) -> "list[dict[str, Any]]":
     """Return a dict for each run directory in `directory`, the oldest first; [] if `directory` cannot be listed.
 
-    The dict has the `name`, the time of the last change as `modified` (in seconds of the epoch), Dagster's `run_id`, `step` and
-    `assets`, and as `files` the beginnings of some files of the run directory, by name. `clusters` maps the path of each
-    cluster.json to the content, which has the address of a Ray cluster.
+    The dict has these keys:
+        name: the name of the run directory.
+        modified: the time of the last change, in seconds since the epoch.
+        run_id, step, assets: the Dagster run, the step, and the keys of the assets; "" and [] if they are unknown.
+        files: the beginnings of the files in `_FILES`, by name; "" for a missing file.
+        clusters: the texts of the files cluster.json, by path. Such a file has the address of a Ray cluster. A run has several
+            such files if each component of the run has a Ray cluster.
     """
     found = []
     try:
@@ -53,6 +61,7 @@ def runs(directory: str) -> "list[dict[str, Any]]":
 
 
 def _run(path: str, name: str) -> "dict[str, Any]":
+    """Return the dict for the run directory `path` that `runs` describes; `name` is the name of the directory."""
     components = os.path.join(path, _COMPONENTS)
     parts = [os.path.join(components, each) for each in os.listdir(components)] if os.path.isdir(components) else []
     clusters = {os.path.join(each, _CLUSTER): _beginning(os.path.join(each, _CLUSTER), _MOST_BYTES) for each in [path, *parts]}
@@ -72,6 +81,7 @@ def _run(path: str, name: str) -> "dict[str, Any]":
 
 
 def _object(path: str) -> "dict[str, Any]":
+    """Return the JSON object in a file; {} if the file is missing or contains anything else."""
     try:
         found = json.loads(_beginning(path, _MOST_BYTES))
     except ValueError:
@@ -80,6 +90,7 @@ def _object(path: str) -> "dict[str, Any]":
 
 
 def _beginning(path: str, size: int) -> str:
+    """Return the first `size` bytes of a file as text; "" if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(size).decode("utf-8", "replace")

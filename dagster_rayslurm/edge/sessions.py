@@ -1,6 +1,6 @@
 """Files of warm sessions, whose Slurm jobs serve several payloads. Paths are absolute.
 
-Each session has a directory, with a numbered directory for each allocation of the session.
+Each session has a directory, with a numbered directory for each allocation (Slurm job) of the session.
 
 Ages are differences between times of the file system, because the clocks of the machines differ.
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 JOB_ID = "job_id"  # File in a run directory: the id of the job.
-CREATOR = "creator"
-ABANDONED = "abandoned"
-# Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest.
-MANIFEST = "offer.json"
+# Entries of an allocation's directory.
+CREATOR = "creator"  # The name of the job for which the directory was created.
+ABANDONED = "abandoned"  # Exists if the processes that waited for the job have given up.
+MANIFEST = "offer.json"  # The settings of the session.
 _EXIT, _ANNOUNCEMENT, _WAITING = "exit", "session.json", "waiting"
 _MOST_BYTES = 1024 * 1024
 _READ_RETRY = 0.2  # Seconds before a failed read is repeated: a network file system that lost a file then finds the file.
@@ -51,7 +51,7 @@ def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]"
         session: the name of the session.
         number: the number of the allocation.
         files: the texts of the allocation's files by name; "" for a missing file. If `newest` is True, `MANIFEST` is "" until the
-            session has announced itself. If `newest` is False, an unreadable file is "" too.
+            session has announced itself, and an unreadable file raises OSError. If `newest` is False, an unreadable file is "".
         abandoned: True if the allocation is marked as abandoned, or if the allocation's directory is gone.
         age: the age of the allocation in seconds; 0 if the session has announced itself, or if `newest` is False.
 
@@ -71,6 +71,10 @@ def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]"
 
 
 def _generation(sessions: str, session: str, number: int, newest: bool) -> "dict[str, Any]":
+    """Return the dict for the allocation `number` of the session `session` that `generations` describes.
+
+    `sessions` is the directory of all sessions; for `newest` see `generations`.
+    """
     directory, read = os.path.join(sessions, session, str(number)), _read if newest else _readable
     texts = {name: read(os.path.join(directory, name)) for name in (_ANNOUNCEMENT, _EXIT, JOB_ID, CREATOR)}
     announced = texts[_ANNOUNCEMENT].endswith("}")
@@ -85,6 +89,7 @@ def _generation(sessions: str, session: str, number: int, newest: bool) -> "dict
 
 
 def _read(path: str) -> str:
+    """Return the text of a file, "" for a missing file; tries twice before an unreadable file raises OSError."""
     for retries in (1, 0):
         try:
             with open(path, "rb") as file:
@@ -99,6 +104,7 @@ def _read(path: str) -> str:
 
 
 def _readable(path: str) -> str:
+    """Return the text of a file; "" for a missing or unreadable file."""
     try:
         return _read(path)
     except OSError:
@@ -121,9 +127,9 @@ def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
     """Record that a process no longer waits for the allocation in `directory`; returns True if the allocation is then abandoned.
 
     `waiter` is the name that the process has given to `wait_for`. The function marks the allocation as abandoned if no other
-    process waits and the session has not announced itself. A process waits as long as the last call of `wait_for` was less than
-    `fresh` seconds ago. Returns False if another process waits, if the directory is missing, or if the session has announced
-    itself. The session may announce itself while the mark is made; the result is then False too.
+    process waits and the session has not announced itself. Another process counts as waiting if its last call of `wait_for` was
+    less than `fresh` seconds ago. Returns False if another process waits, if the directory is missing, or if the session has
+    announced itself, even if it announced itself while the function made the mark.
     """
     waiting, announcement = os.path.join(directory, _WAITING), os.path.join(directory, _ANNOUNCEMENT)
     if not os.path.isdir(directory):
@@ -140,7 +146,7 @@ def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
 
 
 def clock_of(directory: str) -> float:
-    """Return the time by the clock of the file system of a directory, in seconds of the epoch."""
+    """Return the present time by the clock of the file system of `directory`, in seconds since the epoch."""
     probe = os.path.join(directory, ".rs-" + os.urandom(8).hex() + ".probe")
     os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:
@@ -150,6 +156,7 @@ def clock_of(directory: str) -> float:
 
 
 def _modified(path: str) -> "float | None":
+    """Return the time of the last change of a file, in seconds since the epoch; None if the file cannot be examined."""
     try:
         return os.stat(path).st_mtime
     except OSError:

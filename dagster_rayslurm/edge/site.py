@@ -23,13 +23,17 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
 
     Args:
         base: the base directory; a "~" at the beginning stands for the home directory.
-        questions: for each name, a list of a command, the standard input of the command as text, and the names of the `SBATCH_*`
-            variables that the command may see.
+        questions: the commands of Slurm by name. Each value is a list of a command, the standard input of the command as text,
+            and the names of the `SBATCH_*` variables that the command may see.
         timeout: seconds that each command may take.
 
-    The facts are `machine`, `shell`, `programs` and `groups`. `answers` maps each name in `questions` to a list
-    of the exit code (None if the command took too long), the output, the error output, and the duration in seconds. The answer
-    with the name "version" is the version of sbatch.
+    The dict has these keys:
+        machine: the result of `machine.look`.
+        shell: the result of a command in the login shell, see `_shell`.
+        programs: the result of `programs`.
+        groups: the names of the user's Unix groups.
+        answers: for each name in `questions`, a list of the exit code (None if the command took too long), the output, the error
+            output, and the duration in seconds; for the name "version", the same for `sbatch --version`.
     """
     answers = {}  # type: dict[str, Any]
 
@@ -85,6 +89,7 @@ def _shell() -> "dict[str, Any]":
 
 
 def _groups() -> "list[str]":
+    """Return the names of the Unix groups of this user; the number of a group without a name."""
     names = []
     for number in os.getgroups():
         try:
@@ -95,9 +100,10 @@ def _groups() -> "list[str]":
 
 
 def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
-    """Return the latest facts of each node of a probe, by rank; None for a node that has written no facts yet.
+    """Return the latest facts of each node of a probe, a job of `rayslurm doctor` on compute nodes, in the order of the ranks.
 
-    `run_dir` is the directory of the probe, and `nodes` is the number of nodes.
+    The facts are None for a node that has written no facts yet. `run_dir` is the directory of the probe, and `nodes` is the
+    number of nodes.
     """
     found = []  # type: list[dict[str, Any] | None]
     for rank in range(nodes):
@@ -106,10 +112,10 @@ def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
 
 
 def reach_and_measure(run_dir: str, nodes: "list[dict[str, Any]]", patience: float) -> "dict[str, Any]":
-    """Connect to each node of a probe, and measure how late the nodes see a change of a file in `run_dir`.
+    """Connect to each node of a probe, and measure how late the nodes see a change of a file in the probe's directory `run_dir`.
 
-    `run_dir` is the directory of the probe. `nodes` has the facts of each node. The function waits up to `patience` seconds for
-    answers to the change. Returns a dict of three lists with an entry for each node:
+    A probe is a job of `rayslurm doctor` on compute nodes. `nodes` has the facts that each node has written. The function waits
+    up to `patience` seconds until the nodes have answered the change. Returns a dict of three lists with an entry for each node:
         reached: the result of `machine.reach`; an empty dict if the node listens on no port.
         lags: the seconds from the change until the node's answer is seen on this machine; None without an answer.
         skews: the seconds by which the node's clock is ahead of this machine's clock, exact to half of the lag; 0.0 without an

@@ -61,7 +61,7 @@ def login_environment() -> "Mapping[str, str]":
 
 
 def now() -> float:
-    """Return the time on the edge node, in seconds of the epoch."""
+    """Return the time on the edge node, in seconds since the epoch."""
     return time.time()
 
 
@@ -85,14 +85,18 @@ def environment(keep: "Sequence[str]") -> "dict[str, str]":
 
 
 def command_line(command: "Sequence[str]") -> "list[str]":
-    """Return a command line that runs `command` in a shell of this user as `run` does: same PATH, no option variables."""
+    """Return a command line that runs `command`, for a shell of this user, with the environment variables that `run` would set.
+
+    The command line begins with env(1), which removes the variables that stand for options of Slurm's programs, such as
+    SQUEUE_FORMAT or SLURM_CLUSTERS, and sets the PATH from `environment`.
+    """
     kept = environment(())
     removed = ["--unset=" + name for name in sorted(os.environ) if _OPTIONS.fullmatch(name) and name not in kept]
     return ["env", *removed, "PATH=" + kept.get("PATH", os.defpath), *command]
 
 
 def search_path(environ: "Mapping[str, str]") -> str:
-    """Return the PATH of `environ`, with the directory of sbatch at the end if only a login shell finds sbatch."""
+    """Return the PATH in `environ`, with the directory of sbatch at the end if sbatch is only on the PATH of a login shell."""
     path = environ.get("PATH", os.defpath)
     if shutil.which("sbatch", path=path):
         return path
@@ -102,6 +106,7 @@ def search_path(environ: "Mapping[str, str]") -> str:
 
 
 def _path_of_login_shell(environ: "Mapping[str, str]") -> str:
+    """Return the PATH in a login shell of this user that starts with the variables `environ`; "" if the shell fails."""
     shell = environ.get("SHELL") or pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
     for options in (["-l"], []):  # A csh knows `-l` only alone.
         code, out, _ = processes.run([shell, *options, "-c", 'echo; echo "rayslurm:$PATH"'], b"", _LOGIN_TIMEOUT, environ)
@@ -120,7 +125,7 @@ def submit(
     claim: str,
     texts: "Mapping[str, str]",
 ) -> "tuple[int | None, bytes, bytes]":
-    """Submit a job by the sbatch `command` in a run directory, unless the run directory has the file of a job id already.
+    """Submit a job by the sbatch `command` in a run directory, unless the run directory already has a file with a job id.
 
     Args:
         command: the command line of sbatch.
@@ -128,12 +133,14 @@ def submit(
         timeout: seconds that sbatch may take; None for any time.
         keep: names of the `SBATCH_*` variables that sbatch may see.
         run_dir: the path of the run directory; a missing directory is created.
-        claim: the name of a session's job; "" for a job that belongs to no session.
-        texts: contents of the files to write into the run directory before sbatch runs, by name. Each character is a byte.
+        claim: the name of the job if the job is that of a session, whose run directory only one process may use; "" for another
+            job.
+        texts: contents of the files to write into the run directory before sbatch runs, by name. Each character stands for one
+            byte (latin-1).
 
-    Returns the exit code, the output and the error output. The output has the time on the edge node (seconds of the epoch) in the
-    first line. The output of sbatch, or the job id from the file, follows. If sbatch fails, the function returns what
-    `processes.run` returns. The exit code is CANNOT_WRITE if the run directory cannot be written.
+    Returns the exit code, the output and the error output. The first line of the output is the time on the edge node, in seconds
+    since the epoch. The output of sbatch, or the job id from the file, follows. If sbatch fails, the function returns the result
+    of `processes.run` for sbatch. The exit code is CANNOT_WRITE if the run directory cannot be written.
 
     For a session's job, the exit code is TAKEN if the run directory was created for another job, or is marked as abandoned.
     `mkdir` decides on NFS too which process creates the directory. If another process marks the directory as abandoned during the
@@ -211,12 +218,12 @@ def queue(
         keep: names of the `SBATCH_*` variables that squeue may see.
         path: the path of the shared file; "" to run squeue in any case.
         interval: seconds for which the output in the file is used. If slurmctld takes long to answer, the time is longer.
-        known: the time before squeue ran for the latest output that the caller has, in seconds of the epoch; 0.0 for no output.
+        known: the time at which squeue began for the latest output that the caller already has; 0.0 if the caller has none.
 
     Returns the exit code, the output and the error output. The first line of the output is the time of this call. If squeue is
-    not run, and the output in the file is not newer than `known`, nothing follows. Otherwise the second line has the times before
-    and after squeue ran, and the output of squeue follows. All times are in seconds of the epoch. If squeue fails, the function
-    returns what `run` returns.
+    not run, and the output in the file is not newer than `known`, nothing follows. Otherwise the second line has the times at
+    which squeue began and ended, and the output of squeue follows. All times are in seconds since the epoch. If squeue fails, the
+    function returns the result of `run` for squeue.
     """
     at = now()
     stamp = b"%.3f\n" % at
@@ -237,6 +244,7 @@ def queue(
 
 
 def _times(answer: bytes) -> "tuple[float, float]":
+    """Return the times at which squeue began and ended, from the first line of the shared file; zeros if the line is damaged."""
     match = re.match(rb"([0-9]+\.[0-9]+) ([0-9]+\.[0-9]+)\n", answer)
     return (float(match.group(1)), float(match.group(2))) if match else (0.0, 0.0)
 
@@ -244,8 +252,8 @@ def _times(answer: bytes) -> "tuple[float, float]":
 def _claim(directory: str, at: float, interval: float) -> bool:
     """Claim the next run of squeue for this process; returns False if another process claimed a run within `interval` seconds.
 
-    `at` is the present time, in seconds of the epoch. `directory` has a file whose name contains the time of the last claim. Only
-    one process can rename the file, on NFS too, and so there is one query in each interval of the cluster's clock.
+    `at` is the present time, in seconds since the epoch. The name of a file in `directory` contains the time of the last claim.
+    Only one process can rename this file, on NFS too, so that all processes together run squeue once in each interval.
     """
     stamps = [int(name[6:]) for name in os.listdir(directory) if re.fullmatch("asked-[0-9]+", name)]
     last = max(stamps, default=0)

@@ -1,8 +1,9 @@
-"""Keeps one job for each idempotency key of runs that were submitted without waiting for the end, and lists all such runs.
+"""Keeps one job for each idempotency key, and lists the submitted runs, for whose end the submitting process does not wait.
 
-A claim is the announcement of a process to submit the job of a key. Each key has a directory, and each claim of the key has a
-numbered directory there, which appears complete. A file in the claim's directory is renamed once a process has decided whether
-the claim has a job. Both steps are atomic, on NFS too, so that all processes see the same decision. Paths are absolute.
+An idempotency key is a text by which a repeated submission finds the job of the first submission. A claim is the announcement of
+a process to submit the job of a key. Each key has a directory, and each claim of the key has a numbered directory there, which
+appears complete. A file in the claim's directory is renamed once a process has decided whether the claim has a job. Both steps
+are atomic, on NFS too, so that all processes see the same decision. Paths are absolute.
 """
 
 import contextlib
@@ -29,9 +30,9 @@ _MOST_BYTES = 1024 * 1024
 def claim(directory: str, after: int, text: str) -> "tuple[int, str, str, float]":
     """Return the number, the state, the text, and the age in seconds of the newest claim of an idempotency key.
 
-    `directory` is the directory of the key; a missing directory is created. If no claim has a number above `after`, the function
-    first creates a claim with the text `text`. The state is `UNDECIDED`, `SUBMITTED` or `ABANDONED`. Raises OSError if no claim
-    can be created.
+    `directory` is the directory of the key; a missing directory is created. If no claim has a number above `after` (the number of
+    an abandoned claim, or 0), the function first creates a claim with the text `text`, which describes the caller and its run.
+    The state is `UNDECIDED`, `SUBMITTED` or `ABANDONED`. Raises OSError if no claim can be created.
     """
     files.make_dir(directory)
     while True:
@@ -64,18 +65,20 @@ def decide(path: str, state: str) -> str:
 
 
 def _state(path: str) -> str:
+    """Return the state of the claim in the directory `path`."""
     names = os.listdir(path)
     return next((each for each in (SUBMITTED, ABANDONED) if each in names), UNDECIDED)
 
 
 def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence[str]") -> "dict[str, Any]":
-    """List the submitted runs below the base directory `base`, and run the command `squeue`.
+    """List the submitted runs below the base directory `base`, and run the squeue command `squeue`.
 
     `known` has the names of the runs of which only the name is wanted. The command may take `timeout` seconds. Returns a dict
     with two keys:
         runs: a dict for each run. For a run in `known`, the dict has only the `name`, and `known`, which is True. For another
-            run, `known` is False, and the dict also has the text `handle`, the `job_id`, the `age` of the handle in seconds, and
-            the name of the sensor that reports the end of the run as `reporter`. An unknown `job_id` or `reporter` is "".
+            run, `known` is False, and the dict also has the content of the run's file `HANDLE` as `handle`, the `age` of this
+            file in seconds, the `job_id`, and the name of the sensor that reports the end of the run as `reporter`. An unknown
+            `job_id` or `reporter` is "".
         queue: the exit code, the output and the error output of the command. If all runs are in `known`, the command is not run,
             and the exit code is 0.
     """
@@ -102,10 +105,9 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence
 
 
 def take_report(run_dir: str, sensor: str) -> str:
-    """Make `sensor` report the end of a run, unless the run has a reporting sensor already; return the reporting sensor's name.
+    """Choose the sensor called `sensor` to report the end of a run, unless a sensor is chosen already; return the chosen name.
 
-    `sensor` is the name of a sensor. Returns "" if the run directory `run_dir` has no file for the report, because no sensor is
-    to report the end of the run.
+    Returns "" if no sensor is to report the end of the run; the run directory `run_dir` then has no file `REPORTER`.
     """
     with contextlib.suppress(FileNotFoundError):  # The file that is renamed exists once, so that one sensor alone succeeds.
         os.rename(os.path.join(run_dir, REPORTER), os.path.join(run_dir, REPORTER + "." + sensor))

@@ -1,4 +1,4 @@
-"""`Connection`, the interface for files and commands of the machine on which the runtime is started, and exceptions.
+"""`Connection`, the interface to the files and commands of one machine (this machine or an edge node), and its exceptions.
 
 This module imports no SSH client.
 """
@@ -84,7 +84,7 @@ class Connection(ABC):
     class.
     """
 
-    _ahead: dict[Read, bytes | OSError] | None = None  # The answers of `read_ahead`, inside its block.
+    _ahead: dict[Read, bytes | OSError] | None = None  # Parts or errors that `read_ahead` got; None outside of its block.
 
     @property
     @abstractmethod
@@ -99,8 +99,9 @@ class Connection(ABC):
         True. In any other case `ConnectionLost` is raised.
 
         Args:
-            doing: the operation in error messages, such as "reading /a/b".
-            operation: a function whose argument is a function of the type `Submit`, which starts a function of `edge`.
+            doing: the operation in error messages, such as "reading /a/b"; "" to name only the file that the error itself names.
+            operation: a function with one argument, a function of the type `Submit`. `operation` calls its argument to start
+                functions of `edge`.
             repeat: whether an operation that the machine may have carried out can be carried out again.
             deadline: the value of `time.monotonic()` at which calls end with `TimeoutError`, and after which nothing is repeated;
                 None for no deadline.
@@ -202,7 +203,7 @@ class Connection(ABC):
         return self.call(files.home, repeat=True)
 
     def modified(self, path: str) -> float | None:
-        """Returns the Unix time of the last change of a file or directory, by the machine's clock; None for a missing path."""
+        """Returns the time of the last change of a file or directory, in seconds since the epoch; None if `path` is missing."""
         return self._on_file(f"looking at {path}", files.modified, path)
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
@@ -219,9 +220,10 @@ class Connection(ABC):
     def read_ahead(self, reads: Sequence[Read]) -> Iterator[None]:
         """Read parts of several files by one call; inside the block, `read` returns these parts without a further call.
 
-        Each item of `reads` has the path, offset and limit of a `read`. Only the first `read` with these arguments returns the
-        part; the next such `read` calls the machine again. A part may be shorter than the limit although the file goes on. If the
-        one call failed, the first `read` for each part raises the error. Only one thread at a time may use this method.
+        Each item of `reads` has the path, offset and limit of a later `read`. Only the first `read` with an item's path, offset
+        and limit returns the part; a second such `read` calls the machine again. A part may be shorter than the limit although
+        the file goes on. If the one call failed, the first `read` for each part raises the error. Only one thread at a time may
+        use this method.
         """
         limit = min(max(_LEAST_READ, _READ_AHEAD // max(1, len(reads))), max((each[2] for each in reads), default=0))
         try:
@@ -261,6 +263,10 @@ class Connection(ABC):
         self._on_file(f"removing {path}", files.remove, path)
 
     def _on_file(self, doing: str, function: Callable[..., T], *args: Any) -> T:
+        """Call a function of `edge`, again after a lost connection, and return the result.
+
+        `doing` names the operation in error messages, such as "reading /a/b".
+        """
         return self.attempt(doing, lambda submit: submit(function, *args)(), True)  # type: ignore[no-any-return]
 
     def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
@@ -354,6 +360,7 @@ def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 
 def _report(progress: Progress | None, done: int, size: int) -> None:
+    """Call `progress` with the bytes that have arrived and the size; do nothing if `progress` is None or `size` is 0."""
     if progress and size:
         progress(done, size)
 
@@ -364,7 +371,7 @@ def _report(progress: Progress | None, done: int, size: int) -> None:
 def check_no_variable(path: str, field: str) -> None:
     """Raise `ValueError` if `path`, the value of the configuration field `field`, contains a shell variable.
 
-    Nothing would expand the variable.
+    dagster-rayslurm expands only a "~" at the beginning of a path.
     """
     if found := _VARIABLE.search(path):
         raise ValueError(

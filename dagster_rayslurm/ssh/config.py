@@ -38,9 +38,10 @@ class SSHConnectionResource(SSHLogin, StrictResource):
 
 
 def _reference(variable: str, _: str, integer: bool) -> Any:
-    """Returns an `EnvVar` reference to an environment variable, which holds an integer if `integer` is True.
+    """Returns an `EnvVar` reference to the environment variable `variable`; `integer` is True if the value must be an integer.
 
-    The variable may be missing; then the first use of the reference raises an error that names the variable.
+    The second argument, the name of the field, is not used. If the variable is missing, the first use of the reference raises an
+    error that names the variable.
     """
     return dg.EnvVar.int(variable) if integer else dg.EnvVar(variable)
 

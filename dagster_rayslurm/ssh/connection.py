@@ -55,7 +55,7 @@ class Stream(Protocol):
         ...
 
     def failure(self, noise: str) -> Exception:
-        """Returns the exception to raise for a command that ended at once; `noise` is the output of the command."""
+        """Returns the exception that explains why the command ended at once; `noise` is the output of the command."""
         ...
 
 
@@ -69,9 +69,10 @@ class Transport(Protocol):
     def start(self, command: str) -> Iterator[Stream]:
         """Start a command in the login shell, and yield a stream to the command.
 
-        Each item that the caller takes is a new attempt to start the command. The caller takes a further item only if the server
-        refused the command before. For a further item, an implementation opens a further connection, or the iterator ends. Raises
-        `Refused` if the server refuses the command, and `ConnectionFailed` for another failure.
+        Each item of the iterator is a new attempt to start the command. The caller takes a second item only if the server has
+        refused the first attempt, and so on. For a further attempt, an implementation opens a further connection to the server;
+        without such a connection, the iterator ends. Raises `Refused` if the server refuses the command at once, and
+        `ConnectionFailed` for another failure. A later refusal shows in `Stream.failure`.
         """
         ...
 
@@ -90,9 +91,9 @@ class Transport(Protocol):
 
 
 def agent_command(ssh: SSHLogin) -> tuple[str, bytes]:
-    """Returns the command that starts an agent, and the bytes with which the agent's output begins.
+    """Returns the command that starts an agent on the server `ssh`, and the bytes with which the agent's output begins.
 
-    Output of the login's start-up files may stand before these bytes.
+    The start-up files of the login shell may print other text before these bytes.
     """
     word = secrets.token_hex(8)
     return command_line(ssh.python, word), f"\n{word}{word} ".encode()
@@ -100,6 +101,7 @@ def agent_command(ssh: SSHLogin) -> tuple[str, bytes]:
 
 @functools.cache
 def _program() -> bytes:
+    """Returns the agent's program, which contains the whole package `edge`, as bytes for the agent's standard input."""
     return program(os.path.dirname(edge.__file__))
 
 
@@ -166,9 +168,9 @@ class AgentClient:
     def submit(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         """Start a call of a function of `edge`, and return a function that waits for the call's result.
 
-        The returned function waits until a few seconds after `deadline`, a value of `time.monotonic()`, and then raises
-        `TimeoutError`. If `deadline` is None, the returned function waits without a limit. `submit` raises `ConnectionGone` if
-        the agent had ended before the call.
+        The returned function returns the result, or raises the exception of the call. The returned function waits until a few
+        seconds after `deadline`, a value of `time.monotonic()`, and then raises `TimeoutError`; None for no limit. `submit`
+        raises `ConnectionGone` if the agent had ended before the call.
         """
         number, answer = next(self._numbers), Answer()
         self._waiting[number] = answer
@@ -220,6 +222,7 @@ class AgentClient:
         return received[found.end() :]
 
     def _read(self, size: int) -> bytes:
+        """Returns the next `size` bytes of the agent's output; fewer bytes at the end of the output."""
         parts, self._rest = [self._rest[:size]], self._rest[size:]
         missing = size - len(parts[0])
         while missing:
@@ -231,6 +234,10 @@ class AgentClient:
         return b"".join(parts)
 
     def _receive(self) -> None:
+        """Give each answer of the agent to the thread that waits for this answer, until the agent's output ends.
+
+        The calls that then still wait get the exception `ConnectionLost`.
+        """
         with contextlib.suppress(Exception):  # Whatever ended the channel: who waits gets `ConnectionLost` below.
             for header, values in messages(self._read):
                 answer = self._waiting.pop(header["id"], None)
@@ -283,7 +290,7 @@ def _pump(client: socket.socket, channel: Stream) -> None:
 
 
 class SSHConnection(Connection):
-    """Files and commands of an edge node, by SSH. All threads share one login and one agent.
+    """Access to the files and commands of an edge node, by SSH. All threads share one login and one agent.
 
     `log_in` is the function of an SSH client that logs in to a server; `log_in` raises `ConnectionFailed` if the login fails.
     """
@@ -333,8 +340,8 @@ class SSHConnection(Connection):
     def _named(self, error: OSError, doing: str) -> OSError:
         """Returns a copy of an error from the edge node, with a message that names the node and what failed.
 
-        What failed is `doing`, such as "reading /a/b" or, if `doing` is "", the file that the error names. A timeout of this
-        process is returned unchanged.
+        What failed is `doing`, such as "reading /a/b" or, if `doing` is "", the file that the error names. A `TimeoutError` that
+        this process has raised, because no answer came in time, is returned unchanged.
         """
         if isinstance(error, TimeoutError) and error.errno is None:
             return error
@@ -372,7 +379,10 @@ class SSHConnection(Connection):
             return self._agent
 
     def _logged_in(self) -> Transport:
-        """Returns a login that works; logs in if there is no such login. The caller holds `_lock`. Raises `ConnectionFailed`."""
+        """Returns the transport of a login that works; logs in if there is none. Raises `ConnectionFailed` if the login fails.
+
+        The caller holds `_lock`.
+        """
         if self._transport is None or not self._transport.alive():
             self._log_out()
             self._transport = self._log_in(self.ssh)
@@ -380,6 +390,7 @@ class SSHConnection(Connection):
         return self._transport
 
     def _start_agent(self, transport: Transport) -> AgentClient:
+        """Returns the client of a new agent on the server; raises `Refused` or `ConnectionFailed` if the agent does not start."""
         command, hello = agent_command(self.ssh)
         try:
             for stream in transport.start(command):
@@ -391,6 +402,7 @@ class SSHConnection(Connection):
         raise Refused
 
     def _log_out(self) -> None:
+        """Close the agent and the login, if there are any. The caller holds `_lock`."""
         for each in (self._agent, self._transport):
             if each is not None:
                 each.close()
@@ -409,6 +421,7 @@ class SSHConnection(Connection):
         return stream
 
     def _run_on_stream(self, command: str, client: socket.socket) -> None:
+        """Run a command whose input and output is `client`; close `client` when the command ends, or if it cannot be started."""
         with client, contextlib.suppress(OSError, EOFError, Refused):  # A failure ends the stream.
             with self._lock:
                 transport = self._logged_in()
@@ -419,6 +432,10 @@ class SSHConnection(Connection):
                     client.sendall(data)
 
     def _tunnel(self, host: str, port: int, client: socket.socket) -> None:
+        """Copy data between `client` and `host:port` until both sides have closed; then close `client`, also after a failure.
+
+        If the login had ended before, the method logs in again and tries once more.
+        """
         with client, contextlib.suppress(OSError, EOFError, Refused):  # A failure ends the stream.
             for last in (False, True):
                 with self._lock:

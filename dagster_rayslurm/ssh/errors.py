@@ -14,10 +14,15 @@ from .fields import SSHLogin, known_hosts_path
 
 
 def address(ssh: SSHLogin) -> str:
+    """Returns the user, host and port of a server for messages, such as "dev@edge:22"; without the user if none is configured."""
     return f"{ssh.user}@{ssh.host}:{ssh.port}" if ssh.user else f"{ssh.host}:{ssh.port}"
 
 
 def failed(ssh: SSHLogin, sentence: str, temporary: bool = False, subject: str = "network") -> ConnectionFailed:
+    """Returns the exception for the server `ssh` with the message "SSH to USER@HOST:PORT: SENTENCE".
+
+    `temporary` and `subject` are attributes of the exception, see `ConnectionFailed`.
+    """
     return ConnectionFailed(f"SSH to {address(ssh)}: {sentence}", temporary, subject)
 
 
@@ -26,9 +31,10 @@ def _failure(
 ) -> Callable[..., ConnectionFailed]:
     """Returns a function that creates an exception of the class `kind`, with `sentence` as its message, for an SSH server.
 
-    The returned function has the arguments `ssh`, the server, `detail` and further texts. It puts the values of these arguments
-    in place of the names in braces in `sentence`. `temporary` and `subject` are attributes of the exception, see
-    `ConnectionFailed`.
+    The returned function has the arguments `ssh` (the server), `detail` (a text, which may be empty) and further texts. The
+    function puts these values in place of the names in braces in `sentence`. Three more names may stand in braces: `said` is
+    `detail` in parentheses, `file` is the path of the known hosts file, and `jump` is the address of the jump host. `temporary`
+    and `subject` are attributes of the exception, see `ConnectionFailed`.
     """
 
     def make(ssh: SSHLogin, detail: str = "", **more: str) -> ConnectionFailed:
@@ -105,12 +111,13 @@ no_client = _failure('client="openssh" needs the `ssh` program, which is not on 
 
 
 def unknown_host(ssh: SSHLogin, detail: str = "") -> ConnectionFailed:  # noqa: ARG001
+    """Returns the exception for a host name that cannot be resolved; `detail` is not used."""
     hint = "" if ssh.client == "openssh" else '; an alias of ~/.ssh/config needs client="openssh"'
     return failed(ssh, f"no host is called {ssh.host!r}; check `host` and this machine's DNS or VPN{hint}", temporary=True)
 
 
 def not_started(ssh: SSHLogin, code: int, said: str) -> ConnectionFailed:
-    """Returns the exception for a login shell that ended before the agent ran.
+    """Returns the exception for a login shell that ended before the agent, the program of `edge` on the server, began to run.
 
     `code` is the exit code of the login shell, and `said` is its output.
     """

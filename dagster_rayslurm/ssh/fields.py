@@ -44,7 +44,10 @@ def check_host(value: object) -> str:
 
 
 def check_host_key(value: object) -> str:
-    """Returns a public host key without its comment; raises ValueError if `value` is no key in the format of a .pub file."""
+    """Returns the public host key in the text `value`, without a comment.
+
+    Raises ValueError if `value` is not a key in the format of a .pub file: type, key in base64, and perhaps a comment.
+    """
     fields = check_text(value).split()
     try:
         if len(fields) < 2 or fields[0].encode() not in base64.b64decode(fields[1], validate=True)[:64]:
@@ -118,9 +121,12 @@ class SSHLogin(StrictModel):
 def read_variables(prefix: str, read: Callable[[str, str, bool], Any]) -> dict[str, Any]:
     """Returns the values of the fields of an SSH connection for which environment variables are set.
 
-    The names of the variables begin with `prefix`. The result always has a value for `host`, also if the variable is not set. The
-    fields of a jump host are a dictionary in the field `jump_host`. `read(variable, field, integer)` returns the value for the
-    field `field`; `integer` is True if the environment variable `variable` holds an integer.
+    The names of the variables begin with `prefix`, whose last underscore may be missing. The fields of a jump host are a
+    dictionary in the field `jump_host`.
+
+    `read(variable, field, integer)` is called for each of these variables, and returns the value of the field `field`. `integer`
+    is True if the environment variable `variable` must hold an integer. For `host`, `read` is called even if the variable is not
+    set.
     """
     stem = prefix.rstrip("_") + "_"
     jump = f"{stem}JUMP_"
@@ -130,6 +136,7 @@ def read_variables(prefix: str, read: Callable[[str, str, bool], Any]) -> dict[s
 
 
 def _read(stem: str, read: Callable[[str, str, bool], Any]) -> dict[str, Any]:
+    """Returns the fields of one server from the variables whose names begin with `stem`; for `read` see `read_variables`."""
     return {
         name: read(stem + variable, name, name in _INTEGERS)
         for variable, name in _variables().items()
@@ -177,5 +184,5 @@ def certificate_path(ssh: SSHLogin) -> str | None:
 
 
 def known_hosts_path(ssh: SSHLogin) -> str:
-    """Returns the path of the known hosts file that a connection reads; the connection adds new keys to this file."""
+    """Returns the path of the file of known host keys, to which a connection adds the key of a new host."""
     return os.path.expanduser(ssh.known_hosts_file or "~/.ssh/known_hosts")

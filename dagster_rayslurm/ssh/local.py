@@ -24,7 +24,7 @@ _LONGEST_DIR = 40
 
 
 class LocalConnection(Connection):
-    """Files and commands of this machine, without SSH."""
+    """Access to the files and commands of this machine, without SSH."""
 
     @property
     def place(self) -> str:
@@ -55,6 +55,7 @@ class LocalConnection(Connection):
 
 
 def _submit(function: Callable[..., T], *arguments: object) -> Callable[[], T]:
+    """Call a function of the package `edge` in this process; returns a function that returns the result, as `Submit` requires."""
     result = function(*arguments)
     return lambda: result
 
@@ -79,9 +80,9 @@ def private_dir() -> str:
 
 @contextlib.contextmanager
 def locked(name: str, count: int = 1, timeout: float = float("inf")) -> Iterator[None]:
-    """Inside the block, hold one of the `count` locks called `name`, for which all processes of this user compete.
+    """Inside the block, hold one of the `count` locks called `name`, which all processes of this user on this machine share.
 
-    Raises `TimeoutError` if no lock was free for `timeout` seconds.
+    Raises `TimeoutError` if no lock was free for `timeout` seconds; by default, the function waits without a limit.
     """
     paths = [os.path.join(private_dir(), f"{name}-{index}") for index in range(count)]
     deadline = time.monotonic() + timeout

@@ -63,9 +63,10 @@ def asks_password(prompt: str) -> bool:
 class Prompts:
     """Answers the prompts of SSH servers for passwords, and the prompts of `ssh` for passphrases, with the configured secrets.
 
-    Each secret is given only once, because repeated wrong secrets lock accounts. A prompt for a password must name one of
-    `servers`, as in "dev@edge's password: " or "(dev@edge) Password: ". OpenSSH before 8.5 does not name the server in some
-    prompts. Such a prompt is answered only if `servers` has a single server. `unanswered` is the first prompt that got no answer.
+    `servers` are the servers whose prompts may come: the server to log in to, and perhaps its jump hosts. Each secret is given
+    only once, because repeated wrong secrets lock accounts. A prompt for a password must name one of `servers`, as in "dev@edge's
+    password: " or "(dev@edge) Password: ". OpenSSH before 8.5 does not name the server in some prompts. Such a prompt is answered
+    only if `servers` has a single server. `unanswered` is the first prompt that got no answer; "" if all got one.
     """
 
     servers: Sequence[SSHLogin]
@@ -84,6 +85,10 @@ class Prompts:
         return None
 
     def _secret(self, ssh: SSHLogin, prompt: str) -> str | None:
+        """Returns the passphrase or password of `ssh` for which a prompt asks.
+
+        Returns None if the prompt asks for anything else, or if the secret is not configured.
+        """
         if "passphrase for" in prompt.lower():
             return ssh.key_passphrase if f"'{key_path(ssh) or ''}'" in prompt else None
         named = prompt.startswith((f"{login_name(ssh)}'s password", f"({login_name(ssh)}) "))
@@ -122,6 +127,7 @@ def check_files(ssh: SSHLogin) -> None:
 
 
 def _check_readable(ssh: SSHLogin, path: str, name: str) -> None:
+    """Raise `ConnectionFailed` if the file `path` cannot be read; `name` is the field of `ssh` with the path, for the message."""
     subject = "host key" if name == "known_hosts_file" else "authentication"
     try:
         _text(path, 1)
@@ -134,15 +140,17 @@ def _check_readable(ssh: SSHLogin, path: str, name: str) -> None:
 
 
 def _text(path: str, size: int = -1) -> str:
+    """Returns the first `size` characters of a text file, or by default the whole text."""
     with open(path, errors="replace") as file:
         return file.read(size)
 
 
 def load_key(ssh: SSHLogin, path: str) -> Any | None:
-    """Returns a private key with its certificate, as a key object of paramiko; None if paramiko does not know this kind of key.
+    """Returns the private key in the file `path` as a key object of paramiko; None if paramiko does not know this kind of key.
 
-    For a locked key without a configured passphrase, the result is the same key from the agent. Raises `ConnectionFailed` if the
-    agent lacks this key, if the passphrase is wrong, if the file is no private key, or if the certificate cannot be used.
+    If there is a certificate for the configured key, the key object contains the certificate. If the key is locked and no
+    passphrase is configured, the function takes the same key from ssh-agent. Raises `ConnectionFailed` if ssh-agent lacks this
+    key, if the passphrase is wrong, if the file is no private key, or if the certificate cannot be used.
     """
     key = _unlock(ssh, path, ssh.key_passphrase)
     certificate = certificate_path(ssh) if ssh.key_path else None
@@ -163,6 +171,10 @@ def load_key(ssh: SSHLogin, path: str) -> Any | None:
 
 
 def _unlock(ssh: SSHLogin, path: str, passphrase: str | None) -> Any | None:
+    """Returns the private key in the file `path` as `load_key` does, but without a certificate.
+
+    `passphrase` is the configured passphrase of the key; None if none is configured.
+    """
     try:
         return paramiko.PKey.from_path(path, passphrase.encode() if passphrase else None)
     except TypeError:  # cryptography: a passphrase for an unlocked key, or none for a locked one.
@@ -189,7 +201,7 @@ def _unlock(ssh: SSHLogin, path: str, passphrase: str | None) -> Any | None:
 def check_keys(ssh: SSHLogin) -> None:
     """Raise `ConnectionFailed` if the private key for the server or for a jump host cannot be used.
 
-    The check says more than `ssh` says about the cause.
+    The message says more about the cause than the message of the `ssh` program.
     """
     for hop in ssh.hops():
         path = key_path(hop)
@@ -198,7 +210,7 @@ def check_keys(ssh: SSHLogin) -> None:
 
 
 def agent_keys() -> list[Any]:
-    """Returns the keys of the agent at SSH_AUTH_SOCK, as key objects of paramiko; an empty list if no agent answers in time."""
+    """Returns the keys of ssh-agent as key objects of paramiko; an empty list if SSH_AUTH_SOCK names no agent that answers."""
     keys: list[Any] = []
 
     def list_keys() -> None:
@@ -229,13 +241,14 @@ class KnownKey:
 class Trust(Enum):
     """The result of comparing the key that a host shows with the known keys of the host."""
 
-    KNOWN = "known"
-    NEW = "new"
-    CHANGED = "changed"
-    REVOKED = "revoked"
+    KNOWN = "known"  # The key is one of the known keys.
+    NEW = "new"  # No key of the host is known.
+    CHANGED = "changed"  # Only other keys of the host are known.
+    REVOKED = "revoked"  # The key is marked @revoked.
 
 
 def _host_name(host: str, port: int) -> str:
+    """Returns the name of a server in a known hosts file: "edge" for port 22, "[edge]:2222" for another port."""
     return host if port == 22 else f"[{host}]:{port}"
 
 
@@ -267,7 +280,7 @@ def _matches(patterns: str, name: str) -> bool:
 
 
 def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
-    """Compares the key that a host shows with `keys`, the known keys of the host; returns the result.
+    """Compares the key `key` that a host shows with `keys`, the known keys of the host; returns the result.
 
     `key` is in base64, and `key_type` is a type such as "ssh-ed25519". If no key is known, the key counts as new. If all known
     keys are of other types, the key counts as changed. If such a key counted as new, an attacker in the middle would only need to
@@ -323,7 +336,7 @@ def check_host_key(ssh: SSHLogin, key_type: str, key: str) -> None:
 
 
 def _learn(ssh: SSHLogin, shown: str) -> None:
-    """Add the key `shown`, "TYPE BASE64", of a host to the file of known hosts.
+    """Add the host key `shown` of the server `ssh` to the file of known hosts; `shown` has the form "TYPE BASE64".
 
     Raises `ConnectionFailed` if the file cannot be written.
     """

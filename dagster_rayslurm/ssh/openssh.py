@@ -44,7 +44,7 @@ _ATTEMPT = 10  # Seconds for one TCP connection attempt, and for the server's fi
 _QUESTION_TIMEOUT = 30.0
 # Options in the command that a person types. The other options prevent questions, which a person can answer.
 _TYPED = ("Port", "User", "IdentityFile", "CertificateFile", "UserKnownHostsFile", "ProxyCommand")
-# Script that passes a prompt of `ssh` to this process and prints its answer (SSH_ASKPASS, ssh(1)); 0 is the directory.
+# Script that passes a prompt of `ssh` to this process and prints the answer (SSH_ASKPASS, ssh(1)); {0} is a temporary directory.
 _ASKPASS = """#!/bin/sh
 printf %s "$1" > {0}/prompt
 {{ read -r answered; IFS= read -r answer; }} < {0}/answer
@@ -53,9 +53,10 @@ printf %s "$1" > {0}/prompt
 
 
 def log_in(ssh: SSHLogin) -> OpenSSHTransport:
-    """Find or open a master connection to a server, and return a login that uses the master.
+    """Find or open a master connection to a server; returns a transport that starts commands through this master.
 
-    The user's ssh_config applies where the configuration leaves a field open. Raises `ConnectionFailed`.
+    With `require_existing_master`, only a master that a person opened is used. The user's ssh_config applies where the
+    configuration leaves a field open. Raises `ConnectionFailed` if the login fails, or if the required master is missing.
     """
     if shutil.which("ssh") is None:
         raise errors.no_client(ssh)
@@ -69,7 +70,10 @@ def log_in(ssh: SSHLogin) -> OpenSSHTransport:
 
 
 class OpenSSHStream:
-    """The standard input and output of a remote command; an `ssh` process that uses a running master runs the command."""
+    """The standard input and output of a remote command.
+
+    The constructor starts an `ssh` process that runs the command through the running master with the control socket `path`.
+    """
 
     def __init__(self, ssh: SSHLogin, path: str, command: str) -> None:
         self._ssh = ssh
@@ -94,7 +98,7 @@ class OpenSSHStream:
 
 
 def _start(path: str, arguments: tuple[str, ...], stream: socket.socket, stderr: Any) -> subprocess.Popen[bytes]:
-    """Start an `ssh` process that runs over the login of a running master, and return the process.
+    """Start an `ssh` process that uses the connection of a running master; returns the process.
 
     Args:
         path: the path of the master's control socket.
@@ -107,9 +111,10 @@ def _start(path: str, arguments: tuple[str, ...], stream: socket.socket, stderr:
 
 
 def _start_failure(ssh: SSHLogin, said: str) -> Exception | None:
-    """Returns the exception for an `ssh` process that a master did not serve; None if the process may have started something.
+    """Returns the exception for an `ssh` process whose command certainly did not start; None if the command may have started.
 
-    `said` is the error output of the process.
+    The exception is `Refused` if the server opens no further session on the master, and `ConnectionGone` if the master has
+    ended. `said` is the error output of the process.
     """
     if _REFUSED.search(said):
         return Refused()
@@ -117,14 +122,16 @@ def _start_failure(ssh: SSHLogin, said: str) -> Exception | None:
 
 
 def _text(file: Any) -> str:
+    """Returns the whole content of an open binary file as text."""
     file.seek(0)
     return str(file.read().decode("utf-8", "replace"))
 
 
 class OpenSSHTransport:
-    """A login by the `ssh` program: starts commands through the master with the control socket `path`.
+    """Runs commands on a server by `ssh` processes, which use the connection of a running master.
 
-    If this master allows no more sessions, `start` opens a further master.
+    `path` is the path of the master's control socket, through which the processes reach the master; `log_in` finds or creates
+    the socket. If this master allows no more sessions, `start` opens a further master, unless `require_existing_master` is set.
     """
 
     def __init__(self, ssh: SSHLogin, path: str) -> None:
@@ -215,12 +222,12 @@ def options(ssh: SSHLogin, scratch: str = "") -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Returns text for a ProxyCommand with percent signs doubled, because ssh expands single percent signs."""
+    """Returns `text` with doubled percent signs, for a ProxyCommand, in which ssh expands single percent signs."""
     return text.replace("%", "%%")
 
 
 def _file(path: str) -> str:
-    """Returns a file name as the value of an `ssh` option, quoted and with percent signs doubled.
+    """Returns the file name `path` as the value of an `ssh` option, quoted and with percent signs doubled.
 
     Without these changes ssh would split the value at spaces and expand percent signs.
     """
@@ -271,11 +278,12 @@ def existing_master(ssh: SSHLogin) -> str:
 
 
 def _master_runs(path: str) -> bool:
+    """Returns True if a master with the control socket `path` runs."""
     return os.path.exists(path) and _ask(multiplexed(path, "-O", "check", "--", "host")) is not None
 
 
 def _ask(command: list[str]) -> str | None:
-    """Run an `ssh` command that only asks for information, such as `ssh -O check`; returns the output, None after a failure."""
+    """Run an `ssh` command that needs no network, such as `ssh -O check`; returns the output, or None if the command failed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_QUESTION_TIMEOUT)
         return None if done.returncode else done.stdout
@@ -296,6 +304,10 @@ def ensure_master(ssh: SSHLogin, path: str) -> None:
 
 
 def _open_master(ssh: SSHLogin, path: str, scratch: str) -> None:
+    """Log in to a server, and leave a master with the control socket `path` running; raises `ConnectionFailed` if this fails.
+
+    `scratch` is an empty temporary directory for the files of this login.
+    """
     hops, askpass = ssh.hops(), os.path.join(scratch, "askpass")
     for number, hop in enumerate(hops, 1):
         if hop.host_key:
@@ -338,6 +350,7 @@ def _pipe(scratch: str, name: str) -> Any:
 
 
 def _write(path: str, text: str, mode: int = 0o600) -> None:
+    """Create the file `path` with the content `text` and the permissions `mode`."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(text)
 
@@ -357,12 +370,14 @@ def explain(ssh: SSHLogin, output: str) -> Exception:
 
 
 def _host_key(ssh: SSHLogin, said: str) -> Exception:
+    """Returns the exception for a host key that `ssh` has not accepted; `said` is the message of `ssh`."""
     if ssh.host_key:
         return errors.host_key_not_pinned(ssh)
     return errors.host_key_unknown(ssh) if said.startswith("Host key verification") else errors.host_key_changed(ssh)
 
 
 def _login_refused(ssh: SSHLogin, methods: str) -> Exception:
+    """Returns the exception for a refused login; `methods` are the methods that the server takes, as "publickey,password"."""
     key = f"the key {key_path(ssh)}" if ssh.key_path else "the keys that ssh finds"
     tried = key if ssh.password is None else f"{key} and the password"
     return errors.login_refused(ssh, tried, offered=f"; it takes {methods.replace(',', ', ')}")

@@ -40,9 +40,9 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
 def log_in(ssh: SSHLogin) -> ParamikoTransport:
-    """Log in to a server through its jump hosts, and return the login to the server. Raises `ConnectionFailed`.
+    """Log in to a server through its jump hosts; returns the transport of the server.
 
-    The login to each host on the way may take the `connect_timeout` of this host.
+    The login to each host on the way may take the `connect_timeout` of this host. Raises `ConnectionFailed` if a login fails.
     """
     login.check_files(ssh)
     transport: ParamikoTransport | None = None
@@ -58,9 +58,9 @@ def log_in(ssh: SSHLogin) -> ParamikoTransport:
 
 
 def _log_in_to(ssh: SSHLogin, jump: ParamikoTransport | None) -> ParamikoTransport:
-    """Log in to one server, directly or through `jump`, the login to the jump host; returns the new login.
+    """Log in to one server; returns the transport of the server. Raises `ConnectionFailed` if the login fails.
 
-    Raises `ConnectionFailed` if the login fails.
+    `jump` is the transport of the jump host to go through; None to connect directly.
     """
     deadline = time.monotonic() + ssh.connect_timeout
     transport: Any = None
@@ -91,10 +91,15 @@ def _log_in_to(ssh: SSHLogin, jump: ParamikoTransport | None) -> ParamikoTranspo
 
 
 def _left(deadline: float) -> float:
+    """Returns the seconds until `deadline`, a value of `time.monotonic()`; at least 0.1."""
     return max(0.1, deadline - time.monotonic())
 
 
 def _connect(ssh: SSHLogin, deadline: float) -> socket.socket:
+    """Returns a TCP connection to a server; repeats an attempt that gets no answer until `deadline`. Raises `OSError`.
+
+    `deadline` is a value of `time.monotonic()`.
+    """
     while True:
         try:
             stream = socket.create_connection((ssh.host, ssh.port), timeout=min(_ATTEMPT, _left(deadline)))
@@ -106,9 +111,10 @@ def _connect(ssh: SSHLogin, deadline: float) -> socket.socket:
 
 
 def _explain(ssh: SSHLogin, error: Exception, deadline: float) -> ConnectionFailed:
-    """Returns the `ConnectionFailed` to raise, with a sentence for the user, in place of the exception `error` of a login.
+    """Returns the `ConnectionFailed`, with a sentence for the user, to raise in place of the exception `error` of a login.
 
-    `deadline` is the end of the login's `connect_timeout`; an exception at `deadline` counts as a missing answer.
+    `deadline` is the time by `time.monotonic()` at which the login's `connect_timeout` is over. If this time has come, the result
+    says that the server gave no answer.
     """
     text = str(error) or type(error).__name__
     if isinstance(error, (socket.gaierror, UnicodeError)):
@@ -179,6 +185,10 @@ def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
         return True
 
     def answers(title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG001
+        """Returns an answer to each prompt in `fields`; "" if there is no secret for the prompt. paramiko calls this function.
+
+        Each item of `fields` is a prompt, and whether a terminal would show the answer.
+        """
         return [prompts.answer(f"({login.login_name(ssh)}) {prompt}") or "" for prompt, _ in fields]
 
     for name, key in _keys(ssh):
@@ -257,7 +267,10 @@ class ParamikoStream:
 
 
 class ParamikoTransport:
-    """One login by paramiko: an authenticated SSH transport. `close` also closes the login to the jump host."""
+    """One login to a server. `transport` is the authenticated transport object of paramiko.
+
+    `jump` is the login to the jump host, which `close` closes as well; None for a direct connection.
+    """
 
     def __init__(self, ssh: SSHLogin, transport: Any, jump: ParamikoTransport | None) -> None:
         self.ssh = ssh
@@ -273,8 +286,8 @@ class ParamikoTransport:
     def settled_alive(self) -> bool:
         """Wait up to `_SETTLE` seconds for the end of this login; returns True if the login still works then.
 
-        The wait is necessary after the end of a channel: when a login ends, paramiko ends the channels first and the transport
-        later.
+        After the end of a channel, only this wait shows whether the whole login has ended: paramiko ends the channels of a login
+        first, and the transport a little later.
         """
         self._transport.join(_SETTLE)
         return self.alive()
@@ -337,6 +350,10 @@ class ParamikoTransport:
             self._jump.close()
 
     def _open(self, kind: str, target: Any = None, source: Any = None, timeout: float = _OPEN_TIMEOUT) -> Any:
+        """Open a channel by `open_channel` of paramiko's transport; `kind`, `target` and `source` are its first three arguments.
+
+        Raises `paramiko.ChannelException` if the server refuses, and `ConnectionGone` if there is no answer or no login any more.
+        """
         try:
             return self._transport.open_channel(
                 kind, target, source, window_size=_WINDOW, max_packet_size=_PACKET, timeout=timeout
@@ -352,7 +369,8 @@ class ParamikoTransport:
     def _keep_alive(self) -> None:
         """Request an answer after `keepalive` seconds of the server's silence, and close the transport after twice this time.
 
-        TCP does not notice a loss behind a jump host. paramiko's own `set_keepalive` requests no answer; `global_request` does.
+        Runs in a thread of its own until the login ends. TCP does not notice a loss behind a jump host. paramiko's own
+        `set_keepalive` requests no answer; `global_request` does.
         """
         asked, interval = threading.Thread(), self.ssh.keepalive
         while not self._closed.wait(interval / 4) and self.alive():
@@ -364,6 +382,7 @@ class ParamikoTransport:
                 asked.start()
 
     def _ask(self) -> None:
+        """Request any answer of the server, and wait for the answer."""
         with contextlib.suppress(Exception):  # The transport has ended.
             self._transport.global_request("keepalive@openssh.com")
 
@@ -382,6 +401,7 @@ class _Packetizer(paramiko.packet.Packetizer):  # type: ignore[misc]
 
 
 def _copy(receive: Callable[[int], bytes], send: Callable[[bytes], Any], end: Callable[[], Any]) -> None:
+    """Copy data from `receive` to `send` until `receive` returns b"" or one of them fails; then call `end`."""
     with contextlib.suppress(OSError, EOFError):
         while data := receive(_BUFFER):
             send(data)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _local = LocalConnection()
 _lock = threading.Lock()
-_connections: dict[str, Connection] = {}
+_connections: dict[str, Connection] = {}  # The connections to edge nodes, by the SSH configuration as JSON.
 
 
 def connection_to(ssh: SSHLogin | None) -> Connection:

@@ -29,9 +29,10 @@ def shell_status(code: int) -> int:
 
 
 def relay(channel: Any, command: str) -> int:
-    """Run a command on a new paramiko channel with this process's input and output, and return the command's exit code.
+    """Run a command on the server with this process's input and output; returns the command's exit code.
 
-    If this process has a terminal, the command gets a remote terminal.
+    `channel` is a new channel of paramiko, on which nothing runs yet. If this process has a terminal, the command gets a terminal
+    on the server.
     """
     if not has_terminal():
         channel.exec_command(command)
@@ -99,6 +100,7 @@ def _copy(channel: Any) -> int:
 
 
 def _write(stream: Any, data: bytes) -> int:
+    """Write `data` to this process's output `stream`; returns the number of bytes in `data`."""
     stream.buffer.write(data)
     stream.buffer.flush()
     return len(data)

@@ -1,7 +1,8 @@
 """Makes bundles: sets of files of this machine. Each bundle becomes a directory on the cluster, named by a hash of the content.
 
-A scan lists a directory and reads only ignore files. The scan leaves out the files that Ray leaves out of a `runtime_env`
-working_dir, and files that no cluster needs, such as caches and environments. The other files are read when the name is computed.
+A scan lists a directory and reads only ignore files (.gitignore and .rayignore). The scan leaves out the files that Ray leaves
+out of a `runtime_env` working_dir, and files that no cluster needs, such as caches and environments. The other files are read
+when the name of the bundle is computed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _UNSUPPORTED = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a named pipe", stat.S_
 # The largest bundle that is accepted; Ray 2.60 has the same limit of bytes. Too many entries suggest a wrong directory.
 MAX_BYTES, MAX_ENTRIES = 500 * 2**20, 100_000
 
-# The ignore files that count for a directory, the deepest first: name, the directory that has it in the bundle, patterns.
+# The ignore files that count for a directory, the deepest first. Each item has the file's name (one of IGNORE_FILES), the file's
+# directory (its name in the bundle), and the patterns in the file.
 _Rules = tuple[tuple[str, str, GitIgnoreSpec], ...]
 
 
@@ -119,7 +121,7 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Ma
 
 
 def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
-    """Return True if a fixed rule, the .gitignore files or the .rayignore files exclude the entry `name`.
+    """Return True if `_LEFT_OUT`, the .gitignore files or the .rayignore files exclude the entry `name`, or if it is a .pyc file.
 
     `rules` are the ignore files that count for the entry's directory. If several .gitignore files have a pattern for the entry,
     the file in the deepest directory decides; the same holds for .rayignore files. `is_dir` is True also for a link to a
@@ -140,12 +142,13 @@ def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
 class _Scan:
     """Collects the entries of one bundle; raises `ValueError` if the entries exceed the limits."""
 
-    argument: str
-    remedy: str = "leave it out"
-    root: str = "the files"
+    argument: str  # The user's argument that named the files, for error messages.
+    remedy: str = "leave it out"  # What the user can do, for error messages.
+    root: str = "the files"  # The bundled directory, for error messages.
     _entries: dict[str, Entry] = field(default_factory=dict)
     _places: dict[str, str] = field(default_factory=dict)  # Names in the bundle by path on this machine, with links resolved.
-    _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)  # Path, name; rules of the directory.
+    # Links that `manifest` decides about: the path, the name in the bundle, and the ignore files that count for the directory.
+    _links: list[tuple[str, str, _Rules | None]] = field(default_factory=list)
 
     def manifest(self, root: str | None) -> Manifest:
         """Decide how to include each symbolic link that `walk` has found; return the manifest of all entries.
@@ -163,6 +166,7 @@ class _Scan:
         return Manifest(self.argument, tuple(sorted(self._entries.values(), key=lambda entry: os.fsencode(entry.name))), root)
 
     def add(self, entry: Entry) -> None:
+        """Add one entry to the bundle; raises `ValueError` if the bundle then has too many entries."""
         self._entries[entry.name] = entry
         if entry.kind is not EntryKind.LINK:
             self._places.setdefault(entry.source, entry.name)
@@ -172,7 +176,8 @@ class _Scan:
     def walk(self, top: str, name: str, rules: _Rules | None) -> None:
         """Add the directory `top` as `name`, with all entries below except ignored entries and environments.
 
-        Links are noted for `manifest`. `rules` are the ignore files of the directories above; if None, no ignore file is read.
+        `manifest` decides later about the links that this method has found. `name` is the name in the bundle, "" for the bundled
+        directory itself. `rules` are the ignore files of the directories above; if None, no ignore file is read.
         """
         waiting = [(top, name, rules)]
         while waiting:
@@ -249,6 +254,7 @@ class _Scan:
             raise ValueError(f"{self.argument}: {file} has a pattern that means nothing: {error}") from None
 
     def _add_file(self, path: str, name: str) -> None:
+        """Add the file `path` with the name `name` in the bundle; raises `ValueError` if it is not a regular file."""
         with self._readable(path):
             found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
@@ -259,6 +265,7 @@ class _Scan:
         self.add(Entry(name, EntryKind.FILE, path, bool(found.st_mode & stat.S_IXUSR), found.st_size, stamp=stamp))
 
     def _check_limits(self) -> None:
+        """Raise `ValueError` if the bundle has more than `MAX_ENTRIES` entries or `MAX_BYTES` bytes."""
         entries = self._entries.values()
         total = sum(entry.size for entry in entries)
         if len(entries) > MAX_ENTRIES:
@@ -289,7 +296,10 @@ class _Scan:
 
 
 def _largest(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Add up the sizes of all paths that begin with the same two parts; return the five largest sums, each with the two parts."""
+    """Add up the sizes of all paths with the same first two parts; return the five largest sums, each after these two parts.
+
+    Each item of `sizes` is a path and a size.
+    """
     sums: Counter[str] = Counter()
     for name, size in sizes:
         parts = name.split("/")
@@ -333,7 +343,10 @@ class Bundle:
         return self.manifest.size
 
     def name_of(self, path: str) -> str | None:
-        """Return the name in the bundle of a path on this machine; "" for the bundled directory, None for a path outside."""
+        """Return the name in the bundle of the file or directory `path` of this machine; None for a path outside of the bundle.
+
+        The name of the bundled directory itself is "".
+        """
         path = os.path.abspath(path)
         if self.manifest.root == os.path.realpath(path):
             return ""
@@ -387,7 +400,10 @@ def bundle_files(files: Mapping[str, str], *, argument: str = "extra_files") -> 
 
 
 def _digest(argument: str, entry: Entry) -> str:
-    """Return the SHA-256 of a file. A file that did not change since the last read is not read again."""
+    """Return the SHA-256 of a file of a bundle. A file that did not change since the last read is not read again.
+
+    `argument` is the name of the user's argument that named the file, for error messages.
+    """
     stamp, known = _digests.get(entry.source, ((), ""))
     if stamp == entry.stamp:
         return known
@@ -425,6 +441,7 @@ def _content(argument: str, entry: Entry) -> Iterator[bytes]:
 
 
 def _changed(argument: str, entry: Entry) -> ValueError:
+    """Return the exception for a file that has changed; `argument` is the user's argument that named the file."""
     return ValueError(
         f"{argument}: {entry.source} changed while it was being copied; try again, or leave it out if it keeps changing"
     )

@@ -1,4 +1,4 @@
-"""Install bundles and the runtime on the Slurm cluster.
+"""Install bundles (directories with user code) and the runtime (the program that starts Ray and payloads) on the Slurm cluster.
 
 A bundle or the runtime is sent once, and later found on the cluster by name. The name appears on the cluster when the content is
 complete.
@@ -61,7 +61,7 @@ def install(
     If nothing is missing, the function makes one small remote call. Several processes may install at the same time. Processes on
     the same machine send each large bundle once; processes on different machines may each send the bundle.
 
-    Raises ValueError if a file changed since its bundle was named. Raises OSError if a file cannot be written on this machine or
+    Raises ValueError if a file changed since `make_bundle` read it. Raises OSError if a file cannot be written on this machine or
     the cluster, if another user owns the base directory, or if everybody may write to the base directory or a directory in it. If
     only a group may write there, the function calls `warn` with a sentence, and installs the files.
     """
@@ -106,7 +106,7 @@ def send_files(connection: Connection, base: str, files: Mapping[str, str], prog
 
 
 def log_progress(log: Any) -> Progress:
-    """Return a callback that logs the progress of an upload, at most once in `PROGRESS_INTERVAL` seconds."""
+    """Return a function that logs the progress of an upload to `log`, at most once in `PROGRESS_INTERVAL` seconds."""
     logged_at = time.monotonic()
 
     def report(done: int, size: int) -> None:
@@ -160,8 +160,9 @@ def _make(
 ) -> None:
     """Make the runtime or a bundle at `path` on the cluster: call `function` of the module `edge.base_directory` there.
 
-    `function` gets the directory of `path`, the last part of `path`, and `content`. `base` is the base directory, which an error
-    message names. The call may take `_UNPACK_TIMEOUT` plus `more` seconds. Raises OSError if the call fails or takes longer.
+    The arguments of `function` are the directory of `path`, the last part of `path`, and the items of `content`. `base` is the
+    base directory, which error messages name. The call may take `_UNPACK_TIMEOUT` plus `more` seconds. Raises OSError if the call
+    fails or takes longer.
     """
     try:
         _call(connection, base, f"making {path}", _UNPACK_TIMEOUT + more, function, *posixpath.split(path), *content)
@@ -173,6 +174,10 @@ def _make(
 
 
 def _call(connection: Connection, base: str, doing: str, timeout: float, function: Callable[..., T], *arguments: object) -> T:
+    """Call a function of `edge` on the cluster, and return the result; raises TimeoutError after `timeout` seconds.
+
+    `doing`, such as "looking at /a/b", and the base directory `base` are words for the message of this error.
+    """
     try:
         return connection.call(function, *arguments, repeat=True, timeout=timeout)
     except TimeoutError:
