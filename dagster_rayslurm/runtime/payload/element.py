@@ -24,12 +24,12 @@ KEY = "RAYSLURM_PARTITION_KEY"  # Variable with the key of the payload's partiti
 class Element:
     """One element of a job array, which runs one partition of a Dagster step.
 
-    `key` is the partition's key. `window` is its time window, a dictionary with start and end, or None for a partition without
-    one.
+    `key` is the partition's key. `window` is the time window of the partition, a dictionary with start and end; None for a
+    partition that stands for no time.
     """
 
-    array_dir: str
-    number: int
+    array_dir: str  # Path of the directory of the whole array.
+    number: int  # The element's index in the array, from 0 on, which is Slurm's SLURM_ARRAY_TASK_ID.
     key: str
     window: Optional[Dict[str, str]]
     context: Dict[str, Any]  # The Pipes context that all partitions share.
