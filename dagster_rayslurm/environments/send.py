@@ -128,7 +128,8 @@ def recipe_for(
     """Return the recipe of a uv, pixi or packed environment for the platform of the cluster.
 
     The platform is that of the nodes that `queues` ask for; without queues, that of the edge node. A platform that this machine
-    detected up to `age` seconds ago is used again. `log` is a logger. Raises `ValueError` if the environment cannot be installed on the cluster; the sentence names the remedy.
+    detected up to `age` seconds ago is used again. `log` is a logger. Raises `ValueError` if the environment cannot be installed
+    on the cluster; the error message names the remedy.
     """
     wanted, write = _writer(environment)
     platform = look_at(connection, wanted, queues, age, log)

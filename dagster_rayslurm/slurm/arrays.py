@@ -1,8 +1,8 @@
 """Job arrays: the names of their elements in Slurm, the number of elements that a site accepts, and the size of the next array.
 
-Slurm calls an element an array task. The functions have no side effects. squeue and sacct list the waiting elements of an array in one row, "12_[4,6-11%2]", and each
-other element in a row of its own, "12_3". If the only waiting element is cancelled, this element disappears from both lists
-(tried on 22.05).
+Slurm calls an element an array task. squeue and sacct list the waiting elements of an array in one row, "12_[4,6-11%2]", and
+each other element in a row of its own, "12_3". If the only waiting element is cancelled, this element disappears from both lists
+(tried on 22.05). The functions have no side effects.
 """
 
 from __future__ import annotations

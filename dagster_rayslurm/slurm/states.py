@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from ..runtime.protocol.messages import TextEnum
 from .shared_queue import QueueRow
 
-# States of a job that has ended; a job leaves such a state only if Slurm requeues the job. COMPLETING, STAGE_OUT and REVOKED are not among them.
+# States of a job that has ended; a job leaves such a state only if Slurm requeues the job. COMPLETING, STAGE_OUT and REVOKED are
+# not among them.
 TERMINAL = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
 )

@@ -75,9 +75,9 @@ class NextStep(Enum):
 def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
     """Returns the action after an attempt to submit a job. A pure function.
 
-    `answer` is the result of the attempt: the exit code and the output of `edge.slurm.submit`, which runs sbatch, or the exception
-    that ended the attempt. `claim` is True if other processes may submit the same job. `left` is the number of attempts that are
-    left.
+    `answer` is the result of the attempt: the exit code and the output of `edge.slurm.submit`, which runs sbatch, or the
+    exception that ended the attempt. `claim` is True if other processes may submit the same job. `left` is the number of attempts
+    that are left.
     """
     if not isinstance(answer, Completed):
         return NextStep.FIND_OR_REPEAT if isinstance(answer, ConnectionLost) and left else NextStep.FIND
