@@ -32,10 +32,11 @@ def build_completion_sensor(
     Each tick lists all submitted runs and Slurm's queue with one remote call. What the sensor does for a run that has ended
     depends on `job` and `asset_selection`:
 
-    - Without both, the sensor stores an event of the run's asset. For a success this is an `AssetMaterialization` with the
+    - If both are None, the sensor stores an event of the run's asset. For a success this is an `AssetMaterialization` with the
       metadata that the payload reported, for a failure an `AssetObservation` with a sentence about the failure. Output files are
       not copied.
-    - With either, the sensor requests a Dagster run, for a success and a failure alike. The `RunHandle` of the submitted run is
+    - If one of them is given, the sensor requests a Dagster run, for a success and a failure alike. The `RunHandle` of the
+    submitted run is
       in a tag of the Dagster run, where `reattach` finds the handle. Write the asset so that it returns
       `compute.reattach(context=context).get_materialize_result()`; this call also copies output files.
 

@@ -43,8 +43,8 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
     """Returns the components in the order of the Slurm job; the component with the payload and the Ray head comes first.
 
     The first component of the result is the component with the name `payload_in`. If `payload_in` is None, it is the component
-    marked `head`. If no component is marked, it is the first of `components`. In the result, all components have the same time
-    limit, requeue and signal before the time limit. Raises `ValueError` if there is no component, or if components contradict
+    marked `head`. If no component is marked, it is the first of `components`. In the result, all components have the same
+    `time_limit`, `requeue` and `signal_before_timeout`. Raises `ValueError` if there is no component, or if components contradict
     each other.
     """
     names = [each.component_id for each in components]

@@ -75,7 +75,11 @@ class UnhealthyNode(NamedTuple):
 
 
 class StartError(RuntimeError):
-    """Raised when a runtime cannot be started; users see a `RunFailure` instead, with the same kind and `retry`."""
+    """Raised when a runtime (this package's program on the nodes) cannot be started.
+
+    Users see a `RunFailure` instead, with the same kind and `retry`. `retry` says whether a `RetryPolicy` may retry the step;
+    None stands for the default of `kind`.
+    """
 
     def __init__(self, kind: FailureKind, message: str, retry: bool | None = None) -> None:
         super().__init__(message)

@@ -188,10 +188,10 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple
 
 
 def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
-    """Returns the same two values as `parse_payload`, for a command that is given as text.
+    """Returns the words of a payload's command that is given as text, and the absolute path of the script that it runs.
 
-    If `is_path` is True, `text` is a path and is not split into words. Raises `ValueError` for a file that does not exist, and
-    for a text that cannot be split or needs a shell.
+    The path is None for a command without a script on this machine. If `is_path` is True, `text` is a path and is not split into
+    words. Raises `ValueError` for a file that does not exist, and for a text that cannot be split or needs a shell.
     """
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
@@ -221,9 +221,10 @@ def _existing_file(text: str) -> str | None:
 
 
 def _without_literals(quoted: re.Match[str]) -> str:
-    """Returns a quoted part of a command with "_" in place of each character to which a shell would give no meaning there.
+    """Returns a quoted part of a command, in which "_" replaces each character that has no meaning to a shell inside the quotes.
 
-    `quoted` is the match of the part with its quotes. In double quotes, `$`, backquotes, brackets and word characters stay.
+    `quoted` is the match of the part with its quotes. In double quotes, `$`, backquotes, opening brackets and word characters
+    stay, because they may form a variable or a command. For a part in other quotes, the result is "_".
     """
     return re.sub(r"\\.|[^\w$`({]", "_", quoted.group(), flags=re.DOTALL) if quoted.group().startswith('"') else "_"
 

@@ -47,7 +47,10 @@ def wanted_command(python: str | None) -> str:
 
 
 def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
-    """Return the recipe that installs the locked wheels; raises `ValueError` if no Python or no wheels fit the platform."""
+    """Return the recipe (files to send and commands to run) that installs the locked wheels on the cluster.
+
+    Raises `ValueError` if there is no lock, or if no Python or no wheels fit the platform.
+    """
     try:
         from packaging.pylock import Pylock
     except ImportError:

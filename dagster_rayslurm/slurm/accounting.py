@@ -117,9 +117,10 @@ class JobFacts:
 
     @property
     def final_state(self) -> str | None:
-        """The terminal state that the job has or, while it is COMPLETING, will have; None if Slurm does not show this state yet.
+        """The terminal state of the job, such as "TIMEOUT"; None if it is not known yet.
 
-        While a job is COMPLETING, Slurm's reason tells the terminal state.
+        A job that is COMPLETING (being cleaned up) has ended, but is not in its terminal state yet. Its value is the terminal
+        state that Slurm's reason announces; None if the reason announces none.
         """
         if self.state in TERMINAL:
             return self.state

@@ -102,7 +102,10 @@ def split_signal(text: str | None) -> tuple[str, float | None]:
 
 
 class HetComponent(StrictConfig):
-    """One component of a heterogeneous job: equal nodes, in a Ray cluster across all components or in a cluster of their own."""
+    """One component of a heterogeneous job: a group of equal nodes.
+
+    All components share one Ray cluster; with topology "separate", each component has a Ray cluster of its own.
+    """
 
     component_id: Annotated[str, identifier]
     """Name of the component; Ray nodes carry it as a label."""

@@ -147,7 +147,7 @@ def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) 
 
 
 def exclusion_for(connection: Connection, base: str, request: JobRequest) -> Exclusion:
-    """Returns which nodes a job excludes because they failed a health check of a run in the last `MEMORY` seconds.
+    """Returns which nodes a job excludes because they failed a health check of a run in the last hour (`MEMORY` seconds).
 
     `base` is the base directory on the cluster, where `remember` records such nodes. `request` stays unchanged; `excluding`
     returns a copy of a request that excludes the nodes in the result.

@@ -150,7 +150,11 @@ def _span(values: Iterable[int]) -> str:
 
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
-    """Returns the partitions, each with its nodes, from the output of the commands `PARTITIONS` and `NODES`."""
+    """Returns the partitions of a cluster, each with its nodes.
+
+    `partitions` is the output of the command `PARTITIONS` (`scontrol show partition`), and `nodes` is the output of the command
+    `NODES` (`sinfo --Node`). Lines of other text are ignored.
+    """
     found = {}
     for line in partitions.splitlines():
         settings = dict(_PAIR.findall(line))

@@ -25,7 +25,7 @@ _GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])
 
 
 class Inheritance(Enum):
-    """The value that a component of a heterogeneous job gets for a field that only an earlier component sets."""
+    """The value that sbatch gives to a component of a heterogeneous job for a field that only an earlier component sets."""
 
     NONE = "none"  # Nothing: sbatch forgets the option.
     INHERITED = "inherited"  # The value of the earlier component. No option resets it, so each component must set the field.
@@ -37,11 +37,11 @@ class Inheritance(Enum):
 class SbatchField:
     """How sbatch and this package treat one field of `SlurmQueueConfig`.
 
-    An object has the option of sbatch for the field, the value that later components of a heterogeneous job inherit, and a
-    function that tells whether the value of a session satisfies a payload.
+    An object tells the option of sbatch for the field, which value later components of a heterogeneous job inherit, and whether a
+    session with one value of the field satisfies a payload that wants another value.
     """
 
-    name: str
+    name: str  # Name of the field.
     # Called with the value that a payload wants and the value that a session (a job that runs many payloads) was granted; returns
     # whether the session satisfies the payload. None if the field does not matter for that.
     granted: Callable[[Any, Any], bool] | None
@@ -74,7 +74,7 @@ def granted_gpus(queue: Mapping[str, Any]) -> int | None:
 def _at_most(wanted: int, granted: int | None) -> bool:
     """Returns whether a payload that wants the amount `wanted` fits into a session that was granted the amount `granted`.
 
-    None stands for an amount that only the running session knows; the result is True then.
+    `granted` is None for an amount that only the running session knows; the result is then True.
     """
     return granted is None or wanted <= granted
 
@@ -196,7 +196,7 @@ class JobRequest:
     def login_variables(self) -> list[str]:
         """The names of the user's environment variables that sbatch may see, such as "SBATCH_PARTITION".
 
-        There is such a name for each of some fields (see `SbatchField.login_variable`), unless a component sets the field.
+        The result has a name for each field with `SbatchField.login_variable` that no component sets.
         """
         names = [each.name for each in SBATCH_FIELDS if each.login_variable]
         return [f"SBATCH_{name.upper()}" for name in names if all(getattr(each.queue, name) is None for each in self.components)]
@@ -274,7 +274,10 @@ def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) ->
 
 
 def check_queue(queue: SlurmQueueConfig) -> None:
-    """Raises a ValueError that names the fields if a queue contradicts itself, or if `extra_sbatch` has a refused option."""
+    """Raises ValueError if fields of a queue contradict each other, or if `extra_sbatch` has an option that is not allowed.
+
+    The error message names the fields.
+    """
     if queue.mem is not None and queue.mem_per_cpu is not None:
         raise ValueError(
             f"SlurmQueueConfig.mem={queue.mem!r} and mem_per_cpu={queue.mem_per_cpu!r} exclude each other; set one of them"

@@ -34,7 +34,7 @@ ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT
 
 
 class JobPhase(TextEnum):
-    """The phase of a job, as far as known."""
+    """The phase of a job, as far as the observations tell; the comments at the members say what each phase means."""
 
     UNKNOWN = "unknown"  # There is no observation yet, or squeue shows a state that says too little.
     PENDING = "pending"  # The job waits for its nodes.

@@ -56,7 +56,7 @@ class ClaimTaken(Exception):
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job in the queue: Slurm's id, and the time of submission by the cluster's clock, in seconds since the epoch."""
+    """A job that was submitted: Slurm's id, and the time of submission by the cluster's clock, in seconds since the epoch."""
 
     job_id: str
     at: float
@@ -211,7 +211,7 @@ def find_job(connection: Connection, job_name: str, patience: float = 0.0) -> st
 
 
 def _named(connection: Connection, job_name: str) -> str:
-    """Returns a line "ID|STATE|REASON" for each job with the name `job_name`; "" if there is no such job.
+    """Returns a text with a line "ID|STATE|REASON" for each job with the name `job_name`; "" if there is no such job.
 
     The jobs come from the queue or, if the queue has no such job, from the accounting.
     """
