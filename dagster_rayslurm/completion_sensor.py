@@ -36,8 +36,7 @@ def build_completion_sensor(
       metadata that the payload reported, for a failure an `AssetObservation` with a sentence about the failure. Output files are
       not copied.
     - If one of them is given, the sensor requests a Dagster run, for a success and a failure alike. The `RunHandle` of the
-    submitted run is
-      in a tag of the Dagster run, where `reattach` finds the handle. Write the asset so that it returns
+      submitted run is in a tag of the Dagster run, where `reattach` finds the handle. Write the asset so that it returns
       `compute.reattach(context=context).get_materialize_result()`; this call also copies output files.
 
     If the cluster does not answer within 30 seconds, the tick is skipped, and the skip reason names the cluster.
